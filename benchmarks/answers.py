@@ -60,7 +60,7 @@ def main() -> None:
     both.append(("both", both[0][1] + both[1][1]))
     for reward in ("gsm8k", "math"):
         for name, cases in both if reward == "math" else both[:1]:
-            with RewardPool([reward], workers=args.workers) as pool:
+            with RewardPool([reward], num_workers=args.workers) as pool:
                 first, again = judge(pool, cases), judge(pool, cases)
             print(
                 f"{reward:6} {name:18} {len(cases):5} answers, {args.workers} workers: "

@@ -46,7 +46,7 @@ def embedded(folder: Path, work: Work) -> dict[str, str]:
     model, task = load_model("tiny"), load_task("embedded")
     model.save_pretrained(folder / "model")  # type: ignore[operator]
     load_tokenizer("tiny", model).hf.save_pretrained(folder / "model")
-    examples = [task.train(i) for i in range(work.prompts * (work.steps + 1))]
+    examples = [task.train_example(i) for i in range(work.prompts * (work.steps + 1))]
     write(folder, [(str(e.prompt), str(e.columns["answer"])) for e in examples])
     return {"reward": "exact", "data": "the embedded task"}
 

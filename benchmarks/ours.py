@@ -21,7 +21,7 @@ import policygrad as pg
 from bench.clock import Clock, Moved, say
 from bench.keeping import Keeping
 from bench.works import Work, from_dict
-from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.training.base_trainer import Callback
 
 HERE = Path(__file__).resolve().parent
@@ -30,17 +30,17 @@ HERE = Path(__file__).resolve().parent
 class InOrder:
     """The prompts one after another, as TRL is given them."""
 
-    name, steps, held_out_is_train = "prompts", (), True
+    name, steps, eval_on_train = "prompts", (), True
     rewards: tuple[str, ...] = ()
 
     def __init__(self, file: Path) -> None:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         self.rows = [pg.Example(row["prompt"], {"answer": row["answer"]}) for row in rows]
 
-    def train(self, index: int) -> pg.Example:
+    def train_example(self, index: int) -> pg.Example:
         return self.rows[index % len(self.rows)]
 
-    def held_out(self, count: int) -> list[pg.Example]:
+    def eval_examples(self, count: int) -> list[pg.Example]:
         return self.rows[:count]
 
 
@@ -51,7 +51,7 @@ class Watched:
         self.inner, self.lengths = inner, lengths
         self.facts: dict[str, list[int]] = {"completions": [], "prompt_tokens": [], "tokens": []}
 
-    async def update(self, weights: pg.Published) -> None:
+    async def update(self, weights: pg.PublishedWeights) -> None:
         await self.inner.update(weights)
 
     async def generate(self, requests: Sequence[pg.Request]) -> Sequence[pg.Generation]:
@@ -61,7 +61,7 @@ class Watched:
         found: Sequence[pg.Generation] = await self.inner.generate(requests)
         for name, value in (
             ("completions", len(requests)),
-            ("prompt_tokens", sum(len(r.tokens) for r in requests)),
+            ("prompt_tokens", sum(len(r.prompt_ids) for r in requests)),
             ("tokens", sum(len(g.tokens) for g in found)),
         ):
             self.facts[name].append(value)
@@ -96,8 +96,8 @@ def train(
     timer, sampler = Timer(Keeping(keep, work.keep)), list[Watched]()
 
     def watched(model: nn.Module, tokenizer: Tokenizer) -> Watched:
-        end = tokenizer.end if work.lengths is None else frozenset({-1})  # a token that is never drawn
-        sampler.append(Watched(pg.LocalSampler(model, end, padding_id(tokenizer)), work.lengths))
+        end = tokenizer.end_ids if work.lengths is None else frozenset({-1})  # a token that is never drawn
+        sampler.append(Watched(pg.LocalSampler(model, end, pad_token_id(tokenizer)), work.lengths))
         return sampler[0]
 
     with tempfile.TemporaryDirectory() as output:
@@ -111,8 +111,8 @@ def train(
             samples_per_prompt=work.samples,
             lr=work.lr,
             seed=seed,
-            sampling=pg.Sampling(max_tokens=work.max_tokens),
-            evaluation=pg.Evaluation(problems=0),
+            sampling=pg.SamplingParams(max_tokens=work.max_tokens),
+            evaluation=pg.EvaluationConfig(problems=0),
             learner=pg.LearnerConfig(dtype=dtype, device="cpu"),
             output=str(Path(output) / "run"),
         )

@@ -15,12 +15,12 @@ from policygrad.planning.pipeline import (
     Lengths,
     SamplerSpeed,
     Timeline,
-    best_staleness,
-    enough,
-    learner_speed,
-    resampled,
-    sampler_speed,
+    find_best_staleness,
+    fit_learner_speed,
+    fit_sampler_speed,
+    resample_lengths,
     simulate,
+    smallest_sufficient,
 )
 from policygrad.samplers.config import SamplerConfig
 
@@ -56,14 +56,14 @@ class Seen:
 def configured(model: str, steps: int, staleness: int, piece: int, folder: Path) -> pg.Run:
     """The run of one setting."""
     return pg.Run(
-        algorithm=pg.algorithm("grpo"),
+        algorithm=pg.get_algorithm("grpo"),
         model=model,
         steps=steps,
-        staleness=staleness,
+        max_staleness=staleness,
         prompts_per_step=32,
         samples_per_prompt=8,
-        sampler=SamplerConfig(engine="llama_cpp", threads=1, parallel=PARALLEL, piece=piece),
-        evaluation=pg.Evaluation(problems=0),
+        sampler=SamplerConfig(engine="llama_cpp", threads=1, max_concurrency=PARALLEL, chunk_tokens=piece),
+        evaluation=pg.EvaluationConfig(problems=0),
         output=str(folder / f"{Path(model).name}-{steps}-steps-staleness-{staleness}-piece-{piece}"),
     )
 
@@ -76,11 +76,11 @@ def run(made: pg.Run, train: Callable[..., object] = pg.train) -> Seen:
     if not (output / "result.json").exists():
         train(made, display=True, overwrite=(output / "run.toml").exists())
     metrics, completions = (_rows(output / name) for name in ("metrics.jsonl", "completions.jsonl"))
-    return seen([row for row in metrics if row["step"]], completions, made.staleness)
+    return seen([row for row in metrics if row["step"]], completions, made.max_staleness)
 
 
 def seen(metrics: Sequence[Row], completions: Sequence[Row], staleness: int = 0) -> Seen:
-    """What the logs of a run say; seconds and shares of the steps that are like those of a long run, as in `Timeline.full`."""
+    """What the logs of a run say; seconds and shares of the steps that are like those of a long run, as in `Timeline.steady_state`."""
     lengths = [[row["tokens"] for row in completions if row["step"] == m["step"]] for m in metrics]
     draws = [m["time/rollout"] for m in metrics]
     publishes = [m["publication/seconds"] for m in metrics]
@@ -97,8 +97,8 @@ def speeds(alone: Seen) -> tuple[SamplerSpeed, LearnerSpeed]:
     later = slice(1, None) if len(alone.lengths) > 1 else slice(None)
     lengths, draws, updates = (x[later] for x in (alone.lengths, alone.draws, alone.updates))
     return (
-        sampler_speed(lengths, draws, PARALLEL),
-        learner_speed(lengths, updates, statistics.median(alone.publishes[later])),
+        fit_sampler_speed(lengths, draws, PARALLEL),
+        fit_learner_speed(lengths, updates, statistics.median(alone.publishes[later])),
     )
 
 
@@ -129,7 +129,7 @@ def compared(model: str, steps: int, runs: Mapping[tuple[int, int], Seen]) -> di
                 "piece": piece,
                 "seen": {"step": found.step, "learner_idle": found.waited, "sampler_idle": found.idle},
                 "predicted": {
-                    "step": told.step,
+                    "step": told.step_seconds,
                     "learner_idle": told.learner_idle,
                     "sampler_idle": told.sampler_idle,
                 },
@@ -141,7 +141,7 @@ def compared(model: str, steps: int, runs: Mapping[tuple[int, int], Seen]) -> di
         "steps": steps,
         "rows": rows,
         "enough": {
-            kind: pieces[enough([row[kind]["step"] for row in pieces], within=WITHIN)]["staleness"]
+            kind: pieces[smallest_sufficient([row[kind]["step"] for row in pieces], tolerance=WITHIN)]["staleness"]
             for kind in ("seen", "predicted")
         },
         "best": {str(piece): best(runs[0, piece], piece) for piece in sorted({piece for _, piece in runs})},
@@ -152,8 +152,8 @@ def compared(model: str, steps: int, runs: Mapping[tuple[int, int], Seen]) -> di
 def best(alone: Seen, piece: int) -> int:
     """The smallest staleness that is as fast as any, of a long run with lengths like these."""
     lengths = [n for rollout in alone.lengths for n in rollout]
-    rollouts = resampled(lengths, LONG, len(lengths) // len(alone.lengths))
-    return best_staleness(rollouts, *speeds(alone), in_flight=piece > 0, within=WITHIN)
+    rollouts = resample_lengths(lengths, LONG, len(lengths) // len(alone.lengths))
+    return find_best_staleness(rollouts, *speeds(alone), in_flight=piece > 0, tolerance=WITHIN)
 
 
 def _rows(file: Path) -> list[Row]:

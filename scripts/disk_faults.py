@@ -66,8 +66,8 @@ def made(folder: Path) -> Content:
         steps=1,
         prompts_per_step=2,
         samples_per_prompt=2,
-        evaluation=pg.Evaluation(problems=0),
-        checkpoint=pg.Checkpointing(every=1),
+        evaluation=pg.EvaluationConfig(problems=0),
+        checkpoint=pg.CheckpointConfig(every=1),
         output=str(folder / "run"),
     )
     pg.train(run, display=False)
@@ -98,14 +98,14 @@ def wrong_after(directory: Path, content: Content) -> str:
         return "the newest checkpoint is neither the one before nor this one"
     save(directory, 3, content, 3)
     names = sorted(path.name for path in directory.iterdir())
-    last = checkpoint.load(directory / "step-000003")
+    last = checkpoint.load_checkpoint(directory / "step-000003")
     if names != ["step-000003"] or not same(last, content, 3):
         return f"the next save leaves {', '.join(names)}"
     return ""
 
 
 def save(directory: Path, step: int, content: Content, mark: int) -> None:
-    checkpoint.save(directory, step, content[0], content[1] | {"mark": mark}, keep=1)
+    checkpoint.save_checkpoint(directory, step, content[0], content[1] | {"mark": mark}, keep=1)
 
 
 def killed_save(directory: Path, step: int, content: Content, at: int) -> bool:
@@ -189,13 +189,13 @@ def flips(content: Content, folder: Path, number: int) -> dict[str, Any]:
         at, bit = draw.randrange(file.stat().st_size), 1 << draw.randrange(8)
         turned(file, at, bit)
         try:
-            checkpoint.load(path)
+            checkpoint.load_checkpoint(path)
             wrong.append(f"bit {bit} of byte {at} of {file.name} was not noticed")
         except CheckpointError as error:
             if str(path) not in str(error):
                 wrong.append(f"bit {bit} of byte {at} of {file.name}: the error names no file: {error}")
         turned(file, at, bit)
-    if not same(checkpoint.load(path), content, 1):
+    if not same(checkpoint.load_checkpoint(path), content, 1):
         wrong.append("turned back, it is not what it was")
     return {"count": number, "files": [file.name for file in files], "wrong": wrong}
 

@@ -1,9 +1,9 @@
 """Faults of engines at random moments of a run: two real llama.cpp servers, the embedded model; docs/results/engine-faults.json.
 
-python scripts/engine_faults.py [--repeats 30] [--kinds killed hangs …] [--staleness K] [--folder DIR]
+python scripts/engine_faults.py [--repeats 30] [--kinds killed hangs …] [--max-staleness K] [--folder DIR]
 
 For each kind of fault a run of grpo, whose two servers stand behind a small proxy each. At a random moment (of a rollout, an
-update, a publication) one of them has the fault for a random while, again and again. `gone` takes both away for longer than the
+update, a publication) one of them has the fault for a random while, again and again. `unavailable_message` takes both away for longer than the
 run waits: it has to end, and to go on with what it has saved. Counted are groups that were lost or trained on twice, by their
 keys, and completions that were not drawn by the version that they claim: every one is compared with the learner's own
 log-probabilities under it.
@@ -43,10 +43,10 @@ from policygrad.rollout.trajectory import TRAIN
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import probe
-from policygrad.samplers.engines.llama_cpp import LlamaCpp
+from policygrad.samplers.engines.llama_cpp import LlamaCppSampler
 from policygrad.training.base_trainer import Callback
-from policygrad.training.loop import Done
-from policygrad.weight_sync.base import Published
+from policygrad.training.loop import StepResult
+from policygrad.weight_sync.base import PublishedWeights
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "engine-faults.json"
@@ -57,19 +57,19 @@ KINDS = {
     "errors": "it answers 500",
     "drops": "it breaks the connection in the middle of its answers",
     "old": "it comes back with the weights of the run's beginning, and later with those of now",
-    "gone": "both are away for longer than `--sampler.patience`: the run ends, and goes on with `--resume`",
+    "gone": "both are away for longer than `--sampler.recovery-timeout`: the run ends, and goes on with `--resume`",
 }
 LONGEST = 1.0
 """Seconds that a fault lasts, at most."""
 TIMEOUT, PATIENCE, SHORT = 1.5, 60.0, 1.0
-"""Seconds: `sampler.timeout`; `sampler.patience`, and that where both servers are gone."""
+"""Seconds: `sampler.timeout`; `sampler.recovery_timeout`, and that where both servers are gone."""
 LASTS = {"hangs": 2 * TIMEOUT, "gone": 2.0}
-"""Seconds that other faults last, at most; `gone` beyond thrice `SHORT`."""
+"""Seconds that other faults last, at most; `unavailable_message` beyond thrice `SHORT`."""
 WARM = 2
 """Steps without a fault, which say how long one takes."""
 
 
-class Checked(LlamaCpp):
+class Checked(LlamaCppSampler):
     """Compares all that it draws with the learner's own log-probabilities under the version that it claims."""
 
     doing = "learning"
@@ -86,14 +86,14 @@ class Checked(LlamaCpp):
         took = time.monotonic() - began
         self.seconds = min(self.seconds or took, took)
         assert self.published is not None
-        own, _, _ = probe.looked_up(self.model, requests, found)
+        own, _, _ = probe.score_tokens(self.model, requests, found)
         near = (torch.cat([g.logp for g in found]).double() - own).abs() <= self.tolerance
         held = [bool(row.all()) for row in near.split([len(g.tokens) for g in found])]
         self.drawn += len(found)
         self.wrong += sum(not (ok and g.version == self.published.version) for ok, g in zip(held, found, strict=True))
         return found
 
-    async def update(self, weights: Published) -> Metrics:
+    async def update(self, weights: PublishedWeights) -> Metrics:
         self.doing = "publication"
         try:
             return await super().update(weights)
@@ -108,9 +108,9 @@ class Counted(pg.Trainer):
         super().__init__(*args, **more)
         self.trained = trained
 
-    def record(self, done: Done) -> Metrics:
-        self.trained += [group.start.key for group in done.rollout.groups]
-        return super().record(done)
+    def on_step(self, done: StepResult) -> Metrics:
+        self.trained += [group.spec.key for group in done.rollout.groups]
+        return super().on_step(done)
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Injecting(Callback):
         else:
             self.woken.set()
         self.began = now
-        self.asked_again += metrics["publication/asked_again"]
+        self.asked_again += metrics["publication/retries"]
         if self.over:
             trainer.stop()
 
@@ -164,11 +164,11 @@ class Injecting(Callback):
             with contextlib.ExitStack() as stack:
                 chosen = self.engines if self.kind == "gone" else [self.draw.choice(self.engines)]
                 if self.kind == "gone":
-                    self.sampler.servers.patience = SHORT  # now only: a server takes longer to start
+                    self.sampler.servers.recovery_timeout = SHORT  # now only: a server takes longer to start
                 for engine in chosen:
                     stack.enter_context(engine.faulty(self.kind, self.old))
                 time.sleep(3 * SHORT + seconds if self.kind == "gone" else seconds)
-            self.sampler.servers.patience = PATIENCE
+            self.sampler.servers.recovery_timeout = PATIENCE
         self.over = True
 
 
@@ -181,14 +181,14 @@ class Faults:
     def run(self, kind: str) -> pg.Run:
         """Long enough for any number of repeats: it is stopped after the last."""
         return pg.Run(
-            algorithm=pg.algorithm("grpo"),
+            algorithm=pg.get_algorithm("grpo"),
             steps=100_000,
             prompts_per_step=8,
             samples_per_prompt=4,
             seed=self.seed,
-            staleness=self.staleness,
-            evaluation=pg.Evaluation(problems=0),
-            checkpoint=pg.Checkpointing(every=50, keep=1),
+            max_staleness=self.staleness,
+            evaluation=pg.EvaluationConfig(problems=0),
+            checkpoint=pg.CheckpointConfig(every=50, keep=1),
             output=str(self.folder / kind),
         )
 
@@ -207,9 +207,9 @@ class Faults:
             config = SamplerConfig(
                 engine="llama_cpp",
                 urls=tuple(engine.proxy.url for engine in engines),
-                parallel=PARALLEL,
+                max_concurrency=PARALLEL,
                 timeout=TIMEOUT,
-                patience=PATIENCE,
+                recovery_timeout=PATIENCE,
             )
 
             def sampler(model: Any, tokenizer: Any) -> Checked:
@@ -290,7 +290,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30, help="faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--staleness", type=int, default=0, help="of the runs")
+    parser.add_argument("--max-staleness", type=int, default=0, help="of the runs")
     parser.add_argument("--seed", type=int, default=0, help="of the runs, and of the moments")
     parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary one")
     parser.add_argument("--results", type=Path, default=RESULTS)

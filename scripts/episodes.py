@@ -32,7 +32,7 @@ def is_right(answer: str, example: pg.Example) -> float:
     return float(f"<answer>{example.columns['answer']}</answer>" in answer)
 
 
-PRODUCTS = pg.ToolUse((multiply,), is_right, max_turns=3, describe=False)
+PRODUCTS = pg.ToolUse((multiply,), is_right, max_turns=3, tools_in_prompt=False)
 
 
 class Guess:
@@ -50,11 +50,11 @@ class Guess:
         self.turns += 1
         number, said = int(str(self.example.columns["number"])), action.text.strip()
         if not said.isdecimal():
-            return pg.Step(reward=0.0, ended="malformed")
+            return pg.Step(reward=0.0, stop_reason="malformed")
         if int(said) == number:
-            return pg.Step(reward=1.0, ended="found")
+            return pg.Step(reward=1.0, stop_reason="found")
         if self.turns == GUESSES:
-            return pg.Step(reward=0.0, ended="turns")
+            return pg.Step(reward=0.0, stop_reason="turns")
         return pg.Step(pg.Observation(({"role": "user", "content": "higher" if int(said) < number else "lower"},)))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from policygrad.samplers.engines import llama_server
-from policygrad.samplers.engines.llama_cpp import LlamaProcess
+from policygrad.samplers.engines.llama_cpp import LlamaServerProcess
 
 PARALLEL, CONTEXT = 4, 256
 GARBAGE = (
@@ -101,7 +101,7 @@ class Proxy:
 class Engine:
     """A real server that follows a folder, and the proxy before it."""
 
-    process: LlamaProcess
+    process: LlamaServerProcess
     proxy: Proxy
 
     def native(self) -> int | None:
@@ -143,9 +143,9 @@ def two_engines(folder: Path, draw: random.Random) -> Iterator[list[Engine]]:
     with contextlib.ExitStack() as stack:
         found = []
         for _ in range(2):
-            process = LlamaProcess(folder, parallel=PARALLEL, context=CONTEXT, threads=1)
-            process.ensure()
-            stack.callback(process.end)
+            process = LlamaServerProcess(folder, max_concurrency=PARALLEL, context_length=CONTEXT, threads=1)
+            process.ensure_running()
+            stack.callback(process.stop)
             proxy = Proxy(process.port, draw)
             stack.callback(proxy.close)
             found.append(Engine(process, proxy))
@@ -155,12 +155,12 @@ def two_engines(folder: Path, draw: random.Random) -> Iterator[list[Engine]]:
 @contextlib.contextmanager
 def keeping(weights: Path, folder: Path) -> Iterator[int]:
     """The port of a server that keeps the first of these weights, once there are any. folder: for its copy."""
-    port = LlamaProcess(folder, parallel=PARALLEL, context=CONTEXT, threads=1).port
+    port = LlamaServerProcess(folder, max_concurrency=PARALLEL, context_length=CONTEXT, threads=1).port
     shutil.rmtree(folder, ignore_errors=True)
     children: list[subprocess.Popen[bytes]] = []
 
     def serve() -> None:
-        while not (name := llama_server.current_name(weights)):
+        while not (name := llama_server.read_current_name(weights)):
             time.sleep(0.005)
         shutil.copytree(weights / name, folder / name)
         words = [f"--file={folder / name / llama_server.FILE}", f"--name={name}", f"--port={port}", "--threads=1"]

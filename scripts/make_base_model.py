@@ -35,8 +35,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from policygrad.tasks.base import is_held_out
-from policygrad.tasks.reasoning_gym import MAX_NEW_TOKENS, MIX, Component, prompt_text
+from policygrad.tasks.base import is_eval_prompt
+from policygrad.tasks.reasoning_gym import EMBEDDED_MIX, MAX_NEW_TOKENS, Component, prompt_text
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parents[1] / "src" / "policygrad" / "models" / "tiny"
 PAD, EOS = "<pad>", "<eos>"
@@ -169,14 +169,14 @@ def generate_problems(component: Component, size: int, seed: int, held_out: bool
     return [
         Problem(component.name, row["question"], row["answer"], row["metadata"])
         for row in dataset
-        if is_held_out(row["question"]) == held_out
+        if is_eval_prompt(row["question"]) == held_out
     ]
 
 
 def generate_documents(problems: list[list[Problem]], styles: dict[str, float], seed: int) -> Iterator[tuple[str, str]]:
     """Endless (prompt, reply) pairs: a component by weight, a problem, a style."""
     rng = random.Random(seed)
-    weights = [component.weight for component in MIX]
+    weights = [component.weight for component in EMBEDDED_MIX]
     while True:
         problem = rng.choice(rng.choices(problems, weights)[0])
         style = rng.choices(list(styles), list(styles.values()))[0]
@@ -356,8 +356,10 @@ def measure(output: Path, problems_count: int, samples: int, seed: int) -> dict[
     torch.manual_seed(seed)
     result: dict[str, float] = {}
     hits_total, count_total = 0, 0
-    for index, component in enumerate(MIX):
-        share = round(problems_count * (index + 1) / len(MIX)) - round(problems_count * index / len(MIX))
+    for index, component in enumerate(EMBEDDED_MIX):
+        share = round(problems_count * (index + 1) / len(EMBEDDED_MIX)) - round(
+            problems_count * index / len(EMBEDDED_MIX)
+        )
         problems = generate_problems(component, 40 * share, 90_000_000 + seed, held_out=True)
         scorer = reasoning_gym.create_dataset(component.name, size=1, seed=0, **component.config)
         chosen = [problem for problem in problems[:share] for _ in range(samples)]
@@ -397,7 +399,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     started = time.monotonic()
     problems = [
-        generate_problems(component, args.questions, 1_000_000 * (args.seed + 1), held_out=False) for component in MIX
+        generate_problems(component, args.questions, 1_000_000 * (args.seed + 1), held_out=False)
+        for component in EMBEDDED_MIX
     ]
     textbook = generate_documents(problems, TEXTBOOK, args.seed)
     web = generate_documents(problems, WEB, args.seed + 1)

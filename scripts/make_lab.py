@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.lab.measurement import Finding, Measured
-from policygrad.lab.report import LabReport, report
-from policygrad.lab.setting import measurable
+from policygrad.lab.measurement import Finding, Measurement
+from policygrad.lab.report import LabReport, build_lab_report
+from policygrad.lab.setting import supported_algorithms
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab.md"
 COLUMNS = {
@@ -33,7 +33,7 @@ def figure(x: float) -> str:
     return "0" if abs(x) < 1e-9 else f"{x:.3f}"
 
 
-def table(rows: list[Measured]) -> str:
+def table(rows: list[Measurement]) -> str:
     """One row per algorithm."""
     lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---|" + "---:|" * len(COLUMNS)]
     for m in rows:
@@ -91,8 +91,8 @@ def filled(text: str, found: LabReport, reports: list[LabReport]) -> str:
 
 
 if __name__ == "__main__":
-    whole = report(measurable(ALGORITHMS, 4))
-    rows = measurable(ALGORITHMS, SIZES[0])
-    over = [report(rows, size, names=()) for size in SIZES]
+    whole = build_lab_report(supported_algorithms(ALGORITHMS, 4))
+    rows = supported_algorithms(ALGORITHMS, SIZES[0])
+    over = [build_lab_report(rows, size, names=()) for size in SIZES]
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), whole, over), encoding="utf-8")
     print(PAGE)

@@ -15,7 +15,7 @@ from rich.console import Console
 from policygrad.trackers import RunInfo
 from policygrad.trackers.rich_display import TerminalTracker
 from policygrad.training.config.run import Run
-from policygrad.training.config.serialization import load
+from policygrad.training.config.serialization import load_config
 
 
 def main() -> None:
@@ -25,10 +25,10 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=10**9, help="stop the picture at this step")
     parser.add_argument("--output", type=Path, default=Path("docs/train.svg"))
     args = parser.parse_args()
-    run = load(args.run / "run.toml", Run())
+    run = load_config(args.run / "run.toml", Run())
     clock = [0.0]
     tracker = TerminalTracker(Console(file=io.StringIO(), width=100, force_terminal=True), lambda: clock[0])
-    tracker.start(RunInfo("", steps=run.steps, tokens=run.tokens))
+    tracker.start(RunInfo("", steps=run.steps, token_budget=run.tokens))
     samples: dict[int, list[dict[str, object]]] = {}
     for line in (args.run / "completions.jsonl").open(encoding="utf-8"):
         row = json.loads(line)

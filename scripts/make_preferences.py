@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from policygrad.rollout.scoring import judge
-from policygrad.rollout.trajectory import TRAIN, Start
-from policygrad.samplers.base import Sampling
-from policygrad.training.setup import Needed, load
+from policygrad.rollout.scoring import score_groups
+from policygrad.rollout.trajectory import TRAIN, EpisodeSpec
+from policygrad.samplers.base import SamplingParams
+from policygrad.training.setup import Needed, load_resources
 
 PORTION = 64  # problems sampled at a time
 PAIRS = 2  # per problem
@@ -43,18 +43,20 @@ def make(folder: Path, problems: int = 600, samples: int = 16, seed: int = 0, mo
 
 def answers(model: str, problems: int, samples: int, seed: int) -> list[tuple[str, list[str], list[str]]]:
     """(prompt, different right answers, different wrong ones) of each problem, sampled at temperature 1."""
-    sampling = Sampling()
+    sampling = SamplingParams()
     out = []
     with ExitStack() as stack:
-        found = load(stack, Needed(model, "embedded", sampling.max_tokens, seed=seed))
+        found = load_resources(stack, Needed(model, "embedded", sampling.max_tokens, seed=seed))
         for start in range(0, problems, PORTION):
             numbers = range(start, min(start + PORTION, problems))
-            starts = [Start(found.task.train(i), (seed, TRAIN, 0, i), sampling.max_tokens) for i in numbers]
-            groups, _ = judge(found.rollouter.play(starts, samples, sampling), found.rollouter.score)
+            starts = [
+                EpisodeSpec(found.task.train_example(i), (seed, TRAIN, 0, i), sampling.max_tokens) for i in numbers
+            ]
+            groups, _ = score_groups(found.rollouter.play(starts, samples, sampling), found.rollouter.score)
             for group in groups:
                 right = dict.fromkeys(t.text for t in group.trajectories if t.reward == 1.0)
                 wrong = dict.fromkeys(t.text for t in group.trajectories if t.reward == 0.0)
-                out.append((str(group.start.example.prompt), list(right), list(wrong)))
+                out.append((str(group.spec.example.prompt), list(right), list(wrong)))
     return out
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pages.chart import chart
-from policygrad.lab.plots import plot_of
-from policygrad.lab.report import chosen
+from policygrad.lab.plots import choose_plot
+from policygrad.lab.report import select_experiments
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "primer"
 FIGURES = (
@@ -27,10 +27,10 @@ FIGURES = (
 
 def figures() -> Iterator[tuple[str, str]]:
     """(name, SVG)."""
-    for finding in (experiment(0) for experiment in chosen(FIGURES)):
-        plot = plot_of(finding)
+    for finding in (experiment(0) for experiment in select_experiments(FIGURES)):
+        plot = choose_plot(finding)
         assert plot is not None, f"{finding.name} has no curves"
-        yield finding.name, chart(finding.claim, plot.drawn(finding))
+        yield finding.name, chart(finding.claim, plot.to_data(finding))
 
 
 if __name__ == "__main__":

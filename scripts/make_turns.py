@@ -11,8 +11,8 @@ from pathlib import Path
 from make_lab import table
 
 from policygrad.lab.findings import critics as turns
-from policygrad.lab.report import one_thread
-from policygrad.lab.worlds import walk
+from policygrad.lab.report import single_threaded
+from policygrad.lab.worlds import walk_setting
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab" / "turns.md"
 SIZE = 3
@@ -21,9 +21,9 @@ SIZE = 3
 
 def blocks() -> dict[str, str]:
     """What stands between which marks."""
-    setting = walk()
-    with one_thread():
-        plain, critics = turns.table(SIZE)
+    setting = walk_setting()
+    with single_threaded():
+        plain, critics = turns.measure_turn_table(SIZE)
     return {
         "world": (
             f"Groups of {SIZE}; {setting.world.tree.size} episodes of up to three turns; J = "

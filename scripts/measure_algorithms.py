@@ -25,7 +25,7 @@ from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import STOPPED
-from policygrad.commands.compare import compare, rows_of
+from policygrad.commands.compare import build_rows, compare
 from policygrad.compare.plan import LADDERS
 from policygrad.errors import PolicygradError
 
@@ -37,7 +37,16 @@ GATED = ("grpo", "dapo", "cispo", "gmpo", "dppo", "m2po", "scale_rl")
 """Rows whose gates hardly act at their own settings, with grpo and dapo to compare them with."""
 UNGATED = "dapo_without_gate"
 REGIME = (
-    *("--algorithm.step.minibatches", "16", "--staleness", "4", "--algorithm.behaviour", "sampler", "--lr", "1e-3"),
+    *(
+        "--algorithm.update-rule.minibatches",
+        "16",
+        "--max-staleness",
+        "4",
+        "--algorithm.old-policy",
+        "sampler",
+        "--lr",
+        "1e-3",
+    ),
     *("--prompts-per-step", "32", "--evaluation.every", "8"),
 )
 """Many updates on old samples at a high rate: π_old is the policy that sampled, so that the gate sees all of the difference."""
@@ -67,7 +76,7 @@ def measurable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     there, left_out = [], {}
     for name in names:
         try:
-            rows_of([name], None, (), (), lr_grid=(), delta_grid=(), tokens=TOKENS, overrides=True)
+            build_rows([name], None, (), (), lr_grid=(), delta_grid=(), tokens=TOKENS, overrides=True)
         except PolicygradError as error:
             left_out[name] = str(error).removeprefix(f"the row {name}: ")
         else:

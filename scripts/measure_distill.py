@@ -36,9 +36,9 @@ def deepen(folder: Path) -> dict[str, int]:
     """Saves the embedded model with twice its layers, the same function; parameters of both."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    from policygrad.models.loading import resolve
+    from policygrad.models.loading import resolve_model
 
-    source = resolve("tiny")
+    source = resolve_model("tiny")
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config = LlamaConfig.from_pretrained(source)
     layers, config.num_hidden_layers = config.num_hidden_layers, 2 * config.num_hidden_layers
@@ -146,7 +146,7 @@ def main() -> None:
     if args.teacher_only:
         return
     taught = ["distill", "--teacher", str(folder / "teacher"), "--samples-per-prompt", "8"]
-    exact = ["--algorithm.terms", "ExactKLToReference", "--algorithm.psi.teacher-log-ratio.coefficient", "0"]
+    exact = ["--algorithm.terms", "ExactKLToReference", "--algorithm.advantage.teacher-log-ratio.coefficient", "0"]
     rows = {"grpo": ["grpo"], "distill": taught, "distill_exact": [*taught, *exact]}
     runs, tuning, chosen = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, str]()
     said = {
@@ -174,7 +174,7 @@ def main() -> None:
     for seed in args.seeds:
         for name, row in rows.items():
             options = [*setting(chosen[name]), "--steps", "1000", "--tokens", str(args.tokens), "--seed", str(seed)]
-            found = run(folder / f"{name}-{seed}", [*row, *options, *measured, "--evaluation.samples", "4"])
+            found = run(folder / f"{name}-{seed}", [*row, *options, *measured, "--evaluation.samples-per-prompt", "4"])
             reached = {str(t): until(found, t) for t in THRESHOLDS}
             runs.append({"name": name, "seed": seed, "area": round(area(found), 4), "tokens_until": reached, **found})
             print(

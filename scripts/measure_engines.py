@@ -33,11 +33,11 @@ import torch
 from measure_algorithms import RESULTS, WORK
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.http import Http
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.http import HttpClient
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.weight_sync.base import PublishedWeights
 from vllm_server import START, serving
 
 ENGINES = ("local", "llama_cpp", "vllm")
@@ -89,7 +89,7 @@ def engine_words(engine: str, venv: str | None, folder: Path) -> Iterator[list[s
     if engine == "vllm":
         assert venv is not None
         with serving(venv, folder) as url:
-            yield ["--sampler.engine", "vllm", "--sampler.urls", url, "--sampler.patience", str(START)]
+            yield ["--sampler.engine", "vllm", "--sampler.urls", url, "--sampler.recovery-timeout", str(START)]
     else:
         yield [] if engine == "local" else ["--sampler.engine", engine]
 
@@ -107,7 +107,7 @@ def measure(engine: str, seeds: Sequence[int], venv: str | None, folder: Path) -
     return found | ({"long": publications(place / "long")} if engine != "local" else {})
 
 
-class Endless(Http):
+class Endless(HttpClient):
     """Asks for answers that do not end before their budget, as vLLM's benchmark does, and counts what it is sent."""
 
     tokens = 0
@@ -143,11 +143,11 @@ def throughput(venv: str, folder: Path) -> dict[str, Any]:
     tokenizer.hf.save_pretrained(folder / "tokenizer")
     found: dict[str, list[float]] = {"policygrad": [], "vllm bench serve": []}
     with serving(venv, folder, parallel=PARALLEL) as url, asyncio.Runner() as runner:
-        config = SamplerConfig(engine="vllm", urls=(url,), patience=START, parallel=PARALLEL)
-        sampler = Vllm(model, tokenizer, config, folder / "weights")
+        config = SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START, max_concurrency=PARALLEL)
+        sampler = VllmSampler(model, tokenizer, config, folder / "weights")
         sampler.http = http = Endless(config.timeout)
-        runner.run(sampler.update(Published(0, dict(model.named_parameters()))))
-        generator, sampling = torch.Generator().manual_seed(0), Sampling(temperature=HOT, max_tokens=ANSWER)
+        runner.run(sampler.update(PublishedWeights(0, dict(model.named_parameters()))))
+        generator, sampling = torch.Generator().manual_seed(0), SamplingParams(temperature=HOT, max_tokens=ANSWER)
         for turn in range(TURNS + 1):  # the first warms the server up
             contexts = torch.randint(3, len(tokenizer.hf), (PROMPTS, PROMPT), generator=generator)
             requests = [Request(c, (turn, i), sampling, ANSWER) for i, c in enumerate(contexts)]

@@ -66,9 +66,9 @@ def learned(task: Task, folder: Path, seed: int) -> Path:
         samples_per_prompt=task.samples,
         lr=task.lr,
         seed=seed,
-        sampling=pg.Sampling(max_tokens=task.max_tokens),
-        evaluation=pg.Evaluation(problems=task.problems, samples=2, every=max(1, task.steps // 4)),
-        checkpoint=pg.Checkpointing(every=10),
+        sampling=pg.SamplingParams(max_tokens=task.max_tokens),
+        evaluation=pg.EvaluationConfig(problems=task.problems, samples_per_prompt=2, every=max(1, task.steps // 4)),
+        checkpoint=pg.CheckpointConfig(every=10),
         output=str(output),
     )
     pg.train(run, resume=output if (output / "run.toml").exists() else None, environment=task.environment)
@@ -85,7 +85,7 @@ def told(output: Path) -> dict[str, Any]:
         "before": result["held_out_before"],
         "after": result["held_out_after"],
         "tokens": result["tokens"],
-        "held_out": [[row["step"], row["held_out"]] for row in rows if "held_out" in row],
+        "eval/reward": [[row["step"], row["eval/reward"]] for row in rows if "eval/reward" in row],
         "ends": {name: [steps[0][name], steps[-1][name]] for name in kept if name in steps[0]},
     }
 

@@ -38,7 +38,7 @@ def main() -> None:
         runs = said["runs"].setdefault(str(ranks), {})
         for seed in args.seeds:
             if str(seed) not in runs:
-                runs[str(seed)] = trained(seed, ["--learner.ranks", str(ranks)])
+                runs[str(seed)] = trained(seed, ["--learner.world-size", str(ranks)])
                 args.results.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
             print(f"{ranks:5} {line(seed, runs[str(seed)])}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy against `--staleness`, and the clock that it is for; writes docs/results/staleness.json and pipeline.json.
+"""Held-out accuracy against `--max-staleness`, and the clock that it is for; writes docs/results/staleness.json and pipeline.json.
 
 python scripts/measure_staleness.py [-- further options of `policygrad compare`, --jobs 2 say]
 python scripts/measure_staleness.py --clock [--model FOLDER] [--steps N]
@@ -32,7 +32,7 @@ from policygrad.commands.compare import compare
 
 NAMES = ("grpo", "dapo", "cispo", "m2po", "ppo")
 STALENESS = (0, 1, 2, 4, 8, 16)
-BEHAVIOURS = {"corrected": "recomputed", "uncorrected": "sampler"}
+BEHAVIOURS = {"corrected": "learner", "uncorrected": "sampler"}
 TOKENS, SEEDS = 100_000, 3
 Compare = Callable[[list[str]], int]
 
@@ -62,9 +62,9 @@ def specs(rates: dict[str, float]) -> list[str]:
     for name, rate in rates.items():
         for staleness in STALENESS:
             for behaviour, value in BEHAVIOURS.items():
-                words = f"{name} --staleness {staleness} --lr {rate:g}"
+                words = f"{name} --max-staleness {staleness} --lr {rate:g}"
                 if staleness:
-                    words += f" --algorithm.behaviour {value}"
+                    words += f" --algorithm.old-policy {value}"
                 if staleness or behaviour == "corrected":
                     found.append(f"{label(name, staleness, behaviour)}={words}")
     return found

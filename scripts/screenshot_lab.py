@@ -10,9 +10,9 @@ from pathlib import Path
 
 from browser import View, pictures
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.lab import html
-from policygrad.lab.report import report
-from policygrad.lab.setting import measurable
+from policygrad.commands.lab import render_lab_page
+from policygrad.lab.report import build_lab_report
+from policygrad.lab.setting import supported_algorithms
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab"
 LARGEST = 300_000
@@ -29,7 +29,9 @@ def main() -> None:
     """Measures, and takes the pictures."""
     with tempfile.TemporaryDirectory() as place:
         page = Path(place) / "lab.html"
-        page.write_text(html(report(rows := measurable(ALGORITHMS)), rows), encoding="utf-8")
+        page.write_text(
+            render_lab_page(build_lab_report(rows := supported_algorithms(ALGORITHMS)), rows), encoding="utf-8"
+        )
         pictures(page, PICTURES, FOLDER, ready="#scatter .point", largest=LARGEST)
 
 

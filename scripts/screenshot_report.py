@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from browser import View, pictures
-from policygrad.report.data import read
-from policygrad.report.page import page
+from policygrad.report.data import read_run
+from policygrad.report.page import render_report
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "report"
 LARGEST = 200_000
@@ -28,7 +28,7 @@ def main() -> None:
     """Reads the runs, and takes the pictures."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "report.html"
-        file.write_text(page([read(Path(run)) for run in sys.argv[1:]]), encoding="utf-8")
+        file.write_text(render_report([read_run(Path(run)) for run in sys.argv[1:]]), encoding="utf-8")
         pictures(file, PICTURES, FOLDER, ready="#first .curve", largest=LARGEST)
 
 

@@ -29,14 +29,14 @@ HELD_OUT = 5
 """One question of so many is held out."""
 OPTIONS = (
     "--reward gsm8k:last --lr 1e-5 --prompts-per-step 16 --samples-per-prompt 8 --max-tokens 12 "
-    "--evaluation.problems 128 --evaluation.samples 4 --checkpoint.every 10 --checkpoint.keep 1"
+    "--evaluation.problems 128 --evaluation.samples-per-prompt 4 --checkpoint.every 10 --checkpoint.keep 1"
 )
 SHOWN = 4
 """Answers of the first step and of the last that the results keep."""
 
 
 def problems() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(trained on, held out): rows with `prompt` and `answer`, no question in both."""
+    """(trained on, held out): rows with `prompt` and `encode_reply`, no question in both."""
     rows: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for a in range(100):
         for b in range(10):
@@ -55,7 +55,7 @@ def write(folder: Path) -> None:
 
 def words(model: str, steps: int) -> list[str]:
     """What `policygrad` is called with, in the folder that holds the problems."""
-    data = ["--task", "train.jsonl", "--held-out", "test.jsonl"]
+    data = ["--task", "train.jsonl", "--eval-data", "test.jsonl"]
     return ["train", "dr_grpo", "--model", model, *data, *OPTIONS.split(), "--steps", str(steps), "--output", "run"]
 
 
@@ -78,13 +78,15 @@ def told(run: Path, command: str) -> dict[str, Any]:
     """What a finished run has to say: curve, held-out scores with standard errors, some answers."""
     metrics, result = lines(run / "metrics.jsonl"), json.loads((run / "result.json").read_text(encoding="utf-8"))
     steps = [row for row in metrics if "reward" in row]
-    measured = [row for row in metrics if "held_out" in row]
+    measured = [row for row in metrics if "eval/reward" in row]
     said = lines(run / "completions.jsonl")
     return {
         "command": command,
         "steps": result["steps"],
         "tokens": result["tokens"],
-        "held_out": [[row["step"], round(row["held_out"], 4), round(row["held_out_stderr"], 4)] for row in measured],
+        "eval/reward": [
+            [row["step"], round(row["eval/reward"], 4), round(row["eval/reward_stderr"], 4)] for row in measured
+        ],
         "curve": [[row["step"], round(row["reward"], 4)] for row in steps],
         "lengths": [[row["step"], round(row["completions/mean_length"], 2)] for row in steps],
         "answers": [*answers(said, 1), *answers(said, result["steps"])],
@@ -117,14 +119,14 @@ def main() -> None:
     found |= {
         "made_by": f"python scripts/train_smollm2.py --steps {args.steps}",
         "weights": args.weights,
-        "problems": {"trained_on": rows[0], "held_out": rows[1]},
+        "problems": {"trained_on": rows[0], "eval/reward": rows[1]},
         "versions": {name: version(name) for name in ("policygrad", "torch", "transformers")},
         "machine": f"{platform.machine()}, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}",
         "processor_seconds": seconds,
     }
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    (before, after) = found["held_out"][0], found["held_out"][-1]
+    (before, after) = found["eval/reward"][0], found["eval/reward"][-1]
     print(f"held out: {before[1]:.3f} ± {before[2]:.3f} -> {after[1]:.3f} ± {after[2]:.3f}")
 
 

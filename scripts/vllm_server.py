@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from policygrad.commands.engine import EngineOptions, command
+from policygrad.commands.engine import EngineOptions, build_launch_command
 
 START = 300.0
 """Seconds that a server may take to start."""
@@ -32,8 +32,16 @@ def serving(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = EngineOptions("vllm", model="tiny", port=port, context=512, parallel=parallel, transfer=transfer, lora=lora)
-    environment, words = command(told)
+    told = EngineOptions(
+        "vllm",
+        model="tiny",
+        port=port,
+        context_length=512,
+        max_concurrency=parallel,
+        weight_transport=transfer,
+        lora=lora,
+    )
+    environment, words = build_launch_command(told)
     for option in without:
         at = words.index(option)
         words = [*words[:at], *words[at + 2 :]]

@@ -29,9 +29,9 @@ def build_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 
     """A random Llama of some 30k parameters, saved with the embedded model's tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from policygrad.models.loading import resolve
+    from policygrad.models.loading import resolve_model
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve("tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -89,9 +89,9 @@ def small(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> pg.Ru
         prompts_per_step=4,
         samples_per_prompt=8,
         lr=3e-3,
-        sampling=pg.Sampling(max_tokens=8),
-        evaluation=pg.Evaluation(problems=0),
-        checkpoint=pg.Checkpointing(every=1, keep=3),
+        sampling=pg.SamplingParams(max_tokens=8),
+        evaluation=pg.EvaluationConfig(problems=0),
+        checkpoint=pg.CheckpointConfig(every=1, keep=3),
     )
 
 

@@ -14,24 +14,24 @@ import torch
 import policygrad as pg
 
 PUBLIC = """
-A2C ALGORITHMS ASYMRE Accepted Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd BiLevelGAE CHORD
+A2C ALGORITHMS ASYMRE RejectionSampling Action AdaptiveProblem Advantage Aggregation Algorithm Batch BatchMean BatchStd BiLevelGAE CHORD
 CISPO CLIP_COV CPGD Callback CheckpointError Checkpointing Clip ClipCov ConfigError ConstantBaseline Correction
-Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL DemonstrationsApart DivergenceClip
-Downsample DropNoSpread DualClip DualDescent EngineError EngineSampler Entropy Environment Evaluation ExactEntropy ExactKLToOld
-ExactKLToReference Example Filter FirstOrder FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
+Critic CurvatureProblem DAPO DISTILL DPPO DR_GRPO DataError DemonstrationNLL SeparateDemonstrations DivergenceClip
+Downsample DropZeroVariance DualClip DualDescent EngineError EngineSampler Entropy Environment Evaluation ExactEntropy ExactKLToOld
+ExactKLToReference Example Filter GradientSteps FixedLength Forward GAE GDPO GIGPO GMPO GPG GRPO GRPO_PROCESS GSPO
 GSPO_TOKEN GammaKernel Gate Generation GeometricMean GradientProblem GreedyBaseline GroupInGroup GroupMean GroupStd
 GroupTokenMean GymnasiumText HIGH_ENTROPY HangError HighEntropy ITERATIVE_GRPO ImplicitProcess ImplicitReward Importance KLCov
 KLInReward KLToOld KLToReference KL_COV LITE_PPO LUFFY LUSPO Learner LearnerConfig LeaveOneOut LengthAdaptiveGAE LocalLearner
 LocalSampler LogClip LossTerm M2PO MAGISTRAL MAXRL MaskTruncated MaskedIS ModelError MovingLevel MultiTurnGAE NATURAL NStep
-NoPositiveResampling NumericsError OPO Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig OverGroupMean PASSK PPO
-PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand PolicyDrift PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
+NoPositiveResampling NumericsError OPO Observation OnPolicy OpenEnv OptimalBaseline OptimizerConfig DivideByGroupMean PASSK PPO
+PPO_PENALTY PRIME PRORL Part PassAtK PassRateBand DriftPenalty PolicyShaping PolicygradError PositiveNLL PrefixValue ProcessReward
 Published RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX RLOO Ratio Reference Request RewardError
-RewardModelConfig RewardPool RewardZScores Rewarding Rollout Rollouter Run RunError RunInfo RunningMean SAPO
-SCALE_RL SFTConfig Sampler SamplerConfig Sampling SecondMoment Segment SelfNormalisation SelfNormalised Sequence
-SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SoftGate SoftOverlong Step TOPR TRPO TRPO_VINE Taper
+RewardModelConfig RewardPool RewardZScores RewardConfig Rollout Rollouter Run RunError RunInfo RunningMean SAPO
+SCALE_RL SFTConfig Sampler SamplerConfig Sampling SecondMomentFilter Segment SelfNormalisation SelfNormalised Sequence
+SequenceMean SequenceProduct SequenceSum Shaping SingleTurn SigmoidGate SoftOverlong Step TOPR TRPO TRPO_VINE TaperedImportance
 TeacherLogRatio Term TextArena Token TokenMean ToolCall ToolUse Tracker Trainer Trajectory TruncatedIS TrustRegion TurnDiscount
-TurnGAE TurnLeaveOneOut TurnReturn Unweighted UpdateRule VAPO
-VESPO VINEPPO Verifiers Vine WeightCap Whiten algorithm collect evaluate gate_weight load_reference load_task local_learner
+TurnGAE TurnLeaveOneOut TurnReturn UnitWeight UpdateRule VAPO
+VESPO VINEPPO Verifiers Vine ClippedImportance Whiten get_algorithm collect evaluate gate_weight load_reference load_task make_local_learner
 objective replica reward sft surrogate train train_reward_model train_sft
 """
 
@@ -71,7 +71,7 @@ def test_the_readme_example_on_plain_tensors() -> None:
         logp_old=logp.detach() + 0.1,
         logp_ref=logp.detach() - 0.1,
     )
-    psi, coef = pg.GRPO.advantages(batch), pg.GRPO.coefficients(batch)
+    psi, coef = pg.GRPO.compute_advantages(batch), pg.GRPO.coefficients(batch)
     (whole,) = torch.autograd.grad(pg.surrogate(logp, batch, psi, pg.GRPO), logp)
     for rows in (torch.arange(0, 3), torch.arange(3, 8)):
         pg.surrogate(logp[rows], batch.select(rows), psi[rows], pg.GRPO, coef[rows]).backward()

@@ -24,14 +24,14 @@ def small(tmp_path: Path, **changes: Any) -> pg.Run:
         prompts_per_step=4,
         samples_per_prompt=4,
         lr=1e-3,
-        evaluation=pg.Evaluation(problems=0),
+        evaluation=pg.EvaluationConfig(problems=0),
         output=str(tmp_path / "run"),
         **changes,
     )
 
 
 def run_block(name: str, tmp_path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Executes a block of the page with `pg.train` at a small size, by GRPO where it names no algorithm, so that a step is one
+    """Executes a block of the page with `pg.train_control` at a small size, by GRPO where it names no algorithm, so that a step is one
     update; (what the block defines, what the trainer was given)."""
     given: dict[str, Any] = {}
 
@@ -59,7 +59,7 @@ class Spy:
     """A learner that remembers what it was given."""
 
     def __init__(self, model: nn.Module, run: pg.Run) -> None:
-        self.inner = pg.local_learner(model, run)
+        self.inner = pg.make_local_learner(model, run)
         self.seen: list[tuple[pg.Batch, Tensor, pg.Algorithm]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +119,7 @@ def test_a_sampler_that_lags_is_not_taken_for_on_policy(tmp_path: Path, spies: l
             assert batch.logp_old is None  # drawn with the learner's own weights: no second forward pass
             continue
         assert algorithm.corrections == (pg.TruncatedIS(),)
-        weight = algorithm.corrected(torch.ones(batch.mask.shape), batch, psi)[batch.mask]
+        weight = algorithm.apply_corrections(torch.ones(batch.mask.shape), batch, psi)[batch.mask]
         assert float((weight - 1).abs().max()) > 1e-4
 
 
@@ -128,7 +128,7 @@ def test_with_the_sampler_as_old_policy_the_ratio_itself_is_not_1(
     name: str, tmp_path: Path, spies: list[Spy], spying: Any
 ) -> None:
     names, _ = run_block("sampler", tmp_path / "page")
-    algorithm = replace(pg.algorithm(name), behaviour="sampler")
+    algorithm = replace(pg.get_algorithm(name), old_policy="sampler")
     pg.train(small(tmp_path, algorithm=algorithm), sampler=names["lagging"], learner=spying, display=False)
     batch, psi, seen = spies[0].seen[-1]
     logp = spies[0].evaluate(replace(batch, logp_old=None), frozenset({"logp_old"})).logp_old  # after the last update

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from policygrad import cli
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.options import printed_flags
-from policygrad.commands.train import asked
+from policygrad.commands.options import list_help_flags
+from policygrad.commands.train import parse_run
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import PolicygradError
-from policygrad.tasks.preferences import read_demonstrations, read_pairs
+from policygrad.tasks.preferences import read_demonstrations, read_preferences
 from policygrad.tasks.rows import read_examples as read_jsonl
-from policygrad.training.config.run import Draft, Options, Run
-from policygrad.training.config.serialization import from_dict, load, part_names
+from policygrad.training.config.run import Run, RunOptions, UncheckedRun
+from policygrad.training.config.serialization import from_dict, list_parts, load_config
 from policygrad.training.config.supervised import SFTConfig
 
 FAST = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
@@ -73,7 +73,7 @@ ODD: list[Any] = [
         "os.system",
         "Clip",
         "GroupStd",
-        "DropNoSpread",
+        "DropZeroVariance",
         "cosine",
         "-1",
     ),
@@ -92,9 +92,9 @@ ODD: list[Any] = [
     ),
 ]
 values = st.sampled_from(ODD) | st.floats() | st.integers() | st.text(max_size=8)
-OPTIONS = [f.name for f in fields(Options)]
+OPTIONS = [f.name for f in fields(RunOptions)]
 GROUPS = {
-    name: [f.name for f in fields(getattr(Draft(), name))]
+    name: [f.name for f in fields(getattr(UncheckedRun(), name))]
     for name in ("sampling", "optimizer", "learner", "rewards", "evaluation")
 }
 FIELDS = [f.name for f in fields(Algorithm)]
@@ -125,7 +125,7 @@ flags = st.sampled_from(
             "--temperature",
             "--top-p",
             "--max-tokens",
-            "--allow",
+            "--allow-code",
             "--config",
             "--resume",
             "--stop-after",
@@ -136,7 +136,7 @@ flags = st.sampled_from(
 )
 words = st.one_of(
     st.sampled_from([str(value) for value in ODD if not isinstance(value, dict | list)]),
-    st.sampled_from([*ALGORITHMS, *part_names(), "GroupMean,GroupStd", "a,b", "grpo:x", "--", "-", "--reward"]),
+    st.sampled_from([*ALGORITHMS, *list_parts(), "GroupMean,GroupStd", "a,b", "grpo:x", "--", "-", "--reward"]),
     st.text(max_size=6),
 )
 lines = st.lists(st.tuples(flags, words, st.booleans()), max_size=4)
@@ -152,7 +152,7 @@ def test_words(line: list[tuple[str, str, bool]], first: str, tmp_path: Path, mo
 
     def parsed() -> Any:
         try:
-            return asked(args)[0]
+            return parse_run(args)[0]
         except SystemExit as end:  # tyro's own message for what is no option, or its help
             return Run() if end.code in (0, 2) else end
 
@@ -174,7 +174,7 @@ COMMANDS = {
 
 @cache
 def flags_of(command: str) -> list[str]:
-    return printed_flags(lambda: cli.main([command, "--help"]))
+    return list_help_flags(lambda: cli.main([command, "--help"]))
 
 
 @settings(max_examples=60, **FAST)  # type: ignore[arg-type]
@@ -190,9 +190,9 @@ def test_words_of_other_commands(
 
 parts = st.one_of(
     values,
-    st.sampled_from(part_names()),
+    st.sampled_from(list_parts()),
     st.fixed_dictionaries(
-        {"part": st.sampled_from(part_names())}, optional={"eps": values, "high": values, "ddof": values, "of": values}
+        {"part": st.sampled_from(list_parts())}, optional={"eps": values, "high": values, "ddof": values, "of": values}
     ),
 )
 algorithms = st.one_of(
@@ -220,10 +220,10 @@ def test_toml(table: dict[str, Any], tmp_path: Path) -> None:
     """Read as a file is, and as the run it would be."""
     file = tmp_path / "options.toml"
     file.write_text(tomli_w.dumps(table), encoding="utf-8")
-    ends_well(lambda: load(file, Draft()), Draft)
-    ends_well(lambda: load(file, Run()).resolved(), Run)
-    ends_well(lambda: load(file, SFTConfig()), SFTConfig)
-    ends_well(lambda: from_dict(table, Draft(), "words"), Draft)
+    ends_well(lambda: load_config(file, UncheckedRun()), UncheckedRun)
+    ends_well(lambda: load_config(file, Run()).resolve(), Run)
+    ends_well(lambda: load_config(file, SFTConfig()), SFTConfig)
+    ends_well(lambda: from_dict(table, UncheckedRun(), "words"), UncheckedRun)
 
 
 @settings(max_examples=200, **FAST)  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def test_toml(table: dict[str, Any], tmp_path: Path) -> None:
 def test_what_is_hardly_toml(text: bytes, tmp_path: Path) -> None:
     file = tmp_path / "options.toml"
     file.write_bytes(text)
-    ends_well(lambda: load(file, Draft()), Draft)
+    ends_well(lambda: load_config(file, UncheckedRun()), UncheckedRun)
 
 
 json_values = st.recursive(
@@ -263,7 +263,7 @@ rows = st.lists(
 def test_json_lines(text: bytes, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(text)
-    for read in (read_jsonl, read_demonstrations, read_pairs):
+    for read in (read_jsonl, read_demonstrations, read_preferences):
         ends_well(lambda read=read: read(str(file)), list)  # type: ignore[misc]
 
 
@@ -275,4 +275,4 @@ def test_toml_that_is_too_deep_or_too_long(text: str, tmp_path: Path) -> None:
     file = tmp_path / "options.toml"
     file.write_text(text)
     with pytest.raises(PolicygradError, match=r"options\.toml"):
-        load(file, Draft())
+        load_config(file, UncheckedRun())

@@ -16,13 +16,13 @@ from doubles.files import write_rows
 from doubles.runs import row as completion
 from doubles.runs import run_folder
 from policygrad.compare import runner
-from policygrad.compare.plan import open_folder
+from policygrad.compare.plan import open_comparison
 from policygrad.errors import ConfigError, DataError, ModelError, RunError
-from policygrad.models.loading import resolve
-from policygrad.planning.hardware import MOST_DEVICES
+from policygrad.models.loading import resolve_model
+from policygrad.planning.hardware import MAX_DEVICES
 from policygrad.trackers import JsonlTracker
-from policygrad.training.supervised import Steps
-from policygrad.utils.filesystem import DEEPEST, LARGEST_LINE, Unusable, parse_json, read_json, read_toml
+from policygrad.training.supervised import BatchSchedule
+from policygrad.utils.filesystem import MAX_DEPTH, MAX_LINE_BYTES, UnusableDataError, parse_json, read_json, read_toml
 
 Command = Callable[..., tuple[int, str, str]]
 DEEP = "[" * 100_000
@@ -60,7 +60,7 @@ def append(file: Path, text: str) -> None:
     "text",
     [
         DEEP,
-        "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1),
+        "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
         '{"a":' * 50_000,
         "NaN",
         "[-Infinity]",
@@ -71,14 +71,14 @@ def append(file: Path, text: str) -> None:
     ],
 )
 def test_json_beyond_depth_and_range_is_unusable(text: str) -> None:
-    with pytest.raises(Unusable):
+    with pytest.raises(UnusableDataError):
         parse_json(text)
-    with pytest.raises(Unusable):
+    with pytest.raises(UnusableDataError):
         parse_json(text.encode())
 
 
 def test_json_inside_depth_and_range_is_what_json_gives() -> None:
-    deepest = "[" * DEEPEST + "]" * DEEPEST
+    deepest = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     texts = [
         deepest,
         f'"{"[" * 1000} {HUGE} 1e999"',
@@ -95,8 +95,8 @@ def test_json_inside_depth_and_range_is_what_json_gives() -> None:
 def test_toml_of_dotted_names_is_refused_beyond_the_depth(tmp_path: Path) -> None:
     """Which the parser reads without going deep itself."""
     file = tmp_path / "a.toml"
-    file.write_text(".".join("a" * (DEEPEST + 1)) + " = 1")
-    with pytest.raises(Unusable, match="deeper than 100"):
+    file.write_text(".".join("a" * (MAX_DEPTH + 1)) + " = 1")
+    with pytest.raises(UnusableDataError, match="deeper than 100"):
         read_toml(file)
 
 
@@ -151,7 +151,7 @@ def test_report_refuses_completions_that_no_run_writes(
 def test_report_shows_half_a_surrogate_pair_as_it_is_written(run: Path, run_command: Command) -> None:
     """A model may write one, and the run's own file holds it."""
     with JsonlTracker(run) as files:
-        files.completions(2, [completion("1+1=\ud800", "\udfff2", 1.0)])
+        files.append_completions(2, [completion("1+1=\ud800", "\udfff2", 1.0)])
     assert run_command("report", str(run))[0] == 0
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "1+1=\\ud800" in page
@@ -205,7 +205,7 @@ def test_report_waits_for_no_pipe_and_reads_no_device(run: Path, name: str, kind
 
 def test_report_refuses_a_line_without_an_end(run: Path, run_command: Command) -> None:
     with (run / "metrics.jsonl").open("r+b") as file:
-        file.truncate(100 * LARGEST_LINE)  # a hole: nothing of it is on the disk
+        file.truncate(100 * MAX_LINE_BYTES)  # a hole: nothing of it is on the disk
     refused(run_command("report", str(run)), "metrics.jsonl cannot be read: a line of it is longer than 64 MiB")
 
 
@@ -262,10 +262,10 @@ def test_compare_refuses_a_row_with_an_open_quote(run_command: Command) -> None:
         ("result.json", '"done"'),
         ("result.json", DEEP),
         ("metrics.jsonl", "[1]\n"),
-        ("metrics.jsonl", '{"step": 0, "held_out": NaN}\n'),
-        ("metrics.jsonl", f'{{"step": 0, "held_out": {HUGE}}}\n'),
-        ("metrics.jsonl", '{"step": 0, "held_out": "x"}\n{"step": 12, "held_out": 1, "tokens/sampled": 2}\n'),
-        ("metrics.jsonl", '{"step": 12, "tokens/sampled": "many", "held_out": 1}\n'),
+        ("metrics.jsonl", '{"step": 0, "eval/reward": NaN}\n'),
+        ("metrics.jsonl", f'{{"step": 0, "eval/reward": {HUGE}}}\n'),
+        ("metrics.jsonl", '{"step": 0, "eval/reward": "x"}\n{"step": 12, "eval/reward": 1, "tokens/sampled": 2}\n'),
+        ("metrics.jsonl", '{"step": 12, "tokens/sampled": "many", "eval/reward": 1}\n'),
     ],
 )
 def test_compare_names_a_run_that_is_damaged(tmp_path: Path, name: str, text: str) -> None:
@@ -273,7 +273,7 @@ def test_compare_names_a_run_that_is_damaged(tmp_path: Path, name: str, text: st
     write_run(folder, 0.8, None, 0)
     (folder / name).write_text(text)
     with pytest.raises(RunError, match="runs/a"):
-        runner.read(folder)
+        runner.read_outcome(folder)
 
 
 @pipes
@@ -283,7 +283,7 @@ def test_compare_waits_for_no_pipe(tmp_path: Path, run_command: Command) -> None
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
     with pytest.raises(RunError, match="it is no regular file"):
-        runner.read(folder)
+        runner.read_outcome(folder)
     os.mkfifo(tmp_path / "plan.json")
     refused(run_command("compare", "--resume", str(tmp_path)), "plan.json", "a pipe that nobody writes to")
 
@@ -298,7 +298,7 @@ def test_compare_refuses_a_plan_of_another_kind(tmp_path: Path, text: str, run_c
 @pipes
 def test_compare_refuses_a_lock_that_is_no_file(tmp_path: Path, kind: str, run_command: Command) -> None:
     folder = tmp_path / "comparison"
-    open_folder(folder, plan(row("grpo")))
+    open_comparison(folder, plan(row("grpo")))
     (folder / "lock").mkdir() if kind == "folder" else os.mkfifo(folder / "lock")
     refused(run_command("compare", "--resume", str(folder)), "lock is no regular file", "delete it")
 
@@ -309,7 +309,7 @@ def test_compare_refuses_costs_of_another_kind(tmp_path: Path, text: str) -> Non
     write_run(folder, 0.8, None, 0)
     folder.with_name("a.cost.json").write_text(text)
     with pytest.raises(RunError, match=r"a\.cost\.json cannot be read.*delete it"):
-        runner.read(folder)
+        runner.read_outcome(folder)
 
 
 # ---- plan and models
@@ -357,19 +357,19 @@ def test_plan_refuses_a_configuration_that_no_reader_holds(tmp_path: Path, text:
     refused(run_command("plan", "--model", str(file)), "config.json cannot be read as a configuration")
 
 
-@pytest.mark.parametrize("count", [MOST_DEVICES + 1, 99999999999999999999, int("9" * 4000)])
+@pytest.mark.parametrize("count", [MAX_DEVICES + 1, 99999999999999999999, int("9" * 4000)])
 def test_plan_refuses_more_devices_than_there_are(count: int, run_command: Command) -> None:
-    refused(run_command("plan", "--gpus", f"H100:{count}"), "--gpus", f"from 1 to {MOST_DEVICES:,}")
+    refused(run_command("plan", "--gpus", f"H100:{count}"), "--gpus", f"from 1 to {MAX_DEVICES:,}")
 
 
 def test_plan_of_the_most_devices_comes_to_an_end(run_command: Command) -> None:
-    assert run_command("plan", "--model", "tiny", "--gpus", f"H100:{MOST_DEVICES}", "--staleness", "1")[0] == 0
+    assert run_command("plan", "--model", "tiny", "--gpus", f"H100:{MAX_DEVICES}", "--max-staleness", "1")[0] == 0
 
 
 def test_a_model_of_a_billion_layers_is_refused_before_it_is_built(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    for file in Path(resolve("tiny")).iterdir():
+    for file in Path(resolve_model("tiny")).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
@@ -398,13 +398,13 @@ def test_adapters_of_a_rank_beyond_every_matrix_are_refused() -> None:
 def test_epochs_without_an_end_are_refused(run_command: Command) -> None:
     most = "must be at most"
     refused(run_command("sft", "--data", "a.jsonl", "--epochs", "1000000000000000", "--dry-run"), "epochs", most)
-    words = ("train", "ppo", "--dry-run", "--algorithm.step.epochs", "1000000000000000")
-    refused(run_command(*words), "FirstOrder.epochs", most)
+    words = ("train", "ppo", "--dry-run", "--algorithm.update-rule.epochs", "1000000000000000")
+    refused(run_command(*words), "GradientSteps.epochs", most)
 
 
 def test_steps_of_many_epochs_are_made_when_they_are_asked_for() -> None:
     units = [(i,) for i in range(10)]
-    many, few = Steps(units, 10**9, 4, seed=3), Steps(units, 5, 4, seed=3)
+    many, few = BatchSchedule(units, 10**9, 4, seed=3), BatchSchedule(units, 5, 4, seed=3)
     assert len(many) == 3 * 10**9
     assert many[: len(few)] == list(few)
     assert sorted(i for step in many[-3:] for i in step) == list(range(10))
@@ -415,11 +415,11 @@ def test_steps_of_many_epochs_are_made_when_they_are_asked_for() -> None:
 
 def test_steps_of_uneven_units_are_counted_or_refused() -> None:
     uneven = [(0, 1, 2), (3,), (4, 5), (6,)]
-    steps = Steps(uneven, 50, 3, seed=0)
+    steps = BatchSchedule(uneven, 50, 3, seed=0)
     assert sum(len(step) for step in steps) == 50 * 7
     assert len(list(steps)) == len(steps)
     with pytest.raises(ConfigError, match="epochs must be at most 2,500,000 for these 4 prompts"):
-        Steps(uneven, 10**9, 3, seed=0)
+        BatchSchedule(uneven, 10**9, 3, seed=0)
 
 
 def test_sft_of_ten_million_epochs_begins_at_once(tmp_path: Path, run_command: Command) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from policygrad.utils.async_runner import Waiter
+from policygrad.utils.async_runner import AsyncRunner
 
 
 def test_what_another_thread_brings_runs_beside_what_is_going_on() -> None:
@@ -25,7 +25,7 @@ def test_what_another_thread_brings_runs_beside_what_is_going_on() -> None:
         one.set()
         return "of the second"
 
-    with Waiter() as wait:
+    with AsyncRunner() as wait:
         one, said = asyncio.Event(), list[str]()
         thread = threading.Thread(target=lambda: said.append(wait(first(one))))
         thread.start()
@@ -41,7 +41,7 @@ def test_who_is_done_does_not_wait_for_what_others_have_brought() -> None:
     """The loop goes on in the thread whose call is not over."""
     begun, order = threading.Event(), list[str]()
 
-    with Waiter() as wait:
+    with AsyncRunner() as wait:
         brought, released = asyncio.Event(), threading.Event()
 
         async def first() -> None:
@@ -80,7 +80,7 @@ def test_what_others_wait_for_can_be_ended() -> None:
         except BaseException as error:
             ended.append(error)
 
-    with Waiter() as wait:
+    with AsyncRunner() as wait:
         thread = threading.Thread(target=waits)
         thread.start()
         begun.wait()
@@ -105,7 +105,7 @@ def test_a_guest_takes_the_loop_over_and_its_error_is_its_own() -> None:
             await asyncio.sleep(0)
         raise ZeroDivisionError
 
-    with Waiter() as wait:
+    with AsyncRunner() as wait:
         thread = threading.Thread(target=lambda: wait(ends_first()))
         thread.start()
         begun.wait()
@@ -119,7 +119,7 @@ def test_it_is_closed_below_somebody_elses_loop() -> None:
     """As a notebook's cells are, which run inside the kernel's."""
 
     async def cell() -> str:
-        with Waiter() as wait:
+        with AsyncRunner() as wait:
             return wait(asyncio.sleep(0, "said"))
 
     assert asyncio.run(cell()) == "said"

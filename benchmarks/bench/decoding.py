@@ -19,9 +19,9 @@ from bench.models import untrained
 from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, geometric
 from policygrad.models.loading import load_model
-from policygrad.models.tokenizer import load_tokenizer, padding_id
+from policygrad.models.tokenizer import load_tokenizer, pad_token_id
 from policygrad.samplers.local import sampler as decoding
-from policygrad.samplers.local.kv_cache import Plain
+from policygrad.samplers.local.kv_cache import PlainDecodeCache
 from policygrad.samplers.local.sampling import log_probabilities
 
 
@@ -47,7 +47,7 @@ def generated(
 
 
 def requests(prompts: list[Tensor], samples: int, lengths: list[int]) -> list[pg.Request]:
-    sampling = pg.Sampling(max_tokens=max(lengths))
+    sampling = pg.SamplingParams(max_tokens=max(lengths))
     return [
         pg.Request(prompt, (0, i, j), sampling, lengths[i * samples + j])
         for i, prompt in enumerate(prompts)
@@ -60,9 +60,9 @@ def rollout(small: bool, repeats: int) -> Table:
     rows = list[tuple[str | float, ...]]()
     model, task = load_model("tiny"), pg.load_task("embedded")
     tokenizer = load_tokenizer("tiny", model)
-    prompts, samples = [tokenizer.encode(task.train(i).prompt, 32) for i in range(8 if small else 64)], 8
+    prompts, samples = [tokenizer.encode(task.train_example(i).prompt, 32) for i in range(8 if small else 64)], 8
     short = requests(prompts, samples, [32] * len(prompts) * samples)
-    pad, ours = padding_id(tokenizer), pg.LocalSampler.of(model, tokenizer)
+    pad, ours = pad_token_id(tokenizer), pg.LocalSampler.from_tokenizer(model, tokenizer)
     rows.append(_row("embedded task, at most 32 tokens", ours, short, model, prompts, samples, pad, None, repeats))
     shape, count = (SMALL, 8) if small else (SEVEN, 128)
     large = untrained(shape)
@@ -127,7 +127,7 @@ def savings(small: bool, repeats: int) -> Table:
         asyncio.run(sampler.generate(requests))
 
     def plain(requests: list[pg.Request]) -> None:
-        decoding.Decoding(requests, sampler.end, 0, None).run(Plain(model, 0), 0)
+        decoding.DecodeLoop(requests, sampler.end, 0, None).run(PlainDecodeCache(model, 0), 0)
 
     def by_a_table() -> None:
         with patch.object(decoding, "draw", _from_a_table):
@@ -147,7 +147,7 @@ def savings(small: bool, repeats: int) -> Table:
     return Table("Decoding's savings", note, ("way", "CPU s", "× every saving"), rows)
 
 
-def _from_a_table(logits: Tensor, u: Tensor, sampling: pg.Sampling) -> tuple[Tensor, Tensor]:
+def _from_a_table(logits: Tensor, u: Tensor, sampling: pg.SamplingParams) -> tuple[Tensor, Tensor]:
     """A table of log-probabilities, all of them cumulated."""
     logp = log_probabilities(logits, sampling)
     cumulative = logp.exp().cumsum(-1, dtype=torch.float64)

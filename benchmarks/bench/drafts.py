@@ -23,7 +23,7 @@ from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.samplers.local.kv_cache import RoomyLayer, expand
+from policygrad.samplers.local.kv_cache import PreallocatedLayer, repeat_rows
 
 CONTEXT = 200
 """Tokens before those of a pass."""
@@ -41,20 +41,20 @@ class Passes:
         self.ids = torch.randint(2, vocabulary, (rows, CONTEXT + most), generator=draw)
         with torch.no_grad():
             self.cache = model(self.ids[:, :CONTEXT], use_cache=True, logits_to_keep=1).past_key_values
-        expand(self.cache, torch.ones(rows, dtype=torch.int64), most)
+        repeat_rows(self.cache, torch.ones(rows, dtype=torch.int64), most)
 
     @torch.no_grad()
     def __call__(self, forward: Callable[..., Any], tokens: int) -> None:
         """[rows, tokens, V] logits, and the cache as it was."""
         forward(self.ids[:, CONTEXT : CONTEXT + tokens], past_key_values=self.cache, use_cache=True)
         for layer in self.cache.layers:
-            assert isinstance(layer, RoomyLayer)
+            assert isinstance(layer, PreallocatedLayer)
             layer.length = CONTEXT
             layer._show()
 
 
 def needed(cost: float, drafted: int) -> float | None:
-    """The acceptance from which on so many drafts pay in a pass that costs `cost` passes over one token; None = they never do.
+    """The acceptance from which on so many drafts pay in a pass that costs `read_cost` passes over one token; None = they never do.
 
     Found by bisection: the mean number of tokens grows from 1 to drafted + 1 with the acceptance.
     """
@@ -68,7 +68,7 @@ def needed(cost: float, drafted: int) -> float | None:
 
 
 def agreement(groups: Sequence[Sequence[Sequence[int]]], words: int = WORDS) -> tuple[float, float]:
-    """(share of the tokens behind whose last `words` a sibling has said something, share of those that are what siblings said most
+    """(share of the tokens behind whose last `format_size` a sibling has said something, share of those that are what siblings said most
     often there): what drafts from them would be, as a token that was drawn knows nothing of its siblings."""
     drafted = right = count = 0
     for group in groups:
@@ -86,7 +86,7 @@ def agreement(groups: Sequence[Sequence[Sequence[int]]], words: int = WORDS) -> 
 
 
 def _behind(tokens: Sequence[int], words: int) -> list[tuple[tuple[int, ...], int]]:
-    """Each token with the `words` before it."""
+    """Each token with the `format_size` before it."""
     padded = [-1] * words + list(tokens)
     return [(tuple(padded[t : t + words]), token) for t, token in enumerate(tokens)]
 
@@ -95,8 +95,10 @@ def _siblings(prompts: int) -> list[list[list[int]]]:
     """Answers of the model inside the package to its own task, eight to each problem."""
     model, task = load_model("tiny"), pg.load_task("embedded")
     tokenizer = load_tokenizer("tiny", model)
-    asked = requests([tokenizer.encode(task.train(i).prompt, 32) for i in range(prompts)], 8, [32] * prompts * 8)
-    said = [g.tokens.tolist() for g in asyncio.run(pg.LocalSampler.of(model, tokenizer).generate(asked))]
+    asked = requests(
+        [tokenizer.encode(task.train_example(i).prompt, 32) for i in range(prompts)], 8, [32] * prompts * 8
+    )
+    said = [g.tokens.tolist() for g in asyncio.run(pg.LocalSampler.from_tokenizer(model, tokenizer).generate(asked))]
     return [said[i : i + 8] for i in range(0, len(said), 8)]
 
 

@@ -13,9 +13,9 @@ from bench.models import rollout, untrained
 from bench.timing import Table, cpu_seconds
 from bench.works import SEVEN, SMALL, TWENTY_FIVE, Shape, geometric
 from policygrad.core.batch import Batch
-from policygrad.learners.local.forward import Evaluator, probe
-from policygrad.learners.local.logprobs import log_probability
-from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.forward import Evaluator, build_evaluator
+from policygrad.learners.local.logprobs import fused_log_probability
+from policygrad.learners.local.packing import Pack, pack_micro_batches
 
 BUDGET = 8192
 """Tokens of a micro-batch."""
@@ -68,7 +68,7 @@ def _heads(shape: Shape, count: int) -> tuple[dict[str, Callable[[], object]], d
             _ = z @ linear.weight, z.T @ states
 
     def fused(expected: Tensor | None) -> Tensor:
-        return gradient(log_probability(states, linear, index, tokens, 1.0, expected=expected)[0])
+        return gradient(fused_log_probability(states, linear, index, tokens, 1.0, expected=expected)[0])
 
     def recorded() -> Tensor:
         return gradient(linear(states).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1))
@@ -80,7 +80,7 @@ def _heads(shape: Shape, count: int) -> tuple[dict[str, Callable[[], object]], d
 
 
 def packs(batch: Batch) -> list[Pack]:
-    return list(pack(batch, torch.arange(len(batch.mask)), BUDGET))
+    return list(pack_micro_batches(batch, torch.arange(len(batch.mask)), BUDGET))
 
 
 def states(evaluator: Evaluator, parts: list[Pack]) -> None:
@@ -94,8 +94,8 @@ def states(evaluator: Evaluator, parts: list[Pack]) -> None:
 def attention(small: bool, repeats: int) -> Table:
     """The tree of tokens against padded texts."""
     shape, rows = SMALL if small else SEVEN, list[tuple[str | float, ...]]()
-    tree = probe(untrained(shape), 1.0)
-    padded = replace(tree, network=replace(tree.network, branches=False))
+    tree = build_evaluator(untrained(shape), 1.0)
+    padded = replace(tree, network=replace(tree.network, use_tree=False))
     for name, (prompts, samples, lengths, prompt) in cases(small).items():
         parts = packs(rollout(shape.vocabulary, prompts, samples, lengths, prompt))
         took = cpu_seconds({"tree": partial(states, tree, parts), "padded": partial(states, padded, parts)}, repeats)
@@ -110,7 +110,7 @@ def attention(small: bool, repeats: int) -> Table:
 def packing(small: bool, repeats: int) -> Table:
     """What making micro-batches costs."""
     shape, rows = SMALL if small else SEVEN, list[tuple[str | float, ...]]()
-    evaluator = probe(untrained(shape), 1.0)
+    evaluator = build_evaluator(untrained(shape), 1.0)
     for name, (prompts, samples, lengths, prompt) in cases(small).items():
         batch = rollout(shape.vocabulary, prompts, samples, lengths, prompt)
         parts, alone = packs(batch), sum(len(batch.prompts[g]) for g in batch.group.tolist()) if batch.prompts else 0

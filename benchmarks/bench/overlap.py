@@ -22,7 +22,7 @@ TAKES = (0.0, 1.0, 5.0, 20.0)
 class Always(RewardPool):
     """Begins while answers are drawn, whether it pays or not."""
 
-    def pays(self, count: int) -> bool:
+    def is_overlap_worthwhile(self, count: int) -> bool:
         return True
 
 
@@ -40,7 +40,9 @@ def overlap(small: bool, repeats: int) -> Table:
     for milliseconds in TAKES:
         reward = Reward("slow", partial(slow, milliseconds))
         with Always([reward]) as pool:
-            rollouter = Rollouter(task.train, tokenizer, pg.LocalSampler.of(model, tokenizer), pool.score)
+            rollouter = Rollouter(
+                task.train_example, tokenizer, pg.LocalSampler.from_tokenizer(model, tokenizer), pool.score
+            )
             made = dict[str, Rollout]()
             works = {
                 "at the end": _collect(rollouter, prompts, made, "at the end"),
@@ -48,9 +50,11 @@ def overlap(small: bool, repeats: int) -> Table:
             }
             took = cpu_seconds(works, repeats, time.perf_counter)
             at_the_end, meanwhile = made.values()
-            if at_the_end.texts != meanwhile.texts or not at_the_end.batch.reward.equal(meanwhile.batch.reward):
+            if at_the_end.completions != meanwhile.completions or not at_the_end.batch.reward.equal(
+                meanwhile.batch.reward
+            ):
                 raise AssertionError("the two rollouts differ")
-            rule = "yes" if RewardPool.pays(pool, prompts * 8) else "no"
+            rule = "yes" if RewardPool.is_overlap_worthwhile(pool, prompts * 8) else "no"
         ratio = took["at the end"] / took["meanwhile"]
         rows.append((f"{milliseconds:g} ms", took["at the end"], took["meanwhile"], ratio, rule))
     note = (
@@ -64,6 +68,6 @@ def overlap(small: bool, repeats: int) -> Table:
 
 def _collect(rollouter: Rollouter, prompts: int, made: dict[str, Rollout], name: str) -> Callable[[], None]:
     def work() -> None:
-        made[name] = rollouter.collect(pg.DR_GRPO, pg.Sampling(), prompts=prompts, samples=8)
+        made[name] = rollouter.collect(pg.DR_GRPO, pg.SamplingParams(), prompts_per_step=prompts, samples_per_prompt=8)
 
     return work

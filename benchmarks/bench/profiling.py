@@ -85,11 +85,11 @@ def works(shape: Shape, dtype: str, prompts: int, length: int) -> dict[str, Call
     model = untrained(shape).to(DTYPES[dtype])
     sampler = pg.LocalSampler(model, frozenset({-1}), 0)
     asked = requests(list(batch.prompts or ()), 8, [length] * len(batch.mask))
-    algorithm = pg.DR_GRPO.with_budget(length)
+    algorithm = pg.DR_GRPO.with_max_tokens(length)
     learner = pg.LocalLearner(
         untrained(shape).to(DTYPES[dtype]), algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype)
     )
-    problem = learner.problem(batch, algorithm.advantages(batch), algorithm)
+    problem = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
     return {
         "drawing": lambda: asyncio.run(sampler.generate(asked)),
         "learning": partial(learned, learner, problem),

@@ -28,8 +28,12 @@ def embedded(prompts: int, samples: int) -> tuple[Any, Batch]:
     model, task = load_model("tiny"), pg.load_task("embedded")
     tokenizer = load_tokenizer("tiny", model)
     with RewardPool(task.rewards) as pool:
-        rollouter = Rollouter(task.train, tokenizer, pg.LocalSampler.of(model, tokenizer), pool.score)
-        found = rollouter.collect(pg.DR_GRPO, pg.Sampling(max_tokens=32), prompts=prompts, samples=samples)
+        rollouter = Rollouter(
+            task.train_example, tokenizer, pg.LocalSampler.from_tokenizer(model, tokenizer), pool.score
+        )
+        found = rollouter.collect(
+            pg.DR_GRPO, pg.SamplingParams(max_tokens=32), prompts_per_step=prompts, samples_per_prompt=samples
+        )
     return model, found.batch
 
 
@@ -50,19 +54,19 @@ def savings(small: bool, repeats: int) -> Table:
         f"{prompts} × 8 completions of {length}": (untrained(shape), rollout(shape.vocabulary, prompts, 8, (length,))),
     }
     for work, (model, batch) in works.items():
-        algorithm = pg.DR_GRPO.with_budget(batch.mask.shape[1])
+        algorithm = pg.DR_GRPO.with_max_tokens(batch.mask.shape[1])
         learner = pg.LocalLearner(model, algorithm, lr=0.0, steps=1)
-        psi = algorithm.advantages(batch)
-        every = learner.problem(batch, psi, algorithm)
+        psi = algorithm.compute_advantages(batch)
+        every = learner.build_problem(batch, psi, algorithm)
         policy = learner.evaluator
-        texts = replace(every.networks, policy=replace(policy, network=replace(policy.network, branches=False)))
+        texts = replace(every.networks, policy=replace(policy, network=replace(policy.network, use_tree=False)))
         known = replace(batch, logp_old=learner.evaluate(batch, frozenset({"logp_old"})).logp_old)
         variants = {
             "every saving": every,
-            "without skipping what cannot learn": replace(every, skip=False),
+            "without skipping what cannot learn": replace(every, skip_inactive=False),
             "without a common beginning computed once": replace(every, networks=texts),
             "without knowing the coefficients": replace(every, batch=known),
-            "without any of them": replace(every, networks=texts, skip=False, batch=known),
+            "without any of them": replace(every, networks=texts, skip_inactive=False, batch=known),
         }
         took = cpu_seconds({name: partial(gradient, model, problem) for name, problem in variants.items()}, repeats)
         found = {name: gradient(model, problem) for name, problem in variants.items()}
@@ -101,9 +105,9 @@ def matmul(small: bool, repeats: int) -> Table:
         batch = rollout(shape.vocabulary, prompts, 8, (length,))
         for dtype in ("fp32", "bf16") if has_bfloat16() else ("fp32",):
             model = untrained(shape).to(DTYPES[dtype])
-            algorithm = pg.DR_GRPO.with_budget(length)
+            algorithm = pg.DR_GRPO.with_max_tokens(length)
             learner = pg.LocalLearner(model, algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype))
-            problem = learner.problem(batch, algorithm.advantages(batch), algorithm)
+            problem = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
             seconds = cpu_seconds({"": partial(learned, learner, problem)}, repeats)[""]
             needed, bare = operations.gradient(shape, groups(batch)), rate(DTYPES[dtype], small)
             rows.append(

@@ -159,7 +159,7 @@ CASES = (
     ),
     Case(
         "data",
-        "of a folder of `datasets`",
+        "of a folder of `load_dataset_table`",
         (*TRAIN, "--task", "saved", "--reward", "exact_match"),
         files={"saved/dataset_info.json": "{}"},
         before=TABLES,
@@ -167,7 +167,7 @@ CASES = (
     Case(
         "engines",
         "`train --sampler.engine vllm`, a server that stands in for one",
-        (*TRAIN, "--sampler.engine", "vllm", "--sampler.urls", URL, "--sampler.parallel", "4"),
+        (*TRAIN, "--sampler.engine", "vllm", "--sampler.urls", URL, "--sampler.max-concurrency", "4"),
         server="vllm_stand_in.py",
     ),
     Case(

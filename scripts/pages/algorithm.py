@@ -13,11 +13,19 @@ from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT, PAPERS, RECIPE, USUAL
-from policygrad.commands.render import COLUMNS, EQUATION, NOWHERE, difference, number, part_name, settings
+from policygrad.catalog import ABOUT, DEFAULT_SOURCES, PAPERS, RECIPE_FIELDS
+from policygrad.commands.render import (
+    EQUATION,
+    EQUATION_COLUMNS,
+    NO_DEVIATIONS,
+    diff_algorithms,
+    format_part,
+    list_settings,
+    shorten_number,
+)
 from policygrad.compare.plan import OVERRIDES
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.terms import rest
+from policygrad.core.terms import policy_share
 from policygrad.core.vine import Vine
 
 OURS = "our choice"
@@ -32,14 +40,14 @@ def algorithm_page(name: str) -> str:
         "## The equation",
         block("\n".join([_equation(a), "", *_symbols(a)]), "formula"),
         f"As published:\n\n{block(PAPERS[name].objective, 'formula')}",
-        f"**Where this row departs from it:** {PAPERS[name].departs or NOWHERE}.",
+        f"**Where this row departs from it:** {PAPERS[name].deviations or NO_DEVIATIONS}.",
         f"## The gate\n\n{gate_section(name)}",
         "## Step by step",
         block("\n".join(pseudo_code(a))),
         f"## The code\n\n{block(source(name), 'python')}",
         _difference(a),
         f"## Defaults\n\n{table(('part', 'setting', 'value', 'where it comes from'), defaults(a))}",
-        f"## What it fixes, how it fails\n\n**Fixes.** {about.fixes}\n\n**Fails.** {about.fails}",
+        f"## What it fixes, how it fails\n\n**Fixes.** {about.addresses}\n\n**Fails.** {about.failure_modes}",
         f"## In the lab\n\n{lab_section(name)}",
         f"## Run it\n\n{_run(a)}",
         "[All algorithms](index.md) · [tables](../tables.md) · [where sources disagree](../where-sources-disagree.md)",
@@ -71,10 +79,10 @@ def pseudo_code(a: Algorithm) -> list[str]:
     lines = [f"sample G = {a.samples_per_prompt} completions of every prompt from π_θ, and score them: R"]
     lines += [
         _note(f"sample {part.samples} completions of every step's prefix, and score them: V", part)
-        for part in a.psi
+        for part in a.advantage
         if part.samples_values
     ]
-    for part in (part for part in a.psi if isinstance(part, Vine)):
+    for part in (part for part in a.advantage if isinstance(part, Vine)):
         lines += [
             _note(f"try up to {part.actions} tokens in each of {part.states} states per prompt: the new batch", part),
             _note(f"complete each {part.samples}×, all of a state with the same random numbers, and score: Q̂", part),
@@ -82,29 +90,29 @@ def pseudo_code(a: Algorithm) -> list[str]:
     lines += [_note(f"filter: {_formula(part)}", part) for part in a.filters]
     lines += [f"keep {what}" for field, what in KEPT.items() if field in a.needs]
     lines += [_note(_formula(part), part) for part in a.shaping]
-    if not a.psi:
+    if not a.advantage:
         lines.append("Ψ ← R")
-    for part in a.psi:
+    for part in a.advantage:
         formula = _formula(part)
         chain = f"Ψ{formula.replace(';', ',')}" if formula[0] in "/;" else formula
         lines.append(_note(f"Ψ ← {chain}", part))
-    lines += [_note(f"Ψ ← {number(rest(a.terms))}·Ψ", part) for part in a.terms if part.mixture]
+    lines += [_note(f"Ψ ← {shorten_number(policy_share(a.terms))}·Ψ", part) for part in a.terms if part.mixture_weight]
     if a.critic is not None:
-        lines.append(_note(f"critic's targets ← GAE(λ = {number(a.critic.lam)}) + V_old", a.critic))
+        lines.append(_note(f"critic's targets ← GAE(λ = {shorten_number(a.critic.lam)}) + V_old", a.critic))
     inner = _inner(a)
-    updates = a.step.updates
+    updates = a.update_rule.updates
     if updates > 1:
-        told = [f"repeat {a.step.epochs} times"] * (a.step.epochs > 1)
-        told += [f"for each of {a.step.minibatches} shares of whole groups"] * (a.step.minibatches > 1)
+        told = [f"repeat {a.update_rule.epochs} times"] * (a.update_rule.epochs > 1)
+        told += [f"for each of {a.update_rule.minibatches} shares of whole groups"] * (a.update_rule.minibatches > 1)
         head = ", ".join(told)
         inner = [f"{head}:", *(f"    {line}" for line in inner)]
     lines += inner
-    if a.reference is not None and a.reference.every and "logp_ref" in a.needs:
+    if a.reference is not None and a.reference.refresh_every and "logp_ref" in a.needs:
         lines.append(_note(f"π_ref ← {_formula(a.reference)}", a.reference))
-    remembers = [part for part in a.psi if part.init() is not None]
+    remembers = [part for part in a.advantage if part.init_state() is not None]
     lines += [_note("remember this rollout's rewards for the next", part) for part in remembers]
     adapts = [part for part in (*a.terms, *a.shaping) if getattr(part, "target", None) is not None]
-    lines += [_note(f"adapt β, for a KL near {number(part.target)}", part) for part in adapts]
+    lines += [_note(f"adapt β, for a KL near {shorten_number(part.target)}", part) for part in adapts]
     return _aligned(["for every step:", *(f"    {line}" for line in lines)])
 
 
@@ -112,7 +120,7 @@ KEPT = {
     "logp_old": "log π_old of every token",
     "logp_ref": "log π_ref of every token",
     "values": "V of every token",
-    "score_norm": "‖∇log π(o)‖² of every completion",
+    "grad_logp_sq_norm": "‖∇log π(o)‖² of every completion",
     "step_end": "the reward of every step",
 }
 
@@ -122,10 +130,10 @@ def _inner(a: Algorithm) -> list[str]:
     lines.append(_note(f"w ← {_formula(a.gate)}", a.gate))
     lines += [_note(f"w ← w {_formula(part)}", part) for part in a.corrections]
     lines += [_note(f"k ← {_formula(part)}", part) for part in a.terms]
-    lines.append(_note(f"c ← {_formula(a.aggregate)}", a.aggregate))
+    lines.append(_note(f"c ← {_formula(a.aggregation)}", a.aggregation))
     lines.append(f"g ← Σ ( c w Ψ{' + c_k k' if a.terms else ''} ) ∇log π_θ")
-    first_order = type(a.step).__name__ == "FirstOrder"
-    lines.append("θ ← AdamW(θ, g)" if first_order else _note(f"θ ← θ + Δ: {_formula(a.step)}", a.step))
+    first_order = type(a.update_rule).__name__ == "GradientSteps"
+    lines.append("θ ← AdamW(θ, g)" if first_order else _note(f"θ ← θ + Δ: {_formula(a.update_rule)}", a.update_rule))
     if a.critic is not None:
         lines.append(_note(f"φ ← AdamW on {_formula(a.critic)}", a.critic))
     return lines
@@ -162,7 +170,7 @@ def _difference(a: Algorithm) -> str:
     parent = ABOUT[a.name].parent
     if parent is None:
         return ""
-    changed = difference(ALGORITHMS[parent], a)
+    changed = diff_algorithms(ALGORITHMS[parent], a)
     rows = [(what, f"`{theirs}`", f"`{mine}`") for what, (theirs, mine) in changed.items()]
     rows = [tuple("–" if cell == "`–`" else cell for cell in row) for row in rows]
     same = "Nothing in the matrix: every part is the parent's; the name says how it is meant to be used."
@@ -176,12 +184,12 @@ def defaults(a: Algorithm) -> list[tuple[str, str, str, str]]:
     for field, part in a.parts():
         if field == "reference" and "logp_ref" not in a.needs:
             continue
-        label, kind = COLUMNS[field][1], type(part).__name__
-        known = settings(part)
+        label, kind = EQUATION_COLUMNS[field][1], type(part).__name__
+        known = list_settings(part)
         if not known:
             rows.append((f"{label}: `{kind}`", "–", "–", "nothing to set"))
         for setting, value in known:
-            shown = part_name(value, names=True) if hasattr(value, "__dataclass_fields__") else number(value)
+            shown = format_part(value, names=True) if hasattr(value, "__dataclass_fields__") else shorten_number(value)
             rows.append((f"{label}: `{kind}`", f"`{setting}`", f"`{shown}`", origin(a, part, setting, value)))
     samples = origin(a, None, "samples_per_prompt", a.samples_per_prompt)
     return [*rows, ("samples", "`samples_per_prompt`", f"`{a.samples_per_prompt}`", samples)]
@@ -194,15 +202,15 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
     if key in PAPERS[a.name].defaults:
         return PAPERS[a.name].defaults[key]
     parent = ABOUT[a.name].parent
-    if parent is not None and key not in RECIPE:
+    if parent is not None and key not in RECIPE_FIELDS:
         theirs = ALGORITHMS[parent]
         held = [getattr(p, setting) for _, p in theirs.parts() if type(p) is type(part)]
         if value in held if part is not None else value == theirs.samples_per_prompt:
             inherited = origin(theirs, part, setting, value)
-            if inherited not in (OURS, USUAL.get(key)):
+            if inherited not in (OURS, DEFAULT_SOURCES.get(key)):
                 return inherited if inherited.startswith("as [") else f"as [`{parent}`]({parent}.md): {inherited}"
     usual = any(f.name == setting and value == f.default for f in fields(part)) if part is not None else False
-    return USUAL.get(key, OURS) if usual else OURS
+    return DEFAULT_SOURCES.get(key, OURS) if usual else OURS
 
 
 def _run(a: Algorithm) -> str:
@@ -211,7 +219,7 @@ def _run(a: Algorithm) -> str:
     if override is not None:
         lines.append(f"On the embedded task: {override.reason}")
         lines.append(block(f"policygrad train {a.name} {' '.join(override.options)}", "sh"))
-    python = f"import policygrad as pg\n\npg.train(pg.Run(algorithm=pg.algorithm({a.name!r})))"
+    python = f"import policygrad as pg\n\npg.train(pg.Run(algorithm=pg.get_algorithm({a.name!r})))"
     lines += [f"In Python:\n\n{block(python, 'python')}", f"**Measured.** {measured(a.name)}"]
     return "\n\n".join(lines)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from pages.markdown import table
-from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, Ours
+from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, Equivalent
 
 _OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|bf16|[\d.]+ [\d.]+)\b)?")
 """An option, and a value that stands behind it: a part, a file and its function, settings, a precision, two numbers."""
@@ -22,8 +22,8 @@ def options(library: str) -> str:
 
 
 def supervised(library: str) -> str:
-    """The names for which `policygrad sft` and `reward-model` have another answer than `train`."""
-    own: Mapping[str, Ours] = {name: ours for name, ours in SUPERVISED.items() if name in LIBRARIES[library]}
+    """The names for which `policygrad sft` and `reward-model` have another answer than `train_control`."""
+    own: Mapping[str, Equivalent] = {name: ours for name, ours in SUPERVISED.items() if name in LIBRARIES[library]}
     rows = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in own.items()]
     return table((library, "`policygrad sft`, `reward-model`", "what differs"), rows)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from pages.markdown import block, table
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.render import number, part_name
-from policygrad.commands.show import field_docs
+from policygrad.commands.render import format_part, shorten_number
+from policygrad.commands.show import read_field_docs
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import Part
 
@@ -104,14 +104,14 @@ def shown(value: Any) -> str:
     if isinstance(value, Algorithm) and value.name in ALGORITHMS:
         return f"pg.{value.name.upper()}"
     if is_dataclass(value) and not isinstance(value, type):
-        text = part_name(value, changed=True)
+        text = format_part(value, changed=True)
         return text if text.endswith(")") else f"{text}()"
     if type(value).__repr__ is object.__repr__:  # an address in memory says nothing
         return f"{type(value).__name__}()"
     if isinstance(value, tuple):
         return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
     if isinstance(value, float):
-        return number(value)
+        return shorten_number(value)
     text = getattr(value, "__name__", repr(value))
     return f"{type(value).__name__}()" if " at 0x" in text else text
 
@@ -145,7 +145,7 @@ def escaped(text: str) -> str:
 
 def _fields(kind: Any) -> str:
     """A dataclass's fields, or the attributes that a role declares."""
-    docs = field_docs(kind)
+    docs = read_field_docs(kind)
     if is_dataclass(kind):
         rows = [(f.name, _type(f.type), _default(f), docs.get(f.name, "")) for f in settable(kind)]
     else:

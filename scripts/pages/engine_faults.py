@@ -31,7 +31,7 @@ def faults_block(found: dict[str, Any] | None = None) -> str:
     rows = [_row(kind, seen) for kind, seen in found["kinds"].items() if "steps" in seen]
     versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("xllamacpp", "torch"))
     intro = (
-        f"`{found['made_by']}`: two real llama.cpp servers, the embedded model, `--staleness {found['staleness']}`, each fault at "
+        f"`{found['made_by']}`: two real llama.cpp servers, the embedded model, `--max-staleness {found['staleness']}`, each fault at "
         f"random moments, for a random while ({versions}; {found['machine']}). {found.get('note', '')}".rstrip()
     )
     wrong = "\n".join(f"- **It does not hold:** {text}." for text in found["broken"])

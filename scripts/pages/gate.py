@@ -10,7 +10,15 @@ from pages import probe
 from pages.chart import chart
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.gates import Clip, ClipCov, DivergenceClip, GeometricMean, PolicyShaping, SecondMoment, WeightCap
+from policygrad.core.gates import (
+    Clip,
+    ClipCov,
+    ClippedImportance,
+    DivergenceClip,
+    GeometricMean,
+    PolicyShaping,
+    SecondMomentFilter,
+)
 from policygrad.core.vine import SelfNormalised
 
 POINTS, WIDTH = 240, 560
@@ -20,7 +28,7 @@ SIGNS = {"Ψ > 0": 1.0, "Ψ < 0": -1.0}
 OF = {
     GeometricMean: "of an answer of one token, whose mean is its own",
     DivergenceClip: "of a token that π_old gave e⁻³ ≈ 0.05; the bounds of a likelier one are nearer to 1",
-    SecondMoment: "of a token that is not among those left out, which weigh 0",
+    SecondMomentFilter: "of a token that is not among those left out, which weigh 0",
     ClipCov: "of a token that is not among those drawn, which weigh 0",
     PolicyShaping: "of what the policy sampled; a demonstration's weight is in the formula",
     SelfNormalised: "of one of four equally likely tokens of a state, the others at r = 1",
@@ -48,7 +56,7 @@ def reach(a: Algorithm) -> tuple[float, float]:
     if isinstance(a.gate, Clip):
         far = 5 * max(a.gate.low, a.gate.high)
         return max(0.0, 1 - far), 1 + far
-    return (0.0, 6.0) if isinstance(a.gate, WeightCap | DivergenceClip) else (0.0, 3.0)
+    return (0.0, 6.0) if isinstance(a.gate, ClippedImportance | DivergenceClip) else (0.0, 3.0)
 
 
 def gate_figure(name: str) -> str:

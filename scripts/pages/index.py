@@ -5,20 +5,23 @@ from __future__ import annotations
 from pages.markdown import block, page, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.catalog import ABOUT, PAPERS
-from policygrad.commands.render import NOWHERE, matrix_row
-from policygrad.commands.show import families
+from policygrad.commands.render import NO_DEVIATIONS, build_matrix_row
+from policygrad.commands.show import group_by_family
 
 
 def matrix(folder: str) -> str:
-    """The matrix as a Markdown table; names link to their pages in `folder`."""
-    rows = {name: matrix_row(a) for name, a in ALGORITHMS.items()}
+    """The matrix as a Markdown table; names link to their pages in `writable_folder`."""
+    rows = {name: build_matrix_row(a) for name, a in ALGORITHMS.items()}
     head = ["algorithm", *next(iter(rows.values()))]
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
 
 
 def by_family(folder: str) -> str:
     """Every name, by what its credit comes from and how it looks at old samples."""
-    rows = ((kind, " ".join(f"[`{name}`]({folder}{name}.md)" for name in names)) for kind, names in families().items())
+    rows = (
+        (kind, " ".join(f"[`{name}`]({folder}{name}.md)" for name in names))
+        for kind, names in group_by_family().items()
+    )
     return f"{table(('what it compares', 'algorithms'), rows)}\n\n[The whole matrix, part by part]({folder}index.md)."
 
 
@@ -31,7 +34,9 @@ DEPARTS = (
 
 def departures() -> str:
     """Row by row, what is not as published."""
-    rows = ((f"[`{name}`]({name}.md)", ABOUT[name].source, PAPERS[name].departs or NOWHERE) for name in ALGORITHMS)
+    rows = (
+        (f"[`{name}`]({name}.md)", ABOUT[name].source, PAPERS[name].deviations or NO_DEVIATIONS) for name in ALGORITHMS
+    )
     return table(("algorithm", "published", "where our row departs"), rows)
 
 

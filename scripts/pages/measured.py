@@ -149,7 +149,7 @@ def _by_updates(found: Data) -> list[str]:
         if row["kind"] == 0
         and row["summary"]
         and row["algorithm"] in ALGORITHMS
-        and ALGORITHMS[row["algorithm"]].step.uses_lr
+        and ALGORITHMS[row["algorithm"]].update_rule.uses_lr
     ]
     if len(rows) < 3:
         return []
@@ -260,7 +260,7 @@ def _overrides() -> str:
 def _remarks() -> str:
     """What has to be known to compare rows; derived, so that it holds for rows to come."""
     fitted = [link(name) for name, a in ALGORITHMS.items() if a.critic is not None and a.critic.pretrain]
-    alone = [link(name) for name, a in ALGORITHMS.items() if not a.step.uses_lr]
+    alone = [link(name) for name, a in ALGORITHMS.items() if not a.update_rule.uses_lr]
     remarks = [
         (
             list(map(link, ALGORITHMS)),

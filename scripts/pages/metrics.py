@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pages.markdown import page, table
-from policygrad.trackers.glossary import Chapter, glossary
+from policygrad.trackers.glossary import MetricSection, load_glossary
 
 ABOUT = (
     "Each step's line in `metrics.jsonl` holds these, as do the services of `--track`; `policygrad show NAME` says one of them. "
@@ -14,9 +14,9 @@ ABOUT = (
 
 def metrics_page() -> str:
     """The page."""
-    return page("# Metrics", ABOUT, *(_chapter(chapter) for chapter in glossary()))
+    return page("# Metrics", ABOUT, *(_chapter(chapter) for chapter in load_glossary()))
 
 
-def _chapter(chapter: Chapter) -> str:
-    rows = [(f"`{m.name}`", m.unit, m.text, m.moves or "–") for m in chapter.metrics]
+def _chapter(chapter: MetricSection) -> str:
+    rows = [(f"`{m.name}`", m.unit, m.text, m.interpretation or "–") for m in chapter.metrics]
     return f"## {chapter.title}\n\n{table(('metric', 'unit', 'what it is', 'when it moves'), rows)}"

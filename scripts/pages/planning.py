@@ -11,17 +11,17 @@ from typing import Any
 
 from measure_algorithms import RESULTS
 from pages.markdown import table
-from policygrad.planning.cost_model import MICRO_CPU, Asks, Layout, Work, learner
-from policygrad.planning.hardware import DEVICES, Calibration, Reached, load
-from policygrad.planning.model_shapes import NAMED, Shape
-from policygrad.planning.planner import Plan, Question
+from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
+from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
+from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape
+from policygrad.planning.planner import CapacityPlan, PlanRequest
 from policygrad.planning.render import GIB
 from policygrad.training.calibration import CPU
 
-NEMO = Asks("grpo", frozen=1, scores=2, head_twice=True, updates=4)
+NEMO = AlgorithmCost("grpo", frozen_models=1, scoring_passes=2, recomputes_head=True, updates=4)
 """Its GRPO reads every rollout twice, for log π_old and log π_ref, and learns in four updates of 512 completions."""
-SEVEN = Shape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
-TWENTY_FIVE = Shape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
+SEVEN = ModelShape("7M", 256, 768, 6, 4, 2, 64, 8192, tied=True, qk_norm=True)
+TWENTY_FIVE = ModelShape("25M", 384, 1152, 8, 6, 2, 64, 32768, tied=True, qk_norm=True)
 HEAD = ("run", "what", "measured", "planned", "error")
 
 
@@ -73,29 +73,29 @@ def published() -> Iterator[Row]:
     """NeMo-RL: https://nvidia-nemo.github.io/blog/2025/07/21/nemo-rl-v0.3/ (its figures also in issue 959 of NVIDIA-NeMo/RL), and
     docs/about/performance-summary.md of version 0.4."""
     plan = nemo("Llama-3.1-8B", 8, 1, 795)
-    phases, run = plan.phases, "Llama-3.1-8B, 8 × H100 (0.3)"
+    phases, run = plan.step_times, "Llama-3.1-8B, 8 × H100 (0.3)"
     yield Row(run, "s, drawing", 58, phases.generation)
     yield Row(run, "s, learning", 28, phases.learning + phases.optimiser)
     yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
     yield Row(run, "s, publishing", 5, phases.publishing)
-    yield Row(run, "s, a step", 112, plan.step)
+    yield Row(run, "s, a step", 112, plan.step_seconds)
     plan = nemo("Llama-3.1-70B", 64, 4, 398)
-    phases, run = plan.phases, "Llama-3.1-70B, 64 × H100 (0.3)"
+    phases, run = plan.step_times, "Llama-3.1-70B, 64 × H100 (0.3)"
     yield Row(run, "s, drawing", 84, phases.generation)
     yield Row(run, "s, learning", 28, phases.learning + phases.optimiser)
     yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
     yield Row(run, "s, publishing", 14, phases.publishing)
-    yield Row(run, "s, a step", 147, plan.step)
-    yield Row("Llama-3.1-8B, 16 × H100 (0.4)", "s, a step", 97.7, nemo("Llama-3.1-8B", 16, 1, 1060).step)
-    yield Row("Qwen3-32B, 32 × H100 (0.4)", "s, a step", 393, nemo("Qwen3-32B", 32, 4, 3206).step)
+    yield Row(run, "s, a step", 147, plan.step_seconds)
+    yield Row("Llama-3.1-8B, 16 × H100 (0.4)", "s, a step", 97.7, nemo("Llama-3.1-8B", 16, 1, 1060).step_seconds)
+    yield Row("Qwen3-32B, 32 × H100 (0.4)", "s, a step", 393, nemo("Qwen3-32B", 32, 4, 3206).step_seconds)
 
 
-def nemo(model: str, gpus: int, tensor: int, completion: float) -> Plan:
+def nemo(model: str, gpus: int, tensor: int, completion: float) -> CapacityPlan:
     """Its recipe: 64 prompts × 32 completions, texts of at most 4,096 tokens, all devices in turns. Prompts of 132 tokens, as
     follows from version 0.4's tokens a second, seconds and mean length."""
-    work = Work(64, 32, 132, completion, 4096 - 132)
-    layout = Layout(gpus, tensor=tensor, shared=False, whole=False)
-    return Plan(Question(NAMED[model], DEVICES["H100"], work, NEMO, Reached()), layout)
+    work = Workload(64, 32, 132, completion, 4096 - 132)
+    layout = ParallelLayout(gpus, tensor_parallel=tensor, shares_prompts=False, keeps_full_policy=False)
+    return CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, NEMO, Efficiency()), layout)
 
 
 def trainers() -> Iterator[Row]:
@@ -107,14 +107,17 @@ def trainers() -> Iterator[Row]:
         ("Qwen3-4B", 8, 16384, 26030, 17.1),
         ("Qwen3-4B", 8, 65536, 28970, 36.1),
     ):
-        work = Work(2 * gpus, 1, 1, length - 1, length - 1)
-        asks, layout = Asks("grpo", head_twice=True), Layout(gpus, checkpointing=True, whole=False, micro_tokens=length)
-        plan = Plan(Question(NAMED[model], DEVICES["H100"], work, asks, Reached()), layout)
-        seconds = plan.phases.learning + plan.phases.optimiser
+        work = Workload(2 * gpus, 1, 1, length - 1, length - 1)
+        asks, layout = (
+            AlgorithmCost("grpo", recomputes_head=True),
+            ParallelLayout(gpus, checkpointing=True, keeps_full_policy=False, micro_tokens=length),
+        )
+        plan = CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, asks, Efficiency()), layout)
+        seconds = plan.step_times.learning + plan.step_times.optimiser
         run = f"{model}, {gpus} × H100, texts of {length:,}"
-        yield Row(run, "tokens/s", rate, work.completions * length / seconds)
-        held = learner(NAMED[model], work, asks, layout, DEVICES["H100"])
-        yield Row(run, "GiB at most", peak, (sum(held.always.values()) + sum(held.learning.values())) / GIB)
+        yield Row(run, "tokens/s", rate, work.num_completions * length / seconds)
+        held = learner_memory(KNOWN_SHAPES[model], work, asks, layout, DEVICES["H100"])
+        yield Row(run, "GiB at most", peak, (sum(held.static.values()) + sum(held.training.values())) / GIB)
 
 
 def measured(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
@@ -130,41 +133,43 @@ def measured(bench: Mapping[str, Any] | None = None) -> Iterator[Row]:
             if key.startswith(f"{name}/policygrad-fp32/1/")
         ]
         if steps:
-            plan = here(found, of, Work(prompts, 8, 60, 252, 252))
-            yield Row(f"{of.name}, {prompts} × 8 completions of 252", "CPU s, a step", median(steps), plan.step)
+            plan = here(found, of, Workload(prompts, 8, 60, 252, 252))
+            yield Row(f"{of.name}, {prompts} × 8 completions of 252", "CPU s, a step", median(steps), plan.step_seconds)
     component = bench.get("components", {}).get("matmul", {"rows": []})
     for name, _, seconds, *_ in component["rows"]:
         for of in (SEVEN, TWENTY_FIVE):
             if name == f"{of.name}, fp32":
-                plan = here(found, of, Work(4, 8, 100, 256, 256))
+                plan = here(found, of, Workload(4, 8, 100, 256, 256))
                 run = f"{of.name}, 4 × 8 completions of 256"
-                yield Row(run, "CPU s, forward and backward", seconds, plan.phases.learning)
+                yield Row(run, "CPU s, forward and backward", seconds, plan.step_times.learning)
     for name, rate, *_ in bench.get("components", {}).get("rollout", {"rows": []})["rows"]:
         if name.startswith("128 of 16 to 1,024"):
-            plan = here(found, SEVEN, Work(16, 8, 100, 244.5, 1024))
+            plan = here(found, SEVEN, Workload(16, 8, 100, 244.5, 1024))
             run = "7M, 128 completions of 16 to 1,024, drawn"
-            yield Row(run, "tokens per CPU s", rate, plan.question.work.sampled / plan.phases.generation)
+            yield Row(run, "tokens per CPU s", rate, plan.request.workload.sampled_tokens / plan.step_times.generation)
 
 
-def here(found: Calibration, of: Shape, work: Work) -> Plan:
+def here(found: Calibration, of: ModelShape, work: Workload) -> CapacityPlan:
     """Dr. GRPO on one core as it was calibrated."""
-    device, reached = found.of(DEVICES["cpu"], "fp32")
-    layout = Layout(1, dtype="fp32", micro_tokens=MICRO_CPU)
-    return Plan(Question(of, device, work, Asks("dr_grpo", behind=1), reached), layout)
+    device, reached = found.apply(DEVICES["cpu"], "fp32")
+    layout = ParallelLayout(1, dtype="fp32", micro_tokens=MICRO_TOKENS_CPU)
+    return CapacityPlan(
+        PlanRequest(of, device, work, AlgorithmCost("dr_grpo", stale_scoring_passes=1), reached), layout
+    )
 
 
 def _calibration() -> Calibration | None:
     path = RESULTS / "calibration.json"
-    return load(path) if path.exists() else None
+    return load_calibration(path) if path.exists() else None
 
 
 def _about(found: Calibration | None) -> str:
     assert found is not None
-    reached, device, about = found.reached, found.device, found.about
+    reached, device, about = found.efficiency, found.device, found.details
     return (
         f"Calibrated afterwards on the same kind of machine ([calibration.json](results/calibration.json): {about['threads']} "
         f"thread, torch {about['torch']}): {device.fp32 / 1e9:.0f} Gflop/s, {device.bandwidth / 1e9:.1f} GB/s; "
-        f"{reached.learning:.0%} reached learning, {reached.scoring:.0%} reading, {reached.drawing:.0%} drawing, on a made-up "
+        f"{reached.training:.0%} reached learning, {reached.scoring:.0%} reading, {reached.sampling:.0%} drawing, on a made-up "
         f"model of {CPU.shape.parameters / 1e6:.1f}M parameters that is none of these."
     )
 

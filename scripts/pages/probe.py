@@ -10,7 +10,7 @@ from torch import Tensor
 import policygrad as pg
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
-from policygrad.lab.findings.ratios import tokens_apart
+from policygrad.lab.findings.ratios import make_token_batch
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5)
 FAR = (0.25, 4.0)
@@ -27,15 +27,15 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
     mask = torch.arange(long) < torch.tensor([[short], [long]] * 2)
     ends = torch.zeros_like(mask)
     ends[:, [3, short - 1, long - 1]] = True
-    reads = algorithm.declared
-    if any(link.samples_values for link in algorithm.psi):
+    reads = algorithm.all_needs
+    if any(link.samples_values for link in algorithm.advantage):
         reads |= {"values"}  # the rollout's, not a critic's
     fields = {name: random(4, long) for name in PER_TOKEN if name in reads and name not in ("mask", "step_end")}
     fields |= {name: random(4) for name in PER_COMPLETION if name in reads and name not in ("group", "reward")}
     fields |= {name: fields[name] > 0.5 for name in ("selected", "truncated", "demonstration") if name in fields}
     fields |= {
         name: (2 * fields[name]).long()
-        for name in ("version", "anchor", "example", "level", "levels")
+        for name in ("version", "turn_state", "example_id", "level", "levels")
         if name in fields
     }
     if "rewards" in reads:
@@ -49,7 +49,7 @@ def short_and_long(algorithm: Algorithm, short: int = 10, long: int = 20) -> Bat
 def advantage_unit(algorithm: Algorithm) -> str:
     """Whether Ψ differs between the tokens of one completion."""
     batch = short_and_long(algorithm)
-    psi = algorithm.with_budget(batch.mask.shape[1]).advantages(batch)
+    psi = algorithm.with_max_tokens(batch.mask.shape[1]).compute_advantages(batch)
     spread = [float(row[keep].max() - row[keep].min()) for row, keep in zip(psi, batch.mask, strict=True)]
     return "token" if max(spread) > 1e-9 else "completion"
 
@@ -70,7 +70,7 @@ def ratio_unit(algorithm: Algorithm) -> str:
 def length_handling(algorithm: Algorithm) -> str:
     """What a token, and a completion, of twice the length weighs."""
     batch = short_and_long(algorithm)
-    c = algorithm.with_budget(batch.mask.shape[1]).coefficients(batch)
+    c = algorithm.with_max_tokens(batch.mask.shape[1]).coefficients(batch)
     token = float(c[1, 0] / c[0, 0])
     whole = float(c[1].sum() / c[0].sum())
     return f"twice as long: a token × {token:g}, the completion × {whole:g}"
@@ -78,15 +78,15 @@ def length_handling(algorithm: Algorithm) -> str:
 
 def gate_weights(algorithm: Algorithm, psi: float, ratios: tuple[float, ...] = RATIOS) -> list[float]:
     """w at each ratio, for Ψ = `psi`; where a gate looks at whole groups, of a token among four whose others have not moved."""
-    if algorithm.gate.whole_groups:
+    if algorithm.gate.requires_full_groups:
         return [_among_four(algorithm, psi, x) for x in ratios]
     r = torch.tensor(ratios, dtype=torch.float64)[:, None]
-    return [float(w) for w in algorithm.gate.weight(r, torch.full_like(r, psi), tokens_apart(r))]
+    return [float(w) for w in algorithm.gate.weight(r, torch.full_like(r, psi), make_token_batch(r))]
 
 
 def _among_four(algorithm: Algorithm, psi: float, ratio: float) -> float:
     r = torch.tensor([ratio, 1.0, 1.0, 1.0], dtype=torch.float64)[:, None]
-    state = replace(tokens_apart(r), group=torch.zeros(4, dtype=torch.int64))
+    state = replace(make_token_batch(r), group=torch.zeros(4, dtype=torch.int64))
     return float(algorithm.gate.weight(r, torch.full_like(r, psi), state)[0])
 
 
@@ -117,10 +117,10 @@ def kl_terms(algorithm: Algorithm) -> list[str]:
         needs = term.needs
         if needs & {"logp_ref", "logp_old"} or "kl_old" in term.forward_needs:
             found.append(f"in the loss: {term.formula}")
-    delta = getattr(algorithm.step, "delta", None)
+    delta = getattr(algorithm.update_rule, "delta", None)
     if delta is None:
         return found
-    checked = getattr(algorithm.step, "line_search", True)
+    checked = getattr(algorithm.update_rule, "line_search", True)
     return [
         *found,
         f"KL(π_old‖π_θ) ≤ {delta:g}, a constraint" if checked else f"step length for a KL of {delta:g}, unchecked",

@@ -26,7 +26,7 @@ def accuracy_block(found: Mapping[str, Any] | None = None) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     return "\n\n".join(
         (
-            f"`python scripts/measure_ranks.py` ({versions}): held-out accuracy of `policygrad train --learner.ranks N`, "
+            f"`python scripts/measure_ranks.py` ({versions}): held-out accuracy of `policygrad train --learner.world-size N`, "
             "before (mean of the seeds) and after.",
             table(("processes", "before", *(f"seed {seed}" for seed in seeds), "mean"), body),
         )

@@ -16,14 +16,14 @@ def seen_block(found: dict[str, Any] | None = None) -> str:
     found = load("smollm2") if found is None else found
     if found is None:
         return "Not run yet: `python scripts/train_smollm2.py` runs it, and `make docs` writes what came of it."
-    (_, before, error_before), (_, after, error_after) = found["held_out"][0], found["held_out"][-1]
+    (_, before, error_before), (_, after, error_after) = found["eval/reward"][0], found["eval/reward"][-1]
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     seconds = found["processor_seconds"]
     took = f", {seconds / 60:.0f} minutes of processor time" if seconds else ""
     weights = f" Its weights: {found['weights']}." if found["weights"] else ""
     intro = (
         f"`{found['made_by']}`, one seed ({versions}; {found['machine']}{took}).{weights} Held-out accuracy on 128 "
-        f"of the {found['problems']['held_out']} questions that are not trained on, 4 samples each at temperature 1: "
+        f"of the {found['problems']['eval/reward']} questions that are not trained on, 4 samples each at temperature 1: "
         f"**{before:.3f} ± {error_before:.3f} before, {after:.3f} ± {error_after:.3f} after** {found['steps']} steps "
         f"(standard errors over problems)."
     )
@@ -54,7 +54,7 @@ def picture(found: dict[str, Any] | None = None) -> str:
         shapes.append(f'<text class="small" x="{LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{level:g}</text>')
     points = " ".join("{:.1f},{:.1f}".format(*at(step, reward)) for step, reward in found["curve"])
     shapes.append(f'<polyline class="curve" points="{points}"/>')
-    for step, score, error in found["held_out"]:
+    for step, score, error in found["eval/reward"]:
         x, low = at(step, score - error)
         _, high = at(step, score + error)
         shapes.append(f'<path class="held" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')

@@ -7,28 +7,28 @@ from pages.described import section
 from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.validation import ROLES
-from policygrad.training.base_trainer import Result
-from policygrad.training.config.run import Guard, RowsGuard
+from policygrad.training.base_trainer import TrainingResult
+from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
 
 PAGES = {
     "training": (
         "Training",
         "A run, its options, and what follows it. On the command line an option is its field with dashes, "
-        "`--learner.micro-tokens`; in a file of options a key in a table, `micro_tokens` in `[learner]`.",
-        "train Run Sampling SamplerConfig LearnerConfig OptimizerConfig Rewarding Evaluation Checkpointing Guard Result "
-        "algorithm Trainer Callback Tracker RunInfo evaluate collect",
+        "`--learner.micro-tokens`; in a file of options a key in a table, `micro_batch_tokens` in `[learner]`.",
+        "train Run SamplingParams SamplerConfig LearnerConfig OptimizerConfig RewardConfig EvaluationConfig CheckpointConfig GuardConfig Result "
+        "get_algorithm Trainer Callback Tracker RunInfo evaluate collect",
     ),
     "supervised": (
         "Fine-tuning and reward models",
         "Demonstrations and preferences, before reinforcement: [the whole path](../rlhf.md).",
-        "train_sft SFTConfig sft train_reward_model RewardModelConfig RowsGuard",
+        "train_sft SFTConfig train_reward_model RewardModelConfig SupervisedGuardConfig",
     ),
     "equation": (
         "The equation",
         "What the gradient is made of, on plain tensors. [Your own algorithm](../your-own-algorithm.md) puts parts into it.",
         "Algorithm Batch Forward surrogate objective gate_weight",
     ),
-    "advantages": ("Advantages", "Links of the chain that makes Ψ: an algorithm's `psi`.", "psi"),
+    "advantages": ("Advantages", "Links of the chain that makes Ψ: an algorithm's `advantage`.", "advantage"),
     "gates": (
         "Ratios, gates, corrections",
         "What the importance ratio lets through: an algorithm's `ratio`, `gate` and `corrections`.",
@@ -36,8 +36,8 @@ PAGES = {
     ),
     "terms": (
         "Averages and terms",
-        "How tokens are averaged, and what is added: an algorithm's `aggregate` and `terms`.",
-        "aggregate terms",
+        "How tokens are averaged, and what is added: an algorithm's `aggregation` and `terms`.",
+        "aggregation terms",
     ),
     "filters": (
         "Filters and shaping",
@@ -63,8 +63,8 @@ PAGES = {
     "models": (
         "Samplers and learners",
         "What draws completions, and what owns the weights. [One file each](../extending.md), if they are yours.",
-        "Sampler Request Generation LocalSampler EngineSampler Published Learner LocalLearner local_learner load_reference "
-        "replica",
+        "Sampler Request Generation LocalSampler EngineSampler PublishedWeights Learner LocalLearner make_local_learner load_reference "
+        "clone_model",
     ),
     "errors": (
         "Errors",
@@ -74,7 +74,7 @@ PAGES = {
     ),
 }
 """File -> its title, what stands on top, and its names; a field of an algorithm stands for all parts that go into it."""
-OTHERS = {"Guard": Guard, "RowsGuard": RowsGuard, "Result": Result}
+OTHERS = {"Guard": GuardConfig, "SupervisedGuardConfig": SupervisedGuardConfig, "Result": TrainingResult}
 """What public names hold or return, by its own."""
 CONSTANTS = {"ALGORITHMS", *(name.upper() for name in ALGORITHMS)}
 """Public names with pages of their own."""

@@ -11,12 +11,12 @@ from pages.reports import Data, estimate, files, link, load, short
 
 INTRO = """# Training on samples of older weights
 
-With `--staleness K` a rollout is drawn while the weights of the K steps before it are still learned, so that sampler and learner
+With `--max-staleness K` a rollout is drawn while the weights of the K steps before it are still learned, so that sampler and learner
 need not wait for each other. What it costs in learning, and what it gains in time, is below.
 
-π_old is the policy that drew the tokens. Where it is computed by the learner (`behaviour = "recomputed"`), the tokens count as its
+π_old is the policy that drew the tokens. Where it is computed by the learner (`old_policy = "learner"`), the tokens count as its
 own, times the truncated ratio π_old/μ for what the sampler's weights differ; where it is the sampler's word
-(`behaviour = "sampler"`), the algorithm's own ratio π/μ has to bear all of the difference."""
+(`old_policy = "sampler"`), the algorithm's own ratio π/μ has to bear all of the difference."""
 
 WORDS = {"corrected": "the learner's, corrected", "uncorrected": "the sampler's"}
 CLOCK = """## Seconds

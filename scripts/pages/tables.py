@@ -45,7 +45,7 @@ STATES_NOTE = (
     "Policies are kept as log-probabilities of the tokens that were sampled, not as models: only π_θ and π_ref are weights "
     "in memory. While every rollout feeds one update and is drawn with the weights as they are, π_old is π_θ and every ratio is 1. "
     "Tokens that older weights drew are corrected for by π_old/μ (`TruncatedIS`, unless the algorithm has corrections), or, with "
-    "`behaviour='sampler'`, μ is taken as π_old."
+    "`resolve_old_policy='sampler'`, μ is taken as π_old."
 )
 MEMORY = (
     "Counted in copies of the policy's parameters P, in full precision: a model trained by AdamW costs 4 (weights, gradient, "
@@ -76,7 +76,11 @@ def _names(field: str) -> str:
 
 def states() -> list[tuple[str, ...]]:
     """π_θ, π_old, π_ref, μ."""
-    refreshed = [f"`{n}` every {a.reference.every}" for n, a in ALGORITHMS.items() if a.reference and a.reference.every]
+    refreshed = [
+        f"`{n}` every {a.reference.refresh_every}"
+        for n, a in ALGORITHMS.items()
+        if a.reference and a.reference.refresh_every
+    ]
     return [
         ("π_θ, the policy", "the learner", "every update", "the forward pass: `Forward.logp`", "all"),
         (
@@ -99,16 +103,16 @@ def states() -> list[tuple[str, ...]]:
             "with every load of new weights; differs from π_old by rounding or staleness",
             "`logp_sampler`",
             _names("logp_sampler")
-            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `behaviour='sampler'` takes it as π_old, and it is "
+            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `resolve_old_policy='sampler'` takes it as π_old, and it is "
             "else compared with π_old",
         ),
     ]
 
 
 def _models(a: Algorithm, reward_model: bool) -> tuple[str, ...]:
-    policy = ADAM if a.step.uses_lr else CONSTRAINED
+    policy = ADAM if a.update_rule.uses_lr else CONSTRAINED
     reference = int("logp_ref" in a.needs)
-    critic = ADAM * (a.critic is not None and a.critic.features == "own")
+    critic = ADAM * (a.critic is not None and a.critic.backbone == "separate")
     held = [policy, reference, critic, int(reward_model)]
     return (
         f"trained, {policy} P",
@@ -174,8 +178,15 @@ def units() -> list[tuple[str, ...]]:
     """Lever 1 and lever 2 in a line each, from the parts; failures from ABOUT."""
     rows = []
     for name, a in ALGORITHMS.items():
-        length = f"{probe.length_handling(a)} (`{type(a.aggregate).__name__}`)"
+        length = f"{probe.length_handling(a)} (`{type(a.aggregation).__name__}`)"
         rows.append(
-            (_link(name), a.equation()["Ψ"], probe.advantage_unit(a), probe.ratio_unit(a), length, ABOUT[name].fails)
+            (
+                _link(name),
+                a.equation()["Ψ"],
+                probe.advantage_unit(a),
+                probe.ratio_unit(a),
+                length,
+                ABOUT[name].failure_modes,
+            )
         )
     return rows

@@ -10,11 +10,11 @@ _HOME = {
         "A2C ALGORITHMS ASYMRE CHORD CISPO CLIP_COV CPGD DAPO DISTILL DPPO DR_GRPO GDPO GIGPO GMPO GPG GRPO "
         "GRPO_PROCESS GSPO GSPO_TOKEN HIGH_ENTROPY ITERATIVE_GRPO KL_COV LITE_PPO LUFFY LUSPO M2PO MAGISTRAL MAXRL "
         "NATURAL OPO PASSK PPO PPO_PENALTY PRIME PRORL RAFT REINFORCE REINFORCE_PP REINFORCE_PP_BASELINE REMAX "
-        "RLOO SAPO SCALE_RL TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO algorithm"
+        "RLOO SAPO SCALE_RL TOPR TRPO TRPO_VINE VAPO VESPO VINEPPO get_algorithm"
     ),
     "policygrad.core.advantages": (
-        "Accepted BatchMean BatchStd ConstantBaseline GreedyBaseline GroupMean GroupStd LeaveOneOut "
-        "OptimalBaseline OverGroupMean PassAtK RewardZScores RunningMean TeacherLogRatio"
+        "RejectionSampling BatchMean BatchStd ConstantBaseline GreedyBaseline GroupMean GroupStd LeaveOneOut "
+        "OptimalBaseline DivideByGroupMean PassAtK RewardZScores RunningMean TeacherLogRatio"
     ),
     "policygrad.core.aggregation": "FixedLength GroupTokenMean SequenceMean SequenceSum TokenMean",
     "policygrad.core.algorithm": "Algorithm",
@@ -22,12 +22,12 @@ _HOME = {
     "policygrad.core.base": "Advantage Aggregation Correction Filter Gate LossTerm Part Ratio Shaping Term UpdateRule",
     "policygrad.core.batch": "Batch Forward",
     "policygrad.core.filters": (
-        "DemonstrationsApart Downsample DropNoSpread MaskTruncated MovingLevel NoPositiveResampling PassRateBand"
+        "SeparateDemonstrations Downsample DropZeroVariance MaskTruncated MovingLevel NoPositiveResampling PassRateBand"
     ),
     "policygrad.core.gae": "GAE LengthAdaptiveGAE NStep Whiten",
     "policygrad.core.gates": (
         "Clip ClipCov DivergenceClip DualClip GammaKernel GeometricMean Importance LogClip OnPolicy PolicyShaping "
-        "SecondMoment SoftGate Taper Unweighted WeightCap"
+        "SecondMomentFilter SigmoidGate TaperedImportance UnitWeight ClippedImportance"
     ),
     "policygrad.core.objective": "gate_weight objective surrogate",
     "policygrad.core.process": "ImplicitProcess PrefixValue ProcessReward",
@@ -35,11 +35,11 @@ _HOME = {
     "policygrad.core.shaping": "KLInReward SoftOverlong",
     "policygrad.core.terms": (
         "DemonstrationNLL Entropy ExactEntropy ExactKLToOld ExactKLToReference KLCov KLToOld KLToReference "
-        "PolicyDrift PositiveNLL"
+        "DriftPenalty PositiveNLL"
     ),
     "policygrad.core.trust_region": "TrustRegion",
     "policygrad.core.turns": "BiLevelGAE GroupInGroup MultiTurnGAE TurnDiscount TurnGAE TurnLeaveOneOut TurnReturn",
-    "policygrad.core.updates": "AdaptiveProblem CurvatureProblem DualDescent FirstOrder GradientProblem",
+    "policygrad.core.updates": "AdaptiveProblem CurvatureProblem DualDescent GradientSteps GradientProblem",
     "policygrad.core.vine": "SelfNormalisation SelfNormalised Vine",
     "policygrad.environments": "Action Environment Observation SingleTurn Step ToolUse",
     "policygrad.environments.gymnasium": "GymnasiumText",
@@ -53,13 +53,13 @@ _HOME = {
     "policygrad.learners.base": "Learner",
     "policygrad.learners.config": "LearnerConfig OptimizerConfig",
     "policygrad.learners.local.learner": "LocalLearner",
-    "policygrad.models.replica": "load_reference replica",
+    "policygrad.models.replica": "load_reference clone_model",
     "policygrad.models.tool_calls": "ToolCall",
     "policygrad.rewards": "RewardPool reward",
-    "policygrad.rewards.config": "Rewarding",
+    "policygrad.rewards.config": "RewardConfig",
     "policygrad.rollout.rollouter": "Rollout Rollouter",
     "policygrad.rollout.trajectory": "Segment Trajectory",
-    "policygrad.samplers.base": "Generation Request Sampler Sampling",
+    "policygrad.samplers.base": "Generation Request Sampler SamplingParams",
     "policygrad.samplers.config": "SamplerConfig",
     "policygrad.samplers.engines.base": "EngineSampler",
     "policygrad.samplers.local.sampler": "LocalSampler",
@@ -67,13 +67,13 @@ _HOME = {
     "policygrad.tasks.base": "Example",
     "policygrad.trackers": "RunInfo Tracker",
     "policygrad.training.base_trainer": "Callback",
-    "policygrad.training.config.run": "Checkpointing Evaluation Run",
+    "policygrad.training.config.run": "CheckpointConfig EvaluationConfig Run",
     "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",
     "policygrad.training.evaluation": "collect evaluate",
     "policygrad.training.reward_model": "train_reward_model",
     "policygrad.training.sft": "sft train_sft",
-    "policygrad.training.trainer": "Trainer local_learner train",
-    "policygrad.weight_sync.base": "Published",
+    "policygrad.training.trainer": "Trainer make_local_learner train",
+    "policygrad.weight_sync.base": "PublishedWeights",
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from policygrad.commands import COMMANDS
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.utils.signals import Handling
+from policygrad.utils.signals import SignalHandlers
 
 HELP = """policygrad: the policy-gradient family for language models, as one equation
 with interchangeable parts
@@ -65,7 +65,7 @@ with interchangeable parts
   policygrad --version
 
 `policygrad COMMAND --help` lists a command's options.
-Exit codes: 0 done; 75 stopped by a signal or --stop-before, or one of several
+Exit codes: 0 done; 75 stopped by a signal or --time-limit, or one of several
 processes hung, and --resume goes on; 2 cannot be done, or failed, with the
 reason; 130 ended at once, by a second Ctrl-C; 1 a bug, with its traceback, or
 runs of compare that failed.
@@ -107,7 +107,7 @@ def _ctrl_c() -> contextlib.AbstractContextManager[object]:
     """Ctrl-C as Python has it, where nobody else handles it; but it ends no import in its midst."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return contextlib.nullcontext()
-    return Handling(signal.default_int_handler, (signal.SIGINT,))
+    return SignalHandlers(signal.default_int_handler, (signal.SIGINT,))
 
 
 def _say(text: str) -> None:

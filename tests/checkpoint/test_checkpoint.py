@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from doubles.checkpoints import content, names, silent
 from policygrad.checkpoint import manifest
-from policygrad.checkpoint.format import load, load_latest, save, step_of, tidy
-from policygrad.checkpoint.manifest import decode, encode
+from policygrad.checkpoint.format import load_checkpoint, load_latest, parse_step, prune_quietly, save_checkpoint
+from policygrad.checkpoint.manifest import decode_json, encode_json
 from policygrad.errors import CheckpointError
 
 
@@ -56,7 +56,7 @@ DTYPES = [
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
 def test_tensors_come_back_bitwise(tmp_path, dtype, shape):
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
-    loaded = load(save(tmp_path, 1, {"x": tensor}, {}))
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, {"x": tensor}, {}))
     assert bits(loaded.tensors["x"]) == bits(tensor)
 
 
@@ -74,13 +74,13 @@ def test_special_floats_views_and_ties(tmp_path):
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "conjugate": torch.tensor([1 + 2j]).conj(),
     }
-    loaded = load(save(tmp_path, 3, tensors, {})).tensors
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 3, tensors, {})).tensors
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert bits(loaded[name]) == bits(tensor.detach().resolve_conj()), name
     assert loaded["tied"] is loaded["special"]
     loaded["whole"].zero_()  # owns its memory: neither the file nor another view feels it
-    assert bits(load(tmp_path / "step-000003").tensors["whole"]) == bits(base)
+    assert bits(load_checkpoint(tmp_path / "step-000003").tensors["whole"]) == bits(base)
 
 
 def test_a_mapping_that_makes_tensors_on_the_fly(tmp_path):
@@ -94,7 +94,7 @@ def test_a_mapping_that_makes_tensors_on_the_fly(tmp_path):
         def __len__(self):
             return 3
 
-    loaded = load(save(tmp_path, 1, Fresh(), {})).tensors
+    loaded = load_checkpoint(save_checkpoint(tmp_path, 1, Fresh(), {})).tensors
     assert [loaded[k][0].item() for k in "123"] == [1, 2, 3]
 
 
@@ -109,8 +109,8 @@ def test_state_comes_back_exactly_and_the_file_is_strict_json(tmp_path):
         "text": "\ud800 \x00 ☃ \n",
         "empty": [{}, [], ()],
     }
-    path = save(tmp_path, 7, {}, state)
-    assert equal(load(path).state, state)
+    path = save_checkpoint(tmp_path, 7, {}, state)
+    assert equal(load_checkpoint(path).state, state)
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -129,7 +129,7 @@ def test_state_comes_back_exactly_and_the_file_is_strict_json(tmp_path):
 )
 def test_what_json_cannot_hold_is_named(tmp_path, state, message):
     with pytest.raises(CheckpointError, match=message):
-        save(tmp_path, 1, {}, state)
+        save_checkpoint(tmp_path, 1, {}, state)
     assert names(tmp_path) == []
 
 
@@ -144,7 +144,7 @@ def test_what_json_cannot_hold_is_named(tmp_path, state, message):
 )
 def test_tensors_that_cannot_be_stored_are_refused(tmp_path, tensors, message):
     with pytest.raises(CheckpointError, match=message):
-        save(tmp_path, 1, tensors, {})
+        save_checkpoint(tmp_path, 1, tensors, {})
     assert names(tmp_path) == []
 
 
@@ -171,8 +171,8 @@ trees = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(trees)
 def test_trees_round_trip(tree):
-    encoded = json.loads(json.dumps(encode(tree, "state"), allow_nan=False))
-    assert equal(decode(encoded), tree)
+    encoded = json.loads(json.dumps(encode_json(tree, "state"), allow_nan=False))
+    assert equal(decode_json(encoded), tree)
 
 
 # --- damage ---
@@ -189,12 +189,12 @@ FILES = ["tensors.safetensors", "state.json", "manifest.json"]
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_byte_is_noticed(tmp_path, name):
-    good = save(tmp_path / "good", 1, {"w": torch.ones(2)}, {"a": 1})
+    good = save_checkpoint(tmp_path / "good", 1, {"w": torch.ones(2)}, {"a": 1})
     for position in range((good / name).stat().st_size):
         shutil.copytree(good, tmp_path / "bad" / good.name)
         flip(tmp_path / "bad" / good.name / name, position)
         with pytest.raises(CheckpointError):
-            load(tmp_path / "bad" / good.name)
+            load_checkpoint(tmp_path / "bad" / good.name)
         shutil.rmtree(tmp_path / "bad")
 
 
@@ -215,7 +215,7 @@ def truncate(path: Path) -> None:
 )
 def test_a_damaged_newest_falls_back(tmp_path, name, harm, reason):
     for step in (1, 2, 3):
-        save(tmp_path, step, content(step), {"step": step}, keep=3)
+        save_checkpoint(tmp_path, step, content(step), {"step": step}, keep=3)
     harm(tmp_path / "step-000003" / name)
     heard: list[str] = []
     found = load_latest(tmp_path, warn=heard.append)
@@ -238,7 +238,7 @@ def test_empty_folders_and_strangers(tmp_path):
         CheckpointError, match=r"none of the 1 checkpoint.*manifest.json is missing.*move the directory"
     ):
         load_latest(tmp_path, warn=silent)
-    save(tmp_path, 4, content(4), {})
+    save_checkpoint(tmp_path, 4, content(4), {})
     heard: list[str] = []
     found = load_latest(tmp_path, warn=heard.append)
     assert found is not None
@@ -249,17 +249,17 @@ def test_empty_folders_and_strangers(tmp_path):
 @pytest.mark.parametrize(("written", "way_out"), [(99, "upgrade"), (1, "train anew from its model")])
 def test_another_format_says_what_to_do(tmp_path, monkeypatch, written, way_out):
     monkeypatch.setattr(manifest, "FORMAT", written)
-    path = save(tmp_path, 1, {}, {})
+    path = save_checkpoint(tmp_path, 1, {}, {})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=rf"format {written}.*{way_out}"):
-        load(path)
+        load_checkpoint(path)
 
 
 def test_a_folder_renamed_to_another_step_is_refused(tmp_path):
-    path = save(tmp_path, 1, {}, {})
-    assert load(path.rename(tmp_path / "best")).step == 1
+    path = save_checkpoint(tmp_path, 1, {}, {})
+    assert load_checkpoint(path.rename(tmp_path / "best")).step == 1
     with pytest.raises(CheckpointError, match="is of step 1"):
-        load((tmp_path / "best").rename(tmp_path / "step-000002"))
+        load_checkpoint((tmp_path / "best").rename(tmp_path / "step-000002"))
 
 
 # --- what stays ---
@@ -271,33 +271,33 @@ def test_keeps_the_last(tmp_path_factory, steps, keep):
     directory = tmp_path_factory.mktemp("keep")
     expected: set[int] = set()
     for i, step in enumerate(steps):
-        path = save(directory, step, {}, {"save": i}, keep=keep)
+        path = save_checkpoint(directory, step, {}, {"save": i}, keep=keep)
         past = sorted(s for s in {*expected, step} if s <= step)
         expected = {*past[-keep:], *(s for s in expected if s > step)}
         assert names(directory) == sorted(f"step-{s:06d}" for s in expected)
-        assert load(path).state == {"save": i}
+        assert load_checkpoint(path).state == {"save": i}
 
 
 def test_damaged_ones_do_not_count_as_kept(tmp_path):
     for step in (1, 2, 3):
-        save(tmp_path, step, {}, {}, keep=3)
+        save_checkpoint(tmp_path, step, {}, {}, keep=3)
     truncate(tmp_path / "step-000003" / "state.json")
-    save(tmp_path, 4, {}, {}, keep=2)
+    save_checkpoint(tmp_path, 4, {}, {}, keep=2)
     assert names(tmp_path) == ["step-000002", "step-000004"]
 
 
 def test_between_the_regular_ones_fills_up_and_goes_first(tmp_path):
     """Of every tenth step and stops at 13, 21 and 24: a fallback for as long as there is no other."""
     for step, kept in [(13, [13]), (20, [13, 20]), (21, [20, 21]), (24, [20, 24]), (30, [20, 30]), (35, [30, 35])]:
-        save(tmp_path, step, {}, {}, keep=2, every=10)
-        assert sorted(map(step_of, tmp_path.iterdir())) == kept
-    save(tmp_path, 36, {}, {}, keep=3, every=10)
-    assert sorted(map(step_of, tmp_path.iterdir())) == [30, 35, 36]
-    tidy(tmp_path, 36, 3, 10, finished=True)
-    assert sorted(map(step_of, tmp_path.iterdir())) == [30, 36]
+        save_checkpoint(tmp_path, step, {}, {}, keep=2, every=10)
+        assert sorted(map(parse_step, tmp_path.iterdir())) == kept
+    save_checkpoint(tmp_path, 36, {}, {}, keep=3, every=10)
+    assert sorted(map(parse_step, tmp_path.iterdir())) == [30, 35, 36]
+    prune_quietly(tmp_path, 36, 3, 10, finished=True)
+    assert sorted(map(parse_step, tmp_path.iterdir())) == [30, 36]
 
 
 @pytest.mark.parametrize("arguments", [{"step": -1}, {"step": 1, "keep": 0}])
 def test_impossible_arguments_are_refused(tmp_path, arguments):
     with pytest.raises(CheckpointError, match="step must be >= 0 and keep >= 1"):
-        save(tmp_path, tensors={}, state={}, **arguments)
+        save_checkpoint(tmp_path, tensors={}, state={}, **arguments)

@@ -16,8 +16,8 @@ import policygrad as pg
 from doubles.checkpoints import content
 from doubles.files import same, weights, write_rows
 from doubles.trackers import Record
-from policygrad.checkpoint.format import FILES, STATE, TENSORS, load_latest, save
-from policygrad.checkpoint.manifest import MANIFEST, dump, seal
+from policygrad.checkpoint.format import FILES, STATE, TENSORS_FILE, load_latest, save_checkpoint
+from policygrad.checkpoint.manifest import MANIFEST, dump_json, seal
 from policygrad.errors import CheckpointError
 
 DEEP = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -46,7 +46,7 @@ def folder(path: Path) -> None:
 @pytest.mark.parametrize("harm", [deep, pipe, endless, folder])
 def test_what_is_no_file_or_too_deep_is_passed_over(tmp_path: Path, name: str, harm: Callable[[Path], None]) -> None:
     for step in (1, 2):
-        save(tmp_path, step, content(step), {"step": step})
+        save_checkpoint(tmp_path, step, content(step), {"step": step})
     harm(tmp_path / "step-000002" / name)
     if harm is deep and name != MANIFEST:
         seal(tmp_path / "step-000002", FILES)
@@ -57,12 +57,12 @@ def test_what_is_no_file_or_too_deep_is_passed_over(tmp_path: Path, name: str, h
     (said,) = heard
     assert "step-000002" in said
     assert "using the one before it, step-000001" in said
-    save(tmp_path, 3, content(3), {"step": 3}, keep=1)  # the damaged one is in nobody's way
+    save_checkpoint(tmp_path, 3, content(3), {"step": 3}, keep=1)  # the damaged one is in nobody's way
     assert load_latest(tmp_path, warn=pytest.fail).step == 3  # type: ignore[union-attr]
 
 
 def test_the_only_one_is_a_refusal(tmp_path: Path) -> None:
-    save(tmp_path, 1, content(1), {"step": 1})
+    save_checkpoint(tmp_path, 1, content(1), {"step": 1})
     pipe(tmp_path / "step-000001" / STATE)
     with pytest.raises(CheckpointError, match="it is no regular file"):
         load_latest(tmp_path, warn=pytest.fail)
@@ -73,19 +73,19 @@ def test_the_only_one_is_a_refusal(tmp_path: Path) -> None:
 
 def without(folder: Path, lost: Callable[[str], bool], *, told: bool) -> None:
     """Takes tensors away and seals what is left; told: the list of tensors says so too."""
-    kept = {n: t for n, t in load_file(folder / TENSORS).items() if not lost(n)}
-    save_file(kept, folder / TENSORS)
+    kept = {n: t for n, t in load_file(folder / TENSORS_FILE).items() if not lost(n)}
+    save_file(kept, folder / TENSORS_FILE)
     record = json.loads((folder / STATE).read_bytes())
     if told:
         record["tensors"] = sorted(kept)
-    (folder / STATE).write_bytes(dump(record))
+    (folder / STATE).write_bytes(dump_json(record))
     seal(folder, FILES)
 
 
 def changed(folder: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
     record = json.loads((folder / STATE).read_bytes())
     change(record["state"])
-    (folder / STATE).write_bytes(dump(record))
+    (folder / STATE).write_bytes(dump_json(record))
     seal(folder, FILES)
 
 
@@ -130,7 +130,7 @@ def test_a_state_that_was_sealed_without_a_part_of_it(small: pg.Run, tmp_path: P
 def test_of_fine_tuning_too(random_model: Path, tmp_path: Path, lost: str, reason: str) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "completion": str(i)} for i in range(6)])
     config = pg.SFTConfig(
-        data=data, model=str(random_model), batch_size=2, checkpoint=pg.Checkpointing(every=1, keep=2)
+        data=data, model=str(random_model), batch_size=2, checkpoint=pg.CheckpointConfig(every=1, keep=2)
     )
     whole = pg.train_sft(replace(config, output=str(tmp_path / "whole")), display=False).output
     pg.train_sft(replace(config, output=str(tmp_path / "sft")), stop_after=2, display=False)
@@ -148,9 +148,9 @@ def test_a_tensor_of_another_shape_is_refused(random_model: Path, tmp_path: Path
     config = pg.SFTConfig(data=data, model=str(random_model), output=str(tmp_path / "sft"), epochs=2)
     pg.train_sft(config, stop_after=1, display=False)
     newest = tmp_path / "sft" / "checkpoints" / "step-000001"
-    tensors = load_file(newest / TENSORS)
+    tensors = load_file(newest / TENSORS_FILE)
     tensors["weights/model.norm.weight"] = torch.ones(1)
-    save_file(tensors, newest / TENSORS)
+    save_file(tensors, newest / TENSORS_FILE)
     seal(newest, FILES)
     with pytest.raises(pg.RunError, match=r"weights/model\.norm\.weight is \[1\] and the model's is \[32\]"):
         pg.train_sft(resume=tmp_path / "sft", display=False)

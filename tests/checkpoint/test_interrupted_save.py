@@ -12,7 +12,7 @@ import torch
 
 from doubles.checkpoints import Stages, content, in_child, names, silent
 from policygrad.checkpoint import format as checkpoint
-from policygrad.checkpoint.format import found_in, load, load_latest, save
+from policygrad.checkpoint.format import list_checkpoints, load_checkpoint, load_latest, save_checkpoint
 from policygrad.errors import CheckpointError
 
 # --- a full disk ---
@@ -24,22 +24,22 @@ def test_full_disk(tmp_path, monkeypatch, where, step):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    save(tmp_path, 1, content(1), {"save": 1})
+    save_checkpoint(tmp_path, 1, content(1), {"save": 1})
     module = {"replace": os, "mkdir": Path}.get(where, checkpoint)
     monkeypatch.setattr(module, where, full)
     with pytest.raises(CheckpointError, match=r"disk is full.*step-000001, is intact: free some"):
-        save(tmp_path, step, content(step), {"save": 2})
+        save_checkpoint(tmp_path, step, content(step), {"save": 2})
     monkeypatch.undo()
     assert names(tmp_path) == ["step-000001"]
     found = load_latest(tmp_path, warn=silent)
     assert found is not None
     assert found.state == {"save": 1}
-    save(tmp_path, step, content(step), {"save": 2})
-    assert load(tmp_path / f"step-00000{step}").state == {"save": 2}
+    save_checkpoint(tmp_path, step, content(step), {"save": 2})
+    assert load_checkpoint(tmp_path / f"step-00000{step}").state == {"save": 2}
 
 
 def test_the_second_rename_fails(tmp_path, monkeypatch):
-    save(tmp_path, 1, content(1), {"save": 1})
+    save_checkpoint(tmp_path, 1, content(1), {"save": 1})
     replace = os.replace
 
     def picky(source: Path, target: Path) -> None:
@@ -49,19 +49,19 @@ def test_the_second_rename_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", picky)
     with pytest.raises(CheckpointError, match=r"Input/output error.*see to the cause"):
-        save(tmp_path, 1, content(1), {"save": 2})
+        save_checkpoint(tmp_path, 1, content(1), {"save": 2})
     assert names(tmp_path) == ["step-000001"]
-    assert load(tmp_path / "step-000001").state == {"save": 1}
+    assert load_checkpoint(tmp_path / "step-000001").state == {"save": 1}
 
 
 def test_a_write_that_the_system_refuses(tmp_path):
     """No mock: the file size limit makes the write itself fail, inside safetensors."""
-    save(tmp_path, 1, content(1), {})
+    save_checkpoint(tmp_path, 1, content(1), {})
 
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
         with pytest.raises(CheckpointError, match=r"previous checkpoint, step-000001, is intact"):
-            save(tmp_path, 2, {"w": torch.ones(100_000)}, {})
+            save_checkpoint(tmp_path, 2, {"w": torch.ones(100_000)}, {})
 
     assert in_child(work) == 0
     assert names(tmp_path) == ["step-000001"]
@@ -72,10 +72,10 @@ def test_a_failed_checkpoint_names_the_option_that_goes_on(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = tmp_path / "run" / "checkpoints"
-    checkpoint.save(folder, 1, {"w": torch.zeros(2)}, {})
+    checkpoint.save_checkpoint(folder, 1, {"w": torch.zeros(2)}, {})
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(CheckpointError, match=r"free some space; --resume .*run goes on from there$"):
-        checkpoint.save(folder, 2, {"w": torch.zeros(2)}, {})
+        checkpoint.save_checkpoint(folder, 2, {"w": torch.zeros(2)}, {})
 
 
 # --- kill -9 ---
@@ -102,19 +102,19 @@ def test_kill_at_every_stage_of_a_save(tmp_path, step):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Stages(hook).install()
-        save(directory, step, content(2), {"save": 2}, keep=1)
+        save_checkpoint(directory, step, content(2), {"save": 2}, keep=1)
 
     survived, stage = False, 0
     while not survived:
         stage += 1
         directory = tmp_path / str(stage)
-        save(directory, 1, content(1), {"save": 1}, keep=1)
+        save_checkpoint(directory, 1, content(1), {"save": 1}, keep=1)
         status = in_child(lambda at=stage, d=directory: second_save(d, at))
         survived = os.WIFEXITED(status)
         assert survived or os.WTERMSIG(status) == signal.SIGKILL
         assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
         check_intact(directory, 1, 2)
-        save(directory, 3, content(3), {"save": 3}, keep=1)
+        save_checkpoint(directory, 3, content(3), {"save": 3}, keep=1)
         assert names(directory) == ["step-000003"]
     assert stage > 20
 
@@ -132,7 +132,7 @@ def test_kill_at_random_moments(tmp_path):
             Stages(lambda end=write_end: os.write(end, b".")).install()
             for i in range(saved + 1, saved + 1000):
                 big = torch.full((100_000,), float(i))
-                save(tmp_path, i % 3, {**content(i), "big": big}, {"save": i}, keep=draw.randint(1, 2))
+                save_checkpoint(tmp_path, i % 3, {**content(i), "big": big}, {"save": i}, keep=draw.randint(1, 2))
                 os.write(write_end, b"s")
             os._exit(0)
         os.close(write_end)
@@ -147,8 +147,10 @@ def test_kill_at_random_moments(tmp_path):
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL
         done = words.count(b"s")
         assert done >= 1
-        for path in found_in(tmp_path):  # every name step-N is a complete checkpoint
-            kept = load(path)
+        for path in list_checkpoints(tmp_path):  # every name step-N is a complete checkpoint
+            kept = load_checkpoint(path)
             assert torch.equal(kept.tensors["w"], torch.full((64,), float(kept.state["save"])))
-        assert any(load(p).state["save"] in (saved + done, saved + done + 1) for p in found_in(tmp_path))
+        assert any(
+            load_checkpoint(p).state["save"] in (saved + done, saved + done + 1) for p in list_checkpoints(tmp_path)
+        )
         saved += done + 1

@@ -20,10 +20,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from doubles.checkpoints import Stages, in_child, names, silent
-from policygrad.checkpoint.format import Saving, load, load_latest, opened, save
+from policygrad.checkpoint.format import CheckpointWriter, load_checkpoint, load_latest, open_tensors, save_checkpoint
 from policygrad.checkpoint.manager import Checkpointer
-from policygrad.checkpoint.manifest import dump, seal, share_name
-from policygrad.checkpoint.shards import KINDS, Piece, Share, Spread, index_of, write
+from policygrad.checkpoint.manifest import dump_json, seal, shard_name
+from policygrad.checkpoint.shards import (
+    DTYPES,
+    ShardedState,
+    ShardFile,
+    TensorShard,
+    build_shard_index,
+    write_shard_file,
+)
 from policygrad.errors import CheckpointError
 
 WHOLE = {
@@ -35,22 +42,22 @@ WHOLE = {
 OTHERS = {"rng": torch.tensor([1, 2, 3], dtype=torch.uint8)}
 
 
-def cut(tensors: dict[str, torch.Tensor], ends: list[int], rank: int) -> dict[str, Piece]:
+def cut(tensors: dict[str, torch.Tensor], ends: list[int], rank: int) -> dict[str, TensorShard]:
     """The rows of a process of several: those between two ends, as many as there are."""
     pieces = {}
     for name, x in tensors.items():
         low, high = (min(end, len(x)) for end in (ends[rank], ends[rank + 1]))
         if low < high:
-            pieces[name] = Piece(tuple(x.shape), (low, *[0] * (x.ndim - 1)), x[low:high].clone())
+            pieces[name] = TensorShard(tuple(x.shape), (low, *[0] * (x.ndim - 1)), x[low:high].clone())
     return pieces
 
 
 def saved(directory: Path, step: int, tensors: dict[str, torch.Tensor] = WHOLE, keep: int = 2) -> Path:
     """By three processes: two rows, one row, two rows."""
-    saving = Saving(directory, step, OTHERS, {"save": step}, keep, "-mark")
+    saving = CheckpointWriter(directory, step, OTHERS, {"save": step}, keep, "-mark")
     saving.begin()
     ends = [0, 2, 3, 5]
-    shares = [write(saving.folder / share_name(rank), cut(tensors, ends, rank)) for rank in range(3)]
+    shares = [write_shard_file(saving.folder / shard_name(rank), cut(tensors, ends, rank)) for rank in range(3)]
     return saving.finish(lambda: shares)
 
 
@@ -67,28 +74,30 @@ def bits(x: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
 
 def test_a_share_is_a_file_that_safetensors_reads(tmp_path: Path) -> None:
     special = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000], dtype=torch.int32).view(torch.float32)
-    tensors = {str(kind): (torch.arange(3) % 2).to(kind) for kind in KINDS.values()}
+    tensors = {str(kind): (torch.arange(3) % 2).to(kind) for kind in DTYPES.values()}
     tensors |= {
         "special": special,
         "count": torch.tensor(4),
         "odd": torch.ones(3, dtype=torch.uint8),
         "none": torch.ones(0, 4),
     }
-    pieces = {name: Piece(tuple(x.shape), (0,) * x.ndim, x) for name, x in tensors.items()}
-    share = write(tmp_path / "x.safetensors", pieces)
+    pieces = {name: TensorShard(tuple(x.shape), (0,) * x.ndim, x) for name, x in tensors.items()}
+    share = write_shard_file(tmp_path / "x.safetensors", pieces)
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys()
     assert all(bits(found[name]) == bits(tensors[name]) for name in tensors)
     assert share.entry["bytes"] == (tmp_path / "x.safetensors").stat().st_size
     assert share.pieces["special"] == ["F32", [3], [0], [3]]
     with pytest.raises(FileExistsError):
-        write(tmp_path / "x.safetensors", pieces)
+        write_shard_file(tmp_path / "x.safetensors", pieces)
     with pytest.raises(CheckpointError, match=r"'c' is torch\.complex64: convert it"):
-        write(tmp_path / "y.safetensors", {"c": Piece((1,), (0,), torch.ones(1, dtype=torch.complex64))})
+        write_shard_file(
+            tmp_path / "y.safetensors", {"c": TensorShard((1,), (0,), torch.ones(1, dtype=torch.complex64))}
+        )
 
 
 def test_it_comes_back_whole(tmp_path: Path) -> None:
-    found = load(saved(tmp_path, 3))
+    found = load_checkpoint(saved(tmp_path, 3))
     assert found.step == 3
     assert found.state == {"save": 3}
     assert found.tensors.keys() == (WHOLE | OTHERS).keys()
@@ -96,8 +105,8 @@ def test_it_comes_back_whole(tmp_path: Path) -> None:
 
 
 def test_what_is_left_where_it_is_says_its_shape(tmp_path: Path) -> None:
-    for path in (saved(tmp_path / "shares", 1), save(tmp_path / "one", 1, WHOLE | OTHERS, {})):
-        found = load(path, leave=lambda name: name in WHOLE).tensors
+    for path in (saved(tmp_path / "shares", 1), save_checkpoint(tmp_path / "one", 1, WHOLE | OTHERS, {})):
+        found = load_checkpoint(path, keep_on_meta=lambda name: name in WHOLE).tensors
         assert torch.equal(found["rng"], OTHERS["rng"])
         assert all(found[name].is_meta for name in WHOLE)
         assert all((found[name].shape, found[name].dtype) == (x.shape, x.dtype) for name, x in WHOLE.items())
@@ -111,26 +120,28 @@ def test_any_box_of_any_cut(tmp_path_factory: pytest.TempPathFactory, data: st.D
     rows, columns = (sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in whole.shape)
     boxes = [(a, b, c, d) for a, b in pairwise(rows) for c, d in pairwise(columns)]
     folder = tmp_path_factory.mktemp("boxes")
-    saving = Saving(folder, 1, {}, {})
+    saving = CheckpointWriter(folder, 1, {}, {})
     saving.begin()
     shares = [
-        write(saving.folder / share_name(i), {"x": Piece((6, 7), (a, c), whole[a:b, c:d].contiguous())})
+        write_shard_file(
+            saving.folder / shard_name(i), {"x": TensorShard((6, 7), (a, c), whole[a:b, c:d].contiguous())}
+        )
         for i, (a, b, c, d) in enumerate(boxes)
     ]
     low = [data.draw(st.integers(0, n)) for n in whole.shape]
     size = [data.draw(st.integers(0, n - a)) for n, a in zip(whole.shape, low, strict=True)]
     expected = whole[low[0] : low[0] + size[0], low[1] : low[1] + size[1]]
-    for path in (saving.finish(lambda: shares), save(folder, 2, {"x": whole}, {})):
-        with opened(path) as pieces:
+    for path in (saving.finish(lambda: shares), save_checkpoint(folder, 2, {"x": whole}, {})):
+        with open_tensors(path) as pieces:
             assert torch.equal(pieces.read("x", (low, size)), expected)
             assert torch.equal(pieces.read("x"), whole)
 
 
 def test_pieces_that_make_no_whole_are_refused() -> None:
-    def share(*box: list[int]) -> Share:
-        return Share({}, {"x": ["F32", [4, 2], *box]})
+    def share(*box: list[int]) -> ShardFile:
+        return ShardFile({}, {"x": ["F32", [4, 2], *box]})
 
-    assert index_of([share([0, 0], [3, 2]), share([3, 0], [1, 2])])["x"]["pieces"] == [
+    assert build_shard_index([share([0, 0], [3, 2]), share([3, 0], [1, 2])])["x"]["pieces"] == [
         [0, [0, 0], [3, 2]],
         [1, [3, 0], [1, 2]],
     ]
@@ -142,13 +153,13 @@ def test_pieces_that_make_no_whole_are_refused() -> None:
         [share([0, 0], [4, 1]), share([0, 0], [4, 1])],
     ):
         with pytest.raises(CheckpointError, match="pieces of 'x' do not make the whole"):
-            index_of(wrong)
+            build_shard_index(wrong)
     with pytest.raises(CheckpointError, match="do not agree on what 'x' is"):
-        index_of([share([0, 0], [3, 2]), Share({}, {"x": ["F64", [4, 2], [3, 0], [1, 2]]})])
+        build_shard_index([share([0, 0], [3, 2]), ShardFile({}, {"x": ["F64", [4, 2], [3, 0], [1, 2]]})])
 
 
 def test_one_process_s_format_is_what_it_was(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, WHOLE, {"a": 1})
+    path = save_checkpoint(tmp_path, 1, WHOLE, {"a": 1})
     assert json.loads((path / "manifest.json").read_bytes())["format"] == 2
     assert json.loads((path / "state.json").read_bytes()).keys() == {"aliases", "state", "step", "tensors"}
     assert json.loads((saved(tmp_path, 2) / "manifest.json").read_bytes())["format"] == 3
@@ -169,20 +180,20 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, name: str) -> None:
         data[position] ^= 1
         (bad / name).write_bytes(data)
         with pytest.raises(CheckpointError):
-            load(bad)
+            load_checkpoint(bad)
         shutil.rmtree(tmp_path / "bad")
 
 
 def swap(path: Path) -> None:
-    one, other = path / share_name(0), path / share_name(2)
+    one, other = path / shard_name(0), path / shard_name(2)
     kept = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(kept)
 
 
 def pipe(path: Path) -> None:
-    (path / share_name(1)).unlink()
-    os.mkfifo(path / share_name(1))
+    (path / shard_name(1)).unlink()
+    os.mkfifo(path / shard_name(1))
 
 
 def crafted(change: Callable[[dict], object]) -> Callable[[Path], None]:  # type: ignore[type-arg]
@@ -191,7 +202,7 @@ def crafted(change: Callable[[dict], object]) -> Callable[[Path], None]:  # type
     def harm(path: Path) -> None:
         record = json.loads((path / "state.json").read_bytes())
         change(record["spread"])
-        (path / "state.json").write_bytes(dump(record))
+        (path / "state.json").write_bytes(dump_json(record))
         entries = json.loads((path / "manifest.json").read_bytes())["files"]
         seal(path, ["state.json", "tensors.safetensors"], {n: e for n, e in entries.items() if n.startswith("share")})
 
@@ -199,8 +210,8 @@ def crafted(change: Callable[[dict], object]) -> Callable[[Path], None]:  # type
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda path: (path / share_name(1)).unlink(), "share-00001.safetensors is missing"),
-    "cut off": (lambda path: os.truncate(path / share_name(1), 9), "share-00001.safetensors is damaged: 9 bytes"),
+    "missing": (lambda path: (path / shard_name(1)).unlink(), "share-00001.safetensors is missing"),
+    "cut off": (lambda path: os.truncate(path / shard_name(1), 9), "share-00001.safetensors is damaged: 9 bytes"),
     "two swapped": (swap, "share-0000[02].safetensors is damaged"),
     "a pipe": (pipe, "it is no regular file"),
     "a piece less": (crafted(lambda spread: spread["weights"]["pieces"].pop()), "'weights' do not make the whole"),
@@ -274,10 +285,10 @@ def test_kill_at_every_stage_of_a_save_in_shares(tmp_path: Path, step: int) -> N
 def test_a_share_that_is_not_written_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     saved(folder, 1)
-    saving = Saving(folder, 2, OTHERS, {}, 2, "-mark")
+    saving = CheckpointWriter(folder, 2, OTHERS, {}, 2, "-mark")
     saving.begin()
 
-    def full() -> list[Share]:
+    def full() -> list[ShardFile]:
         raise OSError(errno.ENOSPC, "rank 1: No space left on device")
 
     with pytest.raises(
@@ -302,12 +313,12 @@ class Slow:
         self.let = threading.Event()
         self.fails: list[str] = []
 
-    def begin(self, folder: Path) -> Callable[[], list[Share]]:
-        def written() -> list[Share]:
+    def begin(self, folder: Path) -> Callable[[], list[ShardFile]]:
+        def written() -> list[ShardFile]:
             assert self.let.wait(60)
             if self.fails:
                 raise OSError(self.fails.pop())
-            return [write(folder / share_name(0), cut(WHOLE, [0, 5], 0))]
+            return [write_shard_file(folder / shard_name(0), cut(WHOLE, [0, 5], 0))]
 
         return written
 
@@ -324,24 +335,24 @@ def checkpointer(folder: Path, slow: Slow, notes: list[str]) -> Checkpointer[Ste
         version=lambda: 0,
         sync=lambda: None,
         note=notes.append,
-        resume="RESUME",
-        keeps=0,
-        spread=Spread(lambda progress: ({}, {"at": progress.step}), slow.begin, lambda name: name in WHOLE),
+        resume_command="RESUME",
+        max_snapshot_bytes=0,
+        sharded=ShardedState(lambda progress: ({}, {"at": progress.step}), slow.begin, lambda name: name in WHOLE),
     )
-    found.begin(Steps(0))
+    found.start(Steps(0))
     return found
 
 
 def test_training_goes_on_while_shares_are_written_and_the_next_save_waits(tmp_path: Path) -> None:
     slow, notes = Slow(), list[str]()
     saves = checkpointer(tmp_path, slow, notes)
-    saves.after(Steps(1), final=False)
+    saves.on_step(Steps(1), final=False)
     assert saves.saved == 0
     assert not list((tmp_path / "checkpoints").glob("step-*"))  # it is on its way, and we are here
     slow.let.set()
-    saves.after(Steps(2), final=False)
+    saves.on_step(Steps(2), final=False)
     assert saves.saved == 1
-    saves.after(Steps(3), final=True)
+    saves.on_step(Steps(3), final=True)
     assert saves.saved == 3
     assert names(tmp_path / "checkpoints") == ["step-000002", "step-000003"]
     found = saves.restore()
@@ -356,25 +367,25 @@ def test_a_share_that_fails_is_a_note_and_the_final_one_an_error(tmp_path: Path)
     saves = checkpointer(tmp_path, slow, notes)
     slow.let.set()
     slow.fails.append("rank 1: broken")
-    saves.after(Steps(1), final=False)
-    saves.after(Steps(2), final=False)
+    saves.on_step(Steps(1), final=False)
+    saves.on_step(Steps(2), final=False)
     (said,) = notes
     assert "step-000001 was not written: rank 1: broken; there is no earlier checkpoint" in said
     assert "Training goes on" in said
-    saves.back()
+    saves.rewind()
     assert saves.saved == 2
     slow.fails.append("rank 1: broken")
     with pytest.raises(CheckpointError, match=r"step-000003 was not written: rank 1: broken; .*step-000002, is intact"):
-        saves.after(Steps(3), final=True)
+        saves.on_step(Steps(3), final=True)
     assert names(tmp_path / "checkpoints") == ["step-000002"]
 
 
 def test_an_error_waits_for_what_is_being_written(tmp_path: Path) -> None:
     slow, notes = Slow(), list[str]()
     saves = checkpointer(tmp_path, slow, notes)
-    saves.after(Steps(1), final=False)
+    saves.on_step(Steps(1), final=False)
     threading.Timer(0.1, slow.let.set).start()
-    with pytest.raises(ValueError, match="oh"), saves.rescuing():
+    with pytest.raises(ValueError, match="oh"), saves.save_on_error():
         raise ValueError("oh")
     assert "step 2 failed: RESUME goes on from step 1" in notes[0]
     assert names(tmp_path / "checkpoints") == ["step-000001"]

@@ -18,7 +18,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 import make_rayjob_schema
-from policygrad.commands.train import asked, flags
+from policygrad.commands.train import list_train_flags, parse_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH, RAYJOB = ROOT / "cluster" / "slurm" / "train.sbatch", ROOT / "cluster" / "kuberay" / "rayjob.yaml"
@@ -51,7 +51,7 @@ def expanded(words: str) -> list[str]:
 def check_command(words: list[str]) -> None:
     """A command of `policygrad train`: its flags exist, and one that begins a run is a run."""
     given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    there = flags("grpo")
+    there = list_train_flags("grpo")
     unknown = {word for word in given if word not in there}
     cluster = "--cluster" in unknown
     assert unknown <= {"--cluster"}, unknown
@@ -60,7 +60,7 @@ def check_command(words: list[str]) -> None:
         if cluster:
             at = rest.index("--cluster")
             del rest[at : at + 2]
-        run, options = asked(rest)
+        run, options = parse_run(rest)
         assert (run.algorithm.name, options.plain) == ("grpo", True)
         assert run.output is not None
     if cluster:
@@ -106,7 +106,7 @@ def test_what_the_batch_script_trains_is_a_run(part: str) -> None:
     words = {"begin": f'{begin[1]} --output "$RUN"', "resume": 'train --resume "$RUN"'}[part]
     assert 'words=("${begin[@]}" --output "$RUN")' in text
     assert 'words=(train --resume "$RUN")' in text
-    command, *rest = expanded(f"{words} {always[1]} --stop-before 85800s")
+    command, *rest = expanded(f"{words} {always[1]} --time-limit 85800s")
     assert command == "train"
     check_command(rest)
 
@@ -171,7 +171,7 @@ def test_a_job_whose_time_is_up_asks_for_another_turn_and_goes_on(tmp_path: Path
     assert "--nnodes 2 --nproc-per-node 8 --rdzv-id 7-0 --rdzv-backend c10d --rdzv-endpoint node-a:29500" in told[0]
     assert f"-m policygrad train grpo --model {tmp_path}/my-model" in told[0]
     assert f"--output {tmp_path}/runs/grpo-7 --plain" in told[0]
-    left = re.search(r"--stop-before (\d+)s$", told[0])
+    left = re.search(r"--time-limit (\d+)s$", told[0])
     assert left is not None
     assert 2900 <= int(left[1]) <= 3000  # an hour without 600 s; a slow machine has a few less
     code, told, said = submitted(tmp_path, ENDS)

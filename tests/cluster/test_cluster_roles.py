@@ -19,16 +19,25 @@ import cloudpickle
 import pytest
 
 import policygrad as pg
-from policygrad.cluster.actors import Environments, RayEnvironment, RewardWorkers
-from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, OPTIONS, REWARDS, SAMPLERS, ClusterConfig, roles, short
-from policygrad.cluster.launch import Ending, check_reached, check_versions, connected, versions
-from policygrad.commands.train import asked
+from policygrad.cluster.actors import EnvironmentActor, RayEnvironment, RewardActor
+from policygrad.cluster.config import (
+    CLUSTER_OPTIONS,
+    ENVIRONMENTS,
+    LEARNERS,
+    REWARDS,
+    SAMPLERS,
+    ClusterConfig,
+    describe_shortage,
+    plan_actor_groups,
+)
+from policygrad.cluster.launch import DriverSignals, check_reachable, check_versions, connect_ray, installed_versions
+from policygrad.commands.train import parse_run
 from policygrad.errors import ConfigError, EngineError, RunError
-from policygrad.rewards import resolve
-from policygrad.rewards.config import Rewarding
+from policygrad.rewards import resolve_reward
+from policygrad.rewards.config import RewardConfig
 from policygrad.samplers.config import SamplerConfig
 from policygrad.tasks.base import Example
-from policygrad.training.setup import Hosts
+from policygrad.training.setup import Placement
 from policygrad.training.trainer import Trainer
 
 
@@ -54,34 +63,34 @@ def test_odd_numbers_are_refused(changes: dict[str, Any]) -> None:
     [
         (ClusterConfig("local"), "--cluster local"),
         (ClusterConfig("ray://[::1]:10001", samplers=0), "--cluster 'ray://[::1]:10001' --cluster.samplers 0"),
-        (ClusterConfig("auto", cpus=0.25, patience=90.0), "--cluster auto --cluster.cpus 0.25 --cluster.patience 90"),
+        (ClusterConfig("auto", cpus=0.25, timeout=90.0), "--cluster auto --cluster.cpus 0.25 --cluster.timeout 90"),
     ],
 )
 def test_the_options_that_say_so_are_read_as_the_same(config: ClusterConfig, words: str) -> None:
-    assert config.words == words
-    assert asked(["grpo", *shlex.split(words)])[1].on_cluster() == config
-    assert set(OPTIONS) == {field.name for field in fields(ClusterConfig)} - {"address"}
+    assert config.cli_flags == words
+    assert parse_run(["grpo", *shlex.split(words)])[1].build_cluster_config() == config
+    assert set(CLUSTER_OPTIONS) == {field.name for field in fields(ClusterConfig)} - {"address"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_noted_once_something_has_begun_and_ends_the_command_at_once_before(number: signal.Signals) -> None:
     found = signal.signal(number, signal.default_int_handler)  # whatever it was: under nohup a SIGHUP is ignored
     try:
-        with Ending() as ending:
-            ending.begun = True
-            assert not ending.asked
+        with DriverSignals() as ending:
+            ending.started = True
+            assert not ending.stop_requested
             signal.raise_signal(number)
-            assert ending.asked
+            assert ending.stop_requested
         assert signal.getsignal(number) is signal.default_int_handler
-        with Ending(), pytest.raises(KeyboardInterrupt):
+        with DriverSignals(), pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     finally:
         signal.signal(number, found)
 
 
 def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Ending() as ending:
-        ending.begun = True
+    with DriverSignals() as ending:
+        ending.started = True
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # as `timeout` and `ray job stop` send them
             signal.raise_signal(number)
         monkeypatch.setattr("policygrad.cluster.launch.AGAIN", 0.0)
@@ -93,7 +102,7 @@ def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypa
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Ending():
+        with DriverSignals():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -103,17 +112,17 @@ def test_a_run_whose_rewards_fail_is_gone_on_with_where_it_was(small: pg.Run, tm
     (tmp_path / "mine.py").write_text("def fails(prompts, completions, **columns):\n    raise ValueError('no')\n")
     failing = replace(small, output=str(tmp_path / "run"), reward=(f"{tmp_path / 'mine.py'}:fails",))
     with pytest.raises(pg.RewardError, match=r"policygrad train --resume \S+/run .*--cluster auto goes on once"):
-        Trainer(failing, display=False, hosts=Hosts(words="--cluster auto")).train()
+        Trainer(failing, display=False, placement=Placement(cli_flags="--cluster auto")).train()
 
 
 def counts(run: pg.Run, config: ClusterConfig, gpus: float = 0.0) -> dict[str, tuple[int, int]]:
-    return {role.name: (role.count, role.gpus) for role in roles(run, config, gpus)}
+    return {role.name: (role.count, role.gpus) for role in plan_actor_groups(run, config, gpus)}
 
 
 def test_the_roles_of_a_run() -> None:
     auto = ClusterConfig("auto")
     assert counts(pg.Run(), auto) == {LEARNERS: (1, 0), SAMPLERS: (1, 0), REWARDS: (1, 0)}
-    world = pg.Run(environment="calculator", learner=pg.LearnerConfig(ranks=2))
+    world = pg.Run(environment="calculator", learner=pg.LearnerConfig(world_size=2))
     many = ClusterConfig("auto", samplers=3, rewards=0, environments=2)
     assert counts(world, many) == {LEARNERS: (2, 0), SAMPLERS: (3, 0), ENVIRONMENTS: (2, 0)}
 
@@ -129,13 +138,13 @@ def test_an_engine_draws_instead_of_actors() -> None:
     run = pg.Run(sampler=SamplerConfig(engine="llama_cpp"))
     assert SAMPLERS not in counts(run, ClusterConfig("auto"))
     with pytest.raises(ConfigError, match=r"--cluster\.samplers 1 .* sampler\.engine is llama_cpp"):
-        roles(run, ClusterConfig("auto", samplers=1), 0.0)
+        plan_actor_groups(run, ClusterConfig("auto", samplers=1), 0.0)
 
 
 def test_what_is_missing_is_said() -> None:
-    crew = roles(pg.Run(), ClusterConfig("auto", cpus=1), 1.0)
-    assert short(crew, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}) == ""
-    assert short(crew, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 0.5, "GPU": 1.0}) == (
+    crew = plan_actor_groups(pg.Run(), ClusterConfig("auto", cpus=1), 1.0)
+    assert describe_shortage(crew, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}) == ""
+    assert describe_shortage(crew, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 0.5, "GPU": 1.0}) == (
         "the run's actors (1 × learner, 1 × sampler, 1 × reward workers) need 3 CPUs, and the cluster has 2, of which 0.5 are "
         "free; and 2 GPUs, and the cluster has 1, of which 1 are free"
     )
@@ -146,9 +155,9 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
         unheard.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{unheard.getsockname()[1]}"
         with pytest.raises(RunError, match=rf"nobody answers at {where} .*ray start --head.*GCS"):
-            check_reached(ClusterConfig(where))
+            check_reachable(ClusterConfig(where))
         with pytest.raises(RunError, match="Ray Client server"):
-            check_reached(ClusterConfig(f"ray://{where}"))
+            check_reachable(ClusterConfig(f"ray://{where}"))
 
 
 class Ray:
@@ -183,10 +192,10 @@ def test_auto_with_an_address_at_which_nobody_listens_is_refused_before_ray_is_a
             "RAY_ADDRESS", {"RAY_ADDRESS": where, "RAY_ADDRESS of a client": f"ray://{where}"}.get(by, "")
         )
         refused = pytest.raises(RunError, match=rf"--cluster auto: .*{by.split()[0]}.* at {where}, and nobody answers")
-        with refused, connected(ClusterConfig("auto")):
+        with refused, connect_ray(ClusterConfig("auto")):
             pass
         held.listen()
-        with pytest.raises(RunError, match=r"no Ray cluster is there \(asked to"), connected(ClusterConfig("auto")):
+        with pytest.raises(RunError, match=r"no Ray cluster is there \(asked to"), connect_ray(ClusterConfig("auto")):
             pass
 
 
@@ -194,15 +203,15 @@ def test_auto_without_any_address_is_left_to_ray(monkeypatch: pytest.MonkeyPatch
     for name in ("ray", "ray._private", "ray._private.services"):
         monkeypatch.setitem(sys.modules, name, Ray(None))  # type: ignore[arg-type]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    check_reached(ClusterConfig("auto"))
+    check_reachable(ClusterConfig("auto"))
     monkeypatch.setitem(sys.modules, "ray._private.services", object())  # type: ignore[arg-type]
-    check_reached(ClusterConfig("auto"))
+    check_reachable(ClusterConfig("auto"))
 
 
 def test_other_versions_are_refused() -> None:
-    check_versions(versions())
+    check_versions(installed_versions())
     with pytest.raises(RunError, match=r"the cluster has torch 1\.0, and this is torch .*on every machine"):
-        check_versions(versions() | {"torch": "1.0"})
+        check_versions(installed_versions() | {"torch": "1.0"})
 
 
 def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str, str]]) -> None:
@@ -215,7 +224,7 @@ def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str
     ("words", "way_out"),
     [
         (("eval", "tiny", "--cluster", "auto"), "policygrad eval` measures on this machine, or .*--sampler.urls"),
-        (("sft", "--cluster=auto"), "policygrad sft` learns in several processes by --learner.ranks"),
+        (("sft", "--cluster=auto"), "policygrad sft` learns in several processes by --learner.world-size"),
         (("reward-model", "--cluster.samplers", "2"), "policygrad reward-model` learns in several .*torchrun"),
         (("compare", "grpo", "dapo", "--", "--cluster", "auto"), "policygrad compare` has .*--jobs"),
     ],
@@ -267,13 +276,13 @@ def test_an_actor_that_does_not_know_an_episode_plays_it_again() -> None:
     example, said = Example("?"), [None, pg.Action("abc"), pg.Action("de")]
 
     async def played() -> None:
-        first, second = Environments("first"), Environments("second")
+        first, second = EnvironmentActor("first"), EnvironmentActor("second")
         assert len(await first.call(CODE, 7, example, 0, said[:1])) == 1
         whole = await first.call(CODE, 7, example, 0, said)
         assert [o.content if isinstance(o, pg.Observation) else o.observation.content for o in whole] == ["0", "3", "5"]
         assert await first.call(CODE, 7, example, 0, said) == whole  # asked twice, played once
         assert await second.call(CODE, 7, example, 0, said) == whole
-        assert await Environments("third").cut(CODE, 7, example, 0, said) == 5.0
+        assert await EnvironmentActor("third").cut(CODE, 7, example, 0, said) == 5.0
         await first.close(7)
         await first.close(7)
 
@@ -287,7 +296,7 @@ class Home:
         self.code = cloudpickle.dumps(factory)
 
     async def ask(self, number: int, method: str, *args: Any) -> Any:
-        return await getattr(Environments("new"), method)(*args)
+        return await getattr(EnvironmentActor("new"), method)(*args)
 
 
 def test_a_world_that_goes_another_way_when_it_is_played_again_is_refused() -> None:
@@ -305,10 +314,10 @@ def test_a_world_that_goes_another_way_when_it_is_played_again_is_refused() -> N
 
 
 def test_reward_workers_judge_as_a_pool_does() -> None:
-    workers = RewardWorkers("reward workers 0")
-    workers.begin(cloudpickle.dumps((resolve("exact_match"),)), replace(Rewarding(), workers=1))
+    workers = RewardActor("reward workers 0")
+    workers.begin(cloudpickle.dumps((resolve_reward("exact_match"),)), replace(RewardConfig(), num_workers=1))
     pool = workers._pool
-    workers.begin(b"", Rewarding())  # told again what it knows
+    workers.begin(b"", RewardConfig())  # told again what it knows
     assert workers._pool is pool
     assert pool is not None
     with pool:

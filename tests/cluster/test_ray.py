@@ -15,7 +15,7 @@ from doubles.ray_runs import check_alike, check_same, command, on
 
 pytest.importorskip("ray")
 
-from policygrad.cluster.launch import train
+from policygrad.cluster.launch import train_on_cluster
 from policygrad.errors import EngineError, RunError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def run(small: pg.Run) -> pg.Run:
-    return replace(small, evaluation=pg.Evaluation(problems=4, samples=2))
+    return replace(small, evaluation=pg.EvaluationConfig(problems=4, samples_per_prompt=2))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def alone(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def acted(run: pg.Run, cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of actors that nobody kills."""
-    result = train(replace(run, output=str(tmp_path_factory.mktemp("acted") / "run")), on(cluster))
+    result = train_on_cluster(replace(run, output=str(tmp_path_factory.mktemp("acted") / "run")), on(cluster))
     assert (result.steps, result.interrupted) == (run.steps, False)
     assert result.after is not None
     return result.output
@@ -86,7 +86,7 @@ def test_an_actor_that_is_killed_costs_nothing(
 ) -> None:
     folder = tmp_path / "run"
     with Killer(cluster, title, folder / "metrics.jsonl", after=2) as killer:
-        train(replace(run, output=str(folder)), on(cluster))
+        train_on_cluster(replace(run, output=str(folder)), on(cluster))
     assert killer.killed is not None
     check_same(acted, folder)
 
@@ -96,10 +96,10 @@ def test_several_samplers_draw_what_one_does_and_one_that_is_killed_costs_nothin
 ) -> None:
     several = on(cluster, samplers=2, cpus=0.4)
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    train(replace(run, output=str(whole)), several)
+    train_on_cluster(replace(run, output=str(whole)), several)
     check_alike(alone, whole)
     with Killer(cluster, "ray::Sampler.draw", folder / "metrics.jsonl", after=2) as killer:
-        train(replace(run, output=str(folder)), several)
+        train_on_cluster(replace(run, output=str(folder)), several)
     assert killer.killed is not None
     check_same(whole, folder)
 
@@ -109,7 +109,7 @@ def test_an_episode_whose_actor_is_killed_goes_on(run: pg.Run, tmp_path: Path, c
     world = replace(run, environment=f"{tmp_path / 'world.py'}:Guess", reward=())
     pg.train(replace(world, output=str(tmp_path / "alone")), display=False)
     (tmp_path / "kill").touch()  # from now on: the first actor to come to an episode's second turn ends
-    train(replace(world, output=str(tmp_path / "run")), on(cluster))
+    train_on_cluster(replace(world, output=str(tmp_path / "run")), on(cluster))
     assert not (tmp_path / "kill").exists()
     check_alike(tmp_path / "alone", tmp_path / "run")
 
@@ -118,10 +118,10 @@ def test_an_episode_whose_actor_is_killed_goes_on(run: pg.Run, tmp_path: Path, c
 def test_actors_learn_together_and_one_that_is_killed_costs_nothing(
     title: str, run: pg.Run, tmp_path: Path, cluster: RayCluster
 ) -> None:
-    two, folder = replace(run, learner=replace(run.learner, ranks=2)), tmp_path / "run"
+    two, folder = replace(run, learner=replace(run.learner, world_size=2)), tmp_path / "run"
     pg.train(replace(two, output=str(tmp_path / "alone")), display=False)
     with Killer(cluster, title or "nobody", folder / "metrics.jsonl", after=2) as killer:
-        train(replace(two, output=str(folder)), on(cluster))
+        train_on_cluster(replace(two, output=str(folder)), on(cluster))
     assert (killer.killed is not None) is bool(title)
     check_alike(tmp_path / "alone", folder)
 
@@ -130,19 +130,21 @@ def test_a_client_from_elsewhere_goes_on_with_a_stopped_run(
     run: pg.Run, acted: Path, tmp_path: Path, cluster: RayCluster
 ) -> None:
     folder = tmp_path / "run"
-    where = ["--cluster", cluster.client, "--cluster.patience", "120"]
+    where = ["--cluster", cluster.client, "--cluster.timeout", "120"]
     begun = [*command(run, folder), "--stop-after", "2", *where]
     done = subprocess.run(begun, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "stopped after" in done.stdout, done.stdout
-    train(run, on(cluster), resume=str(folder))
+    train_on_cluster(run, on(cluster), resume=str(folder))
     check_same(acted, folder)
 
 
 def test_what_has_no_room_is_said_within_seconds(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
     told = list[str]()
     with pytest.raises(RunError, match=r"need 6 CPUs, and the cluster has 2, of which 2 are free.*--cluster\.cpus"):
-        train(replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=told.append)
+        train_on_cluster(
+            replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=told.append
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -154,8 +156,8 @@ def test_a_sampler_that_always_dies_ends_the_run_resumably(
         Killer(cluster, "ray::Sampler.draw", folder / "metrics.jsonl", after=2),
         pytest.raises(EngineError, match=r"no sampler actor has come back .*--cluster\.restarts"),
     ):
-        train(replace(run, output=str(folder)), on(cluster, restarts=0, patience=2.0))
-    train(run, on(cluster), resume=str(folder))
+        train_on_cluster(replace(run, output=str(folder)), on(cluster, restarts=0, patience=2.0))
+    train_on_cluster(run, on(cluster), resume=str(folder))
     check_same(acted, folder)
 
 
@@ -163,4 +165,4 @@ def test_the_reason_of_an_actor_is_the_user_s(run: pg.Run, tmp_path: Path, clust
     (tmp_path / "odd.py").write_text("def odd(prompts, completions, nowhere, **columns):\n    return [0.0]\n")
     odd = replace(run, output=str(tmp_path / "run"), reward=(f"{tmp_path / 'odd.py'}:odd",))
     with pytest.raises(pg.RewardError, match=r"odd' needs the column 'nowhere'"):
-        train(odd, on(cluster))
+        train_on_cluster(odd, on(cluster))

@@ -19,7 +19,7 @@ from doubles.ray_runs import begin, check_same, command, on
 
 pytest.importorskip("ray")
 
-from policygrad.cluster.launch import train
+from policygrad.cluster.launch import train_on_cluster
 from policygrad.commands import STOPPED
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -43,7 +43,9 @@ def run(small: pg.Run) -> pg.Run:
 @pytest.fixture(scope="module")
 def acted(run: pg.Run, cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of actors that nobody stops."""
-    return train(replace(run, output=str(tmp_path_factory.mktemp("acted") / "run")), on(cluster, cpus=ROOM)).output
+    return train_on_cluster(
+        replace(run, output=str(tmp_path_factory.mktemp("acted") / "run")), on(cluster, cpus=ROOM)
+    ).output
 
 
 def under_way(cluster: RayCluster, folder: Path) -> bool:
@@ -56,7 +58,7 @@ def _steps(folder: Path) -> int:
 
 
 def options(address: str) -> list[str]:
-    return ["--cluster", address, "--cluster.cpus", f"{ROOM:g}", "--cluster.patience", f"{PATIENCE:g}"]
+    return ["--cluster", address, "--cluster.cpus", f"{ROOM:g}", "--cluster.timeout", f"{PATIENCE:g}"]
 
 
 @pytest.mark.parametrize(("number", "client"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, False)])
@@ -71,10 +73,10 @@ def test_a_signal_ends_a_run_resumably_and_leaves_nobody(
     assert began.wait(PATIENCE) == STOPPED, log.read_text()
     last = log.read_text().splitlines()[-1]
     assert last.startswith(f"stopped; go on with: policygrad train --resume {folder} ")
-    assert last.endswith(f" --cluster {where} --cluster.cpus 0.6 --cluster.patience {PATIENCE}")
+    assert last.endswith(f" --cluster {where} --cluster.cpus 0.6 --cluster.timeout {PATIENCE}")
     assert 2 <= _steps(folder) < run.steps
     assert cluster.comes(cluster.empty)
-    train(run, on(cluster, cpus=ROOM), resume=str(folder))  # for which there is room again
+    train_on_cluster(run, on(cluster, cpus=ROOM), resume=str(folder))  # for which there is room again
     check_same(acted, folder)
 
 
@@ -87,7 +89,7 @@ def test_a_command_that_is_killed_takes_its_actors_along(
     os.killpg(began.pid, signal.SIGKILL)
     assert began.wait(PATIENCE) == -signal.SIGKILL
     assert cluster.comes(cluster.empty)
-    train(run, on(cluster, cpus=ROOM), resume=str(folder))
+    train_on_cluster(run, on(cluster, cpus=ROOM), resume=str(folder))
     check_same(acted, folder)
 
 

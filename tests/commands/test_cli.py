@@ -21,19 +21,19 @@ import pytest
 
 import policygrad as pg
 from policygrad import __version__, cli
-from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.catalog import PAPERS
 from policygrad.commands import STOPPED, render
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.engine import EngineOptions
 from policygrad.commands.evaluate import EvalOptions
 from policygrad.commands.lab import ControlOptions, LabOptions
-from policygrad.commands.options import take_algorithm
+from policygrad.commands.options import pop_algorithm
 from policygrad.commands.plan import PlanOptions
 from policygrad.commands.train import TrainOptions
 from policygrad.errors import RunError
-from policygrad.training.config.run import Options, Run
-from policygrad.training.config.serialization import load, part_names
+from policygrad.training.config.run import Run, RunOptions
+from policygrad.training.config.serialization import list_parts, load_config
 
 
 def imported(*args: str) -> set[str]:
@@ -50,7 +50,7 @@ def dry_run(run_command: Any, folder: Path, *args: str) -> Run:
     code, out, err = run_command("train", *args, "--dry-run")
     assert code == 0, err
     (folder / "dry.toml").write_text(out, encoding="utf-8")
-    return load(folder / "dry.toml", Run())
+    return load_config(folder / "dry.toml", Run())
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
@@ -98,17 +98,25 @@ def test_help_fits_80_columns(run_command: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_help_breaks_no_sentence() -> None:
     """tyro keeps the line breaks of a field's text: each is the end of a sentence."""
-    kinds = [Options, *TrainOptions.__mro__[:2], CompareOptions, ControlOptions, EngineOptions, EvalOptions, LabOptions]
+    kinds = [
+        RunOptions,
+        *TrainOptions.__mro__[:2],
+        CompareOptions,
+        ControlOptions,
+        EngineOptions,
+        EvalOptions,
+        LabOptions,
+    ]
     kinds += [PlanOptions]
     kinds += [
         *pg.SFTConfig.__mro__[:2],
         pg.RewardModelConfig,
-        pg.Sampling,
+        pg.SamplingParams,
         pg.SamplerConfig,
         pg.OptimizerConfig,
         pg.LearnerConfig,
     ]
-    kinds += [pg.Rewarding, pg.Evaluation, pg.Checkpointing, *(getattr(pg, name) for name in part_names())]
+    kinds += [pg.RewardConfig, pg.EvaluationConfig, pg.CheckpointConfig, *(getattr(pg, name) for name in list_parts())]
     texts = [(kind.__name__, text) for kind in kinds for text in field_texts(kind)]
     assert len(texts) > 150
     for name, text in texts:
@@ -132,7 +140,7 @@ def test_algorithms_plain_and_json(run_command: Any) -> None:
     assert len(out.splitlines()) == 1 + len(ALGORITHMS)
     rows = json.loads(run_command("algorithms", "--json")[1])
     assert list(rows) == list(ALGORITHMS)
-    assert all(row["departs"] == PAPERS[name].departs for name, row in rows.items())
+    assert all(row["departs"] == PAPERS[name].deviations for name, row in rows.items())
     assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
 
 
@@ -141,15 +149,15 @@ def test_show(run_command: Any, name: str) -> None:
     code, out, _ = run_command("show", name)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    for word in ("∇J = Σ", "Parts", "Fixes", "Fails", "completions per prompt", *algorithm(name).equation()):
+    for word in ("∇J = Σ", "Parts", "Fixes", "Fails", "completions per prompt", *get_algorithm(name).equation()):
         assert word in out
     assert "Raises" not in out
 
 
 def test_difference_is_complete() -> None:
-    changed = render.difference(algorithm("rloo"), algorithm("grpo"))
+    changed = render.diff_algorithms(get_algorithm("rloo"), get_algorithm("grpo"))
     assert set(changed) == {"advantage", "ratio", "gate", "average", "terms", "shaping", "samples"}
-    assert render.difference(algorithm("grpo"), algorithm("grpo")) == {}
+    assert render.diff_algorithms(get_algorithm("grpo"), get_algorithm("grpo")) == {}
 
 
 def test_output_that_is_not_utf8() -> None:
@@ -168,7 +176,7 @@ def test_output_that_is_not_utf8() -> None:
 def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
     made = dry_run(run_command, tmp_path, "dapo", "--steps", "7", "--reward", "math", "format*0.5", "--seed", "3")
     assert (made.algorithm.name, made.steps, made.seed, made.reward) == ("dapo", 7, 3, ("math", "format*0.5"))
-    assert made == made.resolved()
+    assert made == made.resolve()
     out = run_command("train", "dapo", "--dry-run")[1]
     assert "∇J = Σ" in out
     assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
@@ -210,11 +218,11 @@ def test_only_the_outcome_has_to_make_sense(run_command: Any, tmp_path: Path) ->
 def test_the_budget_of_a_written_configuration_follows_the_flag(run_command: Any, tmp_path: Path) -> None:
     written = tmp_path / "run.toml"
     written.write_text(run_command("train", "dr_grpo", "--max-tokens", "40", "--dry-run")[1], encoding="utf-8")
-    assert load(written, Run()).algorithm.aggregate.length == 40
+    assert load_config(written, Run()).algorithm.aggregation.length == 40
     made = dry_run(run_command, tmp_path, "--config", str(written), "--max-tokens", "90")
-    assert made.algorithm.aggregate.length == 90
-    made = dry_run(run_command, tmp_path, "--config", str(written), "--algorithm.aggregate.length", "55")
-    assert made.algorithm.aggregate.length == 55
+    assert made.algorithm.aggregation.length == 90
+    made = dry_run(run_command, tmp_path, "--config", str(written), "--algorithm.aggregation.length", "55")
+    assert made.algorithm.aggregation.length == 55
 
 
 def test_a_runs_own_file_makes_another_run(run_command: Any, tmp_path: Path) -> None:
@@ -224,12 +232,12 @@ def test_a_runs_own_file_makes_another_run(run_command: Any, tmp_path: Path) -> 
 
 
 def test_parts_by_flag(run_command: Any, tmp_path: Path) -> None:
-    gate = ("--algorithm.gate", "WeightCap", "--algorithm.gate.high", "4")
+    gate = ("--algorithm.gate", "ClippedImportance", "--algorithm.gate.high", "4")
     made = dry_run(
-        run_command, tmp_path, "grpo", *gate, "--algorithm.psi=GroupMean", "--algorithm.terms", "none"
+        run_command, tmp_path, "grpo", *gate, "--algorithm.advantage=GroupMean", "--algorithm.terms", "none"
     ).algorithm
-    assert [type(p).__name__ for p in made.psi] == ["GroupMean"]
-    assert (made.terms, type(made.gate).__name__, made.gate.high) == ((), "WeightCap", 4.0)
+    assert [type(p).__name__ for p in made.advantage] == ["GroupMean"]
+    assert (made.terms, type(made.gate).__name__, made.gate.high) == ((), "ClippedImportance", 4.0)
     twice = ("--algorithm.terms", "KLToReference,KLToReference", "--algorithm.terms.kl-to-reference-2.beta", "0.1")
     assert [t.beta for t in dry_run(run_command, tmp_path, "grpo", *twice).algorithm.terms] == [0.04, 0.1]
 
@@ -248,7 +256,7 @@ def test_parts_by_flag(run_command: Any, tmp_path: Path) -> None:
     ],
 )
 def test_where_the_algorithm_may_stand(args: str, name: str | None, rest: str) -> None:
-    assert take_algorithm(args.split()) == (name, rest.split())
+    assert pop_algorithm(args.split()) == (name, rest.split())
 
 
 def test_values(run_command: Any, tmp_path: Path) -> None:
@@ -278,21 +286,21 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train --temperature -1", "temperature must be at least 0"),
         ("train --stop-after 0", "--stop-after must be at least 1"),
         ("train --checkpoint.every 0", "checkpoint.every"),
-        ("train --evaluation.samples 0", "evaluation.samples"),
+        ("train --evaluation.samples-per-prompt 0", "evaluation.samples_per_prompt"),
         ("train --optimizer.schedule slow", "constant, linear, cosine"),
         ("train --algorithm.gate.hgh 0.3", "--algorithm.gate.high"),
         ("train --algorithm.gate Clipp", "did you mean 'Clip'"),
-        ("train --algorithm.gate xyz", "WeightCap"),
-        ("train --algorithm.gate GroupMean", "GroupMean goes into 'psi'"),
+        ("train --algorithm.gate xyz", "ClippedImportance"),
+        ("train --algorithm.gate GroupMean", "GroupMean goes into 'advantage'"),
         ("train --algorithm.gate none", "cannot be none"),
         ("train --algorithm.gate", "needs the name of a part"),
-        ("train --algorithm.psi no.such:Part", "cannot import the part"),
+        ("train --algorithm.advantage no.such:Part", "cannot import the part"),
         ("train --samples-per-prompt 1", "set samples_per_prompt to 2 or more"),
         ("train --temperature 0", "set sampling.temperature above 0"),
         ("train reinforce --temperature 0", "set --temperature above 0"),
         ("train --top-p 0.9", "Leave top_p = 1"),
         ("train grpo --algorithm.reference none", "a KL term without a reference"),
-        ("train reinforce --algorithm.step.epochs 2", "one update per rollout"),
+        ("train reinforce --algorithm.update-rule.epochs 2", "one update per rollout"),
         ("train grpo --algorithm.terms.kl-to-reference.form k1", "zero expected gradient"),
         ("train rloo --algorithm.shaping.kl-in-reward.form k3", "KLInReward takes k1 only"),
         ("train --resume no/such/run", "holds no run of `policygrad train`"),
@@ -307,7 +315,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("engine check http://127.0.0.1:1", "http://127.0.0.1:1 does not answer"),
         ("engine llama_cpp --print", "--folder DIR"),
         ("engine llama_cpp --folder x --transfer nccl", "a server of llama.cpp takes no weights over NCCL"),
-        ("train --sampler.engine llama_cpp --sampler.transfer nccl", "or --sampler.transfer folder"),
+        ("train --sampler.engine llama_cpp --sampler.weight-transport nccl", "or --sampler.weight-transport folder"),
         ("engine vllm --dtype fp16", "--dtype must be fp32 or bf16"),
         ("train --sampler.engine llama", "sampler.engine must be one of local, llama_cpp, vllm, sglang"),
         ("train --sampler.urls http://a", "name theirs, --sampler.engine"),
@@ -318,7 +326,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("eval tiny --task no/such.jsonl", "no/such.jsonl: no such file"),
         ("eval no/such/model", "there is no model folder"),
         ("eval tiny --reward exactmatch", "did you mean 'exact_match'"),
-        ("eval tiny --held-out x.jsonl", "goes with a JSONL task"),
+        ("eval tiny --eval-data x.jsonl", "goes with a JSONL task"),
     ],
 )
 def test_refused(run_command: Any, command: str, says: str) -> None:
@@ -333,7 +341,7 @@ def test_resume_refuses_what_it_would_ignore(run_command: Any, tmp_path: Path) -
     code, _, err = run_command("train", "--resume", str(tmp_path), "--model", "elsewhere")
     assert code == 2
     assert "--model would mean nothing" in err
-    for flag, value in (("--task", "gcd"), ("--reward", "math"), ("--held-out", "other.jsonl")):
+    for flag, value in (("--task", "gcd"), ("--reward", "math"), ("--eval-data", "other.jsonl")):
         code, _, err = run_command("train", "--resume", str(tmp_path), flag, value)
         assert code == 2
         assert f"another {flag} would compare before and after on different things" in err

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from policygrad.algorithms import algorithm
-from policygrad.commands.completion import script
-from policygrad.commands.options import option_type, part_flags
-from policygrad.commands.train import flags
+from policygrad.algorithms import get_algorithm
+from policygrad.commands.completion import generate_script
+from policygrad.commands.options import build_option_type, list_part_flags
+from policygrad.commands.train import list_train_flags
 
 
 @functools.cache
 def bash_script() -> str:
-    return script("bash")
+    return generate_script("bash")
 
 
 def complete(*words: str) -> list[str]:
@@ -34,9 +34,13 @@ def test_completion() -> None:
     assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
         complete("train", "--algorithm.g")
     )
-    assert complete("train", "dapo", "--algorithm.gate", "W") == ["WeightCap"]
+    assert complete("train", "dapo", "--algorithm.gate", "W") == ["ClippedImportance"]
     assert complete("train", "dapo", "--algorithm.gate", "n") == []  # an algorithm has one
-    assert complete("train", "dapo", "--algorithm.critic", "n") == complete("train", "--algorithm.psi", "n") == ["none"]
+    assert (
+        complete("train", "dapo", "--algorithm.critic", "n")
+        == complete("train", "--algorithm.advantage", "n")
+        == ["none"]
+    )
     assert complete("train", "vineppo", "--task", "embedded_") == ["embedded_steps"]
     assert complete("train", "grpo_process", "--reward", "w") == ["worked_steps"]
     assert complete("train", "--config", "") == complete("train", "--directory", "") == []  # the shell's own: files
@@ -51,13 +55,13 @@ def test_completion() -> None:
     assert complete("train", "--cluster", "") == ["auto", "local", "ray://"]
     assert complete("plan", "--gpus", "H2") == ["H200"]
     assert {"--calibrate", "--calibration"} <= set(complete("plan", "--cal"))
-    assert "bashcompinit" in script("zsh")
+    assert "bashcompinit" in generate_script("zsh")
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
 def test_fish_offers_the_same(tmp_path: Path) -> None:
     file = tmp_path / "policygrad.fish"
-    file.write_text(script("fish"))
+    file.write_text(generate_script("fish"))
     (tmp_path / "run.toml").write_text("")
 
     def fish(line: str) -> list[str]:
@@ -80,7 +84,7 @@ def test_fish_offers_the_same(tmp_path: Path) -> None:
 
 
 def test_completion_offers_options_that_exist_and_nothing_else() -> None:
-    offered = flags("grpo")
+    offered = list_train_flags("grpo")
     assert "--steps" in offered
     assert "--algorithm.gate.low" in offered
     assert all(flag[2].isalpha() and flag[-1].isalnum() for flag in offered)
@@ -89,5 +93,5 @@ def test_completion_offers_options_that_exist_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "trpo", "dapo", "ppo_penalty", "passk", "chord"])
 def test_flags_of_parts_are_those_of_the_help(name: str) -> None:
-    listed = {flag for flag in flags(name) if flag.count(".") > 1 and flag.startswith("--algorithm.")}
-    assert set(part_flags(option_type(algorithm(name)))) == listed
+    listed = {flag for flag in list_train_flags(name) if flag.count(".") > 1 and flag.startswith("--algorithm.")}
+    assert set(list_part_flags(build_option_type(get_algorithm(name)))) == listed

@@ -14,50 +14,50 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.render import describe
-from policygrad.training.config.run_name import composed
-from policygrad.training.run_folder import new_folder
+from policygrad.commands.render import describe_algorithm
+from policygrad.training.config.run_name import name_run
+from policygrad.training.run_folder import create_run_folder
 
 
 @pytest.mark.parametrize(
     ("changed", "name", "title"),
     [
         (pg.GRPO, "grpo", "grpo"),
-        (replace(pg.GRPO, gate=pg.WeightCap()), "grpo+WeightCap", "grpo+WeightCap"),
+        (replace(pg.GRPO, gate=pg.ClippedImportance()), "grpo+ClippedImportance", "grpo+ClippedImportance"),
         (replace(pg.GRPO, terms=()), "grpo-KLToReference", "grpo-KLToReference"),
-        (replace(pg.GRPO, psi=(pg.GroupMean(),)), "grpo-GroupStd", "grpo-GroupStd"),
-        (replace(pg.GRPO, psi=(pg.LeaveOneOut(),)), "grpo+LeaveOneOut-GroupStd", "grpo+LeaveOneOut-GroupStd"),
-        (replace(pg.GRPO, psi=(pg.GroupStd(), pg.GroupMean())), "grpo+reordered", "grpo+reordered"),
+        (replace(pg.GRPO, advantage=(pg.GroupMean(),)), "grpo-GroupStd", "grpo-GroupStd"),
+        (replace(pg.GRPO, advantage=(pg.LeaveOneOut(),)), "grpo+LeaveOneOut-GroupStd", "grpo+LeaveOneOut-GroupStd"),
+        (replace(pg.GRPO, advantage=(pg.GroupStd(), pg.GroupMean())), "grpo+reordered", "grpo+reordered"),
         (replace(pg.GRPO, gate=pg.Clip(0.2, 0.3)), "grpo", "grpo (Clip.high = 0.3)"),
         (replace(pg.GRPO, gate=pg.Clip(0.1, 0.3)), "grpo", "grpo (Clip.low = 0.1, Clip.high = 0.3)"),
         (replace(pg.DAPO, terms=(pg.KLToReference(),)), "dapo+KLToReference", "dapo+KLToReference"),
         (replace(pg.GRPO, samples_per_prompt=3), "grpo", "grpo"),
-        (replace(pg.GRPO, behaviour="sampler"), "grpo", "grpo (behaviour = sampler)"),
+        (replace(pg.GRPO, old_policy="sampler"), "grpo", "grpo (behaviour = sampler)"),
         (replace(pg.PPO, critic=replace(pg.PPO.critic, lr=1e-3)), "ppo", "ppo"),
-        (replace(pg.DR_GRPO, aggregate=pg.FixedLength(55)), "dr_grpo", "dr_grpo (FixedLength.length = 55)"),
+        (replace(pg.DR_GRPO, aggregation=pg.FixedLength(55)), "dr_grpo", "dr_grpo (FixedLength.length = 55)"),
         (replace(pg.GRPO, name="mine", terms=()), "mine", "mine"),
     ],
 )  # fmt: skip
 def test_names(changed: pg.Algorithm, name: str, title: str) -> None:
-    assert (composed(changed, 32).name, composed(changed, 32).title) == (name, title)
+    assert (name_run(changed, 32).name, name_run(changed, 32).title) == (name, title)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_a_row_as_a_run_resolves_it_is_that_row(name: str) -> None:
     """The budget, the group and the learning rates that a run fills in change no name; nor does an open length elsewhere."""
     row, title = ALGORITHMS[name], name
-    if any(isinstance(link, pg.TeacherLogRatio) for link in row.psi):  # which a run must name, and which is told
+    if any(isinstance(link, pg.TeacherLogRatio) for link in row.advantage):  # which a run must name, and which is told
         row, title = replace(row, reference=pg.Reference(model="teacher")), f"{name} (Reference.model = teacher)"
-    run = pg.Run(algorithm=row).resolved()
-    assert composed(run.algorithm, run.sampling.max_tokens).title == title
-    assert composed(run.algorithm).title == title
-    assert composed(run.algorithm).name == name
+    run = pg.Run(algorithm=row).resolve()
+    assert name_run(run.algorithm, run.sampling.max_tokens).title == title
+    assert name_run(run.algorithm).title == title
+    assert name_run(run.algorithm).name == name
 
 
 PARTS = {
-    "gate": [pg.Clip(), pg.WeightCap(), pg.SoftGate()],
-    "aggregate": [pg.TokenMean(), pg.SequenceMean()],
-    "psi": [pg.GRPO.psi, (pg.LeaveOneOut(),)],
+    "gate": [pg.Clip(), pg.ClippedImportance(), pg.SigmoidGate()],
+    "aggregation": [pg.TokenMean(), pg.SequenceMean()],
+    "advantage": [pg.GRPO.advantage, (pg.LeaveOneOut(),)],
     "terms": [pg.GRPO.terms, (pg.Entropy(),)],
 }
 
@@ -70,29 +70,34 @@ def test_no_composition_of_other_parts_has_the_plain_name(parts: dict[str, Any])
         == [type(p) for field, p in pg.GRPO.parts() if field == name]
         for name in parts
     )
-    assert (composed(a).name == "grpo") == same
+    assert (name_run(a).name == "grpo") == same
 
 
 def test_a_long_name_stays_a_folders() -> None:
     a = replace(
-        pg.DAPO, filters=(), shaping=(), ratio=pg.Sequence(), gate=pg.DualClip(), psi=(pg.LeaveOneOut(), pg.BatchStd())
+        pg.DAPO,
+        filters=(),
+        shaping=(),
+        ratio=pg.Sequence(),
+        gate=pg.DualClip(),
+        advantage=(pg.LeaveOneOut(), pg.BatchStd()),
     )
-    assert len(composed(a).name) <= 70
-    assert composed(a).name.endswith("more")
+    assert len(name_run(a).name) <= 70
+    assert name_run(a).name.endswith("more")
 
 
 def shown(a: pg.Algorithm, budget: int | None = None) -> str:
-    return " ".join(" ".join("".join(text for text, _ in line) for line in describe(a, 80, budget)).split())
+    return " ".join(" ".join("".join(text for text, _ in line) for line in describe_algorithm(a, 80, budget)).split())
 
 
 def test_another_part_is_cited_and_not_the_row_alone() -> None:
-    text = shown(replace(pg.GRPO, gate=pg.WeightCap(0.0, 4.0), terms=()))
+    text = shown(replace(pg.GRPO, gate=pg.ClippedImportance(0.0, 4.0), terms=()))
     assert text.startswith(
-        "grpo+WeightCap-KLToReference grpo (Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 3 and 4) with gate = "
-        "WeightCap(low=0, high=4) (MiniMax-M1 2025 (CISPO), eq. 4 and 5) without terms KLToReference"
+        "grpo+ClippedImportance-KLToReference grpo (Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 3 and 4) with gate = "
+        "ClippedImportance(low=0, high=4) (MiniMax-M1 2025 (CISPO), eq. 4 and 5) without terms KLToReference"
     )
     assert "grpo as published J = " in text
-    assert "Differs from grpo gate Clip(0.2, 0.2) → WeightCap(0, 4)" in text
+    assert "Differs from grpo gate Clip(0.2, 0.2) → ClippedImportance(0, 4)" in text
     assert "Fixes (grpo)" in text
 
 
@@ -101,13 +106,13 @@ def test_another_setting_is_told() -> None:
     assert text.startswith("grpo Group relative policy optimisation Shao et al.")
     assert "with KLToReference.beta = 0.1 instead of 0.04" in text
     assert "Differs from grpo terms KLToReference(beta=0.04) → KLToReference(beta=0.1)" in text
-    resolved = pg.Run(algorithm=pg.DR_GRPO).resolved()
+    resolved = pg.Run(algorithm=pg.DR_GRPO).resolve()
     assert "instead of" not in shown(resolved.algorithm, resolved.sampling.max_tokens)
 
 
 def test_dry_run_says_so(run_command: Any) -> None:
-    _, out, _ = run_command("train", "grpo", "--algorithm.gate", "WeightCap", "--dry-run")
-    assert out.startswith("# grpo+WeightCap\n#   grpo (Shao et al. 2024")
+    _, out, _ = run_command("train", "grpo", "--algorithm.gate", "ClippedImportance", "--dry-run")
+    assert out.startswith("# grpo+ClippedImportance\n#   grpo (Shao et al. 2024")
     assert 'name = "grpo"' in out  # what --config and --resume begin with
     _, out, _ = run_command("train", "dr_grpo", "--dry-run")
     assert out.startswith("# dr_grpo  GRPO done right")
@@ -117,12 +122,12 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
     for name, folder in (
-        ("grpo+WeightCap", "runs/grpo+WeightCap-1"),
+        ("grpo+ClippedImportance", "runs/grpo+ClippedImportance-1"),
         ("my/own: π", "runs/my_own__π-1"),
         ("../..", "runs/_..-1"),
         ("", "runs/run-1"),
     ):
-        with new_folder(None, name, "run.toml", print) as held:
+        with create_run_folder(None, name, "run.toml", print) as held:
             assert str(held.path) == folder
         assert not (tmp_path / "runs").exists()  # nothing came of it
 
@@ -131,7 +136,7 @@ def test_ones_own_part_is_cited_by_its_place(run_command: Any, tmp_path: Path, m
     (tmp_path / "own_file.py").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a file's folder joins it
-    words = ("--algorithm.gate", "own_file.py:Tent", "--algorithm.psi", "GroupMean,own_file.py:Asym", "--dry-run")
+    words = ("--algorithm.gate", "own_file.py:Tent", "--algorithm.advantage", "GroupMean,own_file.py:Asym", "--dry-run")
     code, out, err = run_command("train", "dr_grpo", *words)
     assert code == 0, err
     assert "# dr_grpo+Asym+Tent\n" in out

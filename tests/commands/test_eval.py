@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import policygrad as pg
-from policygrad.commands.evaluate import asked, flags, report
+from policygrad.commands.evaluate import build_report, list_eval_flags, parse_options
 from policygrad.compare.statistics import paired_difference
 from policygrad.errors import ConfigError
-from policygrad.rewards import resolve
-from policygrad.rewards.builtin import voted_by
-from policygrad.rollout.evaluation import EvaluationResult, Sample
-from policygrad.training.config.serialization import dumps
+from policygrad.rewards import resolve_reward
+from policygrad.rewards.builtin import find_answer_extractor
+from policygrad.rollout.evaluation import EvalSample, EvaluationResult
+from policygrad.training.config.serialization import dump_config
 
 Command = Callable[..., tuple[int, str, str]]
 FEW = ("--problems", "2", "--samples", "1", "--max-tokens", "4")
@@ -26,7 +26,9 @@ FEW = ("--problems", "2", "--samples", "1", "--max-tokens", "4")
 def trained(small: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step that measured 6 problems with 4 samples each."""
     folder = tmp_path_factory.mktemp("runs") / "one"
-    run = replace(small, steps=1, seed=3, output=str(folder), evaluation=pg.Evaluation(problems=6, samples=4))
+    run = replace(
+        small, steps=1, seed=3, output=str(folder), evaluation=pg.EvaluationConfig(problems=6, samples_per_prompt=4)
+    )
     pg.train(run, display=False)
     return folder
 
@@ -34,7 +36,7 @@ def trained(small: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def leave(small: pg.Run) -> tuple[str, ...]:
     """The words that let the run's own reward be imported, which lies in another folder than this one."""
-    return "--allow", str(small.reward[0].rpartition(":")[0])
+    return "--allow-code", str(small.reward[0].rpartition(":")[0])
 
 
 def test_a_run_is_measured_as_it_measured_itself(run_command: Command, trained: Path, leave: tuple[str, ...]) -> None:
@@ -43,9 +45,9 @@ def test_a_run_is_measured_as_it_measured_itself(run_command: Command, trained: 
     assert code == 0, err
     found = json.loads(out)
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    last = next(row for row in reversed(rows) if "held_out" in row)
-    assert found["mean"] == last["held_out"]
-    assert found["stderr"] == last["held_out_stderr"]
+    last = next(row for row in reversed(rows) if "eval/reward" in row)
+    assert found["mean"] == last["eval/reward"]
+    assert found["stderr"] == last["eval/reward_stderr"]
     assert (found["problems"], found["samples"]) == (6, 4)
 
 
@@ -76,25 +78,31 @@ def test_several_models_get_the_same_problems_and_random_numbers(
 
 
 def test_options_are_those_of_train(trained: Path, small: pg.Run, leave: tuple[str, ...]) -> None:
-    own = asked([str(trained), *leave])
+    own = parse_options([str(trained), *leave])
     assert (own.task, own.reward, own.sampling, own.seed) == (small.task, small.reward, small.sampling, 3)
     short = ("--problems", "3", "--samples", "2", "--device", "cpu", "--dtype", "bf16", "--budget", "7")
-    long = ("evaluation.problems", "evaluation.samples", "learner.device", "learner.dtype", "rewards.budget")
+    long = (
+        "evaluation.problems",
+        "evaluation.samples_per_prompt",
+        "learner.device",
+        "learner.dtype",
+        "rewards.timeout",
+    )
     named = [word for name, word in zip(long, short[1::2], strict=True) for word in (f"--{name}", word)]
-    assert asked(["tiny", *short]) == asked(["tiny", *named])
-    assert {f"--{name}" for name in long} | set(short[::2]) <= set(flags())
-    assert asked(["tiny"]).task == "embedded"
+    assert parse_options(["tiny", *short]) == parse_options(["tiny", *named])
+    assert {f"--{name}" for name in long} | set(short[::2]) <= set(list_eval_flags())
+    assert parse_options(["tiny"]).task == "embedded"
 
 
 def test_another_task_takes_nothing_that_belongs_to_the_run_s_own(tmp_path: Path) -> None:
-    run = pg.Run(task="a.jsonl", held_out="b.jsonl", map="mine.py:f", skip_bad_rows=True, reward=("format",))
+    run = pg.Run(task="a.jsonl", eval_data="b.jsonl", row_map="mine.py:f", skip_bad_rows=True, reward=("format",))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "run.toml").write_text(dumps(run))
-    own = asked([str(tmp_path), "--allow", "mine.py"])
-    assert (own.held_out, own.map, own.skip_bad_rows) == ("b.jsonl", "mine.py:f", True)
-    other = asked([str(tmp_path), "--task", "gcd", "--allow", "mine.py"])
-    assert (other.task, other.held_out, other.map, other.skip_bad_rows, other.reward) == (
+    (tmp_path / "run.toml").write_text(dump_config(run))
+    own = parse_options([str(tmp_path), "--allow-code", "mine.py"])
+    assert (own.eval_data, own.row_map, own.skip_bad_rows) == ("b.jsonl", "mine.py:f", True)
+    other = parse_options([str(tmp_path), "--task", "gcd", "--allow-code", "mine.py"])
+    assert (other.task, other.eval_data, other.row_map, other.skip_bad_rows, other.reward) == (
         *("gcd", None, None, False),
         ("format",),
     )
@@ -104,21 +112,23 @@ def test_rewards_of_steps_are_for_training(small: pg.Run, tmp_path: Path) -> Non
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     steps = small.reward[0].replace("starts_with_a_digit", "digits")
-    (tmp_path / "run.toml").write_text(dumps(replace(small, reward=(small.reward[0], steps))))
-    assert asked([str(tmp_path), "--allow", steps.rpartition(":")[0]]).reward == small.reward
-    assert asked([str(tmp_path), "--allow", steps.rpartition(":")[0], "--reward", steps]).reward == (steps,)
+    (tmp_path / "run.toml").write_text(dump_config(replace(small, reward=(small.reward[0], steps))))
+    assert parse_options([str(tmp_path), "--allow-code", steps.rpartition(":")[0]]).reward == small.reward
+    assert parse_options([str(tmp_path), "--allow-code", steps.rpartition(":")[0], "--reward", steps]).reward == (
+        steps,
+    )
 
 
 def test_what_only_python_has_is_to_be_named(tmp_path: Path) -> None:
     run = pg.Run(task=[{"prompt": "1+1=", "answer": "2"}], reward=(len,))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "run.toml").write_text(dumps(run))
+    (tmp_path / "run.toml").write_text(dump_config(run))
     with pytest.raises(ConfigError, match=r"the task of the run .* was an object given in Python.*--task"):
-        asked([str(tmp_path), "--reward", "math"])
+        parse_options([str(tmp_path), "--reward", "math"])
     with pytest.raises(ConfigError, match=r"the reward of the run .* --reward"):
-        asked([str(tmp_path), "--task", "gcd"])
-    assert asked([str(tmp_path), "--task", "gcd", "--reward", "format"]).reward == ("format",)
+        parse_options([str(tmp_path), "--task", "gcd"])
+    assert parse_options([str(tmp_path), "--task", "gcd", "--reward", "format"]).reward == ("format",)
 
 
 def test_one_model_twice_is_refused(run_command: Command) -> None:
@@ -129,7 +139,7 @@ def test_one_model_twice_is_refused(run_command: Command) -> None:
 
 
 def result(*rows: list[tuple[float | None, str | None]]) -> EvaluationResult:
-    problems = tuple(tuple(Sample("", reward, answer=answer) for reward, answer in row) for row in rows)
+    problems = tuple(tuple(EvalSample("", reward, answer=answer) for reward, answer in row) for row in rows)
     return EvaluationResult(problems, ("",) * len(rows))
 
 
@@ -140,10 +150,10 @@ def test_the_majority_s_answer_is_what_counts() -> None:
         [(0.0, None), (1.0, None), (0.0, None), (0.0, None)],  # nobody votes
         [(0.5, "7"), (0.0, "7"), (1.0, "8"), (None, "7")],  # an answer is worth its mean
     )
-    assert found.majorities == (1.0, 0.5, 0.0, 0.5 / 3)
+    assert found.majority_per_problem == (1.0, 0.5, 0.0, 0.5 / 3)
     assert found.majority == pytest.approx((1.5 + 0.5 / 3) / 4)
-    assert found.means == (0.5, 0.25, 0.25, 0.375)
-    assert found.failed == 2
+    assert found.mean_per_problem == (0.5, 0.25, 0.25, 0.375)
+    assert found.num_failed == 2
 
 
 @pytest.mark.parametrize(
@@ -153,14 +163,14 @@ def test_the_majority_s_answer_is_what_counts() -> None:
 def test_a_threshold_above_every_score_is_noted(scores: tuple[float, ...], threshold: float, is_noted: bool) -> None:
     """A reward whose maximum lies below the threshold makes pass@k 0 for ever, which looked like a poor model."""
     outcome = result([(score, None) for score in scores])
-    notes = " ".join(report("task", None, len(scores), threshold, {"model": outcome})["notes"])
+    notes = " ".join(build_report("task", None, len(scores), threshold, {"model": outcome})["notes"])
     assert ("the highest score was 0.7" in notes and "--threshold" in notes) is is_noted
 
 
 def test_pass_at_k_by_enumeration() -> None:
     """c of n = 4 are right: of the six pairs without replacement, those with a right one in them."""
     found = result([(1.0, ""), (0.0, ""), (0.0, ""), (0.0, "")], [(1.0, ""), (1.0, ""), (0.0, ""), (0.0, "")])
-    assert found.passes(2) == (3 / 6, pytest.approx(5 / 6))
+    assert found.pass_at_per_problem(2) == (3 / 6, pytest.approx(5 / 6))
     assert found.pass_at(1) == found.mean
 
 
@@ -174,7 +184,7 @@ def test_pass_at_k_by_enumeration() -> None:
     ],
 )
 def test_votes_are_counted_as_the_reward_reads_answers(reward: str, equal: tuple[str, str], other: str) -> None:
-    voted = voted_by((resolve("format"), resolve(reward)))
+    voted = find_answer_extractor((resolve_reward("format"), resolve_reward(reward)))
     assert voted(equal[0]) == voted(equal[1]) != voted(other)
     assert voted("") is None
 
@@ -199,7 +209,7 @@ def test_the_heading_names_the_data_that_is_measured(
     data = ("--task", "train.jsonl", "--reward", "exact_match", *FEW)
     code, out, err = run_command("eval", str(small.model), *data)
     assert (code, out.splitlines()[0]) == (0, f"{small.model} on train.jsonl: 2 problems × 1 samples"), err
-    code, out, err = run_command("eval", str(small.model), *data, "--held-out", "test.jsonl")
+    code, out, err = run_command("eval", str(small.model), *data, "--eval-data", "test.jsonl")
     assert (code, out.splitlines()[0]) == (0, f"{small.model} on test.jsonl: 2 problems × 1 samples"), err
-    code, out, err = run_command("eval", str(small.model), *data, "--held-out", "test.jsonl", "--json")
-    assert (code, json.loads(out)["task"], json.loads(out)["held_out"]) == (0, "train.jsonl", "test.jsonl"), err
+    code, out, err = run_command("eval", str(small.model), *data, "--eval-data", "test.jsonl", "--json")
+    assert (code, json.loads(out)["task"], json.loads(out)["eval/reward"]) == (0, "train.jsonl", "test.jsonl"), err

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, answers, refuse_foreign
-from policygrad.commands.supervised import flags as supervised_flags
-from policygrad.commands.train import flags
+from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, look_up_option, reject_foreign_options
+from policygrad.commands.supervised import list_supervised_flags as supervised_flags
+from policygrad.commands.train import list_train_flags
 from policygrad.errors import ConfigError
-from policygrad.training.config.serialization import part_names
+from policygrad.training.config.serialization import list_parts
 from policygrad.training.config.supervised import SFTConfig
 
 NAMES = [(library, name) for library, names in LIBRARIES.items() for name in names]
@@ -19,12 +19,12 @@ NAMES = [(library, name) for library, names in LIBRARIES.items() for name in nam
 
 @pytest.fixture(scope="module")
 def ours() -> set[str]:
-    """Options of `train` with the parts of very different algorithms, and of parts that only --algorithm.FIELD puts in."""
-    found = {flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in flags(name)}
-    fields = ("gate", "psi", "ratio", "aggregate", "terms", "shaping", "filters", "corrections")
+    """Options of `train_control` with the parts of very different algorithms, and of parts that only --algorithm.FIELD puts in."""
+    found = {flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in list_train_flags(name)}
+    fields = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
     found |= {f"--algorithm.{field}" for field in fields}
     found |= {"--algorithm.gate.c", "--algorithm.corrections.truncated-is.cap"}  # of DualClip, TruncatedIS
-    return found | {"--algorithm.psi.batch-std.of", "--algorithm.psi.group-std.eps"}
+    return found | {"--algorithm.advantage.batch-std.of", "--algorithm.advantage.group-std.eps"}
 
 
 def test_every_answer_is_an_option_that_exists(ours: set[str]) -> None:
@@ -34,7 +34,7 @@ def test_every_answer_is_an_option_that_exists(ours: set[str]) -> None:
         for flag in re.findall(r"--[a-z][\w.-]*[a-z]", f"{answer.flag} {answer.note}".replace("--algorithm.FIELD", "")):
             assert flag in ours, f"{library}: {name} is answered with {flag}"
         for part in re.findall(r"--algorithm\.\w+ ([A-Z]\w+)", answer.flag):
-            assert part in part_names()
+            assert part in list_parts()
     known = set(supervised_flags(SFTConfig))
     for answer in SUPERVISED.values():
         assert set(re.findall(r"--[a-z][\w.-]*[a-z]", answer.flag)) <= known
@@ -43,16 +43,16 @@ def test_every_answer_is_an_option_that_exists(ours: set[str]) -> None:
 def test_none_of_ours_is_taken_for_theirs(ours: set[str]) -> None:
     for flag in ours | set(supervised_flags(SFTConfig)):
         for word in (flag, f"{flag}=1", flag.replace("-", "_").replace("__", "--", 1)):
-            refuse_foreign([word, "1"], lambda: ours)
-            refuse_foreign([word, "1"], lambda: ours, supervised=True)
-    assert not answers("steps")
+            reject_foreign_options([word, "1"], lambda: ours)
+            reject_foreign_options([word, "1"], lambda: ours, supervised=True)
+    assert not look_up_option("steps")
 
 
 def test_each_is_refused_by_name(ours: set[str]) -> None:
     for library, name in NAMES:
         word = f"{name}=1" if library == "verl" else f"--{name.replace('_', '-')}"
         with pytest.raises(ConfigError) as refused:
-            refuse_foreign(["ppo", word, "--dry-run"], lambda: ours)
+            reject_foreign_options(["ppo", word, "--dry-run"], lambda: ours)
         assert library in str(refused.value)
         assert LIBRARIES[library][name].flag in str(refused.value)
 
@@ -64,12 +64,12 @@ def test_each_is_refused_by_name(ours: set[str]) -> None:
         ("train --num_generations=16", "here it is --samples-per-prompt 16"),
         ("train grpo --max-completion-length 64", "here it is --max-tokens 64"),
         ("train grpo --epsilon 0.1", "--algorithm.gate.low and --algorithm.gate.high"),
-        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.psi.gae.gamma 0.9; the algorithm as it is has no part"),
+        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.advantage.gae.gamma 0.9; the algorithm as it is has no part"),
         ("train --bf16 true", "here it is --learner.dtype bf16 ("),
         ("train actor_rollout_ref.actor.clip_ratio_low=0.2", "here it is --algorithm.gate.low 0.2"),
         ("train grpo +actor_rollout_ref.rollout.n=5", "here it is --samples-per-prompt 5"),
         ("train grpo trainer.project_name=x", "trainer.project_name is verl's, and there is no such option here"),
-        ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first word after `train`"),
+        ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first word after `train_control`"),
         ("train --use-vllm", "--use-vllm is TRL's; here it is --sampler.engine (vllm or sglang"),
         ("train grpo --load_in_4bit", "--load_in_4bit is TRL's; here it is --learner.lora bits=4 (the frozen weights"),
         ("train grpo --log_completions", "--log_completions is TRL's, and there is no such option here (every completion is"),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import policygrad as pg
 from policygrad.commands.foreign_options import LIBRARIES
-from policygrad.commands.train import asked
-from policygrad.core.kl_controllers import proportional
+from policygrad.commands.train import parse_run
+from policygrad.core.kl_controllers import adapt_proportionally
 
 LENGTHS = (5, 2, 3, 5, 4, 1, 5, 2, 3, 3, 5, 1)
 ROWS, WIDTH, SIZE = len(LENGTHS), 5, 4
@@ -29,7 +29,7 @@ Numbers = dict[tuple[int, int], float]
 
 def algorithm(words: str) -> pg.Algorithm:
     """What the command line makes of `policygrad train WORDS`."""
-    return asked(words.split())[0].algorithm
+    return parse_run(words.split())[0].algorithm
 
 
 def rollout(seed: int = 0) -> pg.Batch:
@@ -85,7 +85,7 @@ def clipped(r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
     return torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
 
 
-BARE = "grpo --algorithm.terms none --algorithm.aggregate TokenMean"
+BARE = "grpo --algorithm.terms none --algorithm.aggregation TokenMean"
 
 
 def clip() -> None:
@@ -176,12 +176,12 @@ def same(psi: Tensor, values: Numbers, factor: float = 1.0, tolerance: float = 1
         assert float(psi[i, t]) == pytest.approx(factor * values[i, t], rel=tolerance, abs=1e-9), (i, t)
 
 
-GAE = "ppo --algorithm.shaping none --algorithm.psi.gae.gamma 0.9 --algorithm.psi.gae.lam 0.8"
+GAE = "ppo --algorithm.shaping none --algorithm.advantage.gae.gamma 0.9 --algorithm.advantage.gae.lam 0.8"
 
 
 def gae() -> None:
     """TRL, verl: whitened with ddof 1 and 1e-8 under the root."""
-    same(algorithm(GAE).advantages(BATCH), whitened(gae_by_hand(0.9, 0.8)))
+    same(algorithm(GAE).compute_advantages(BATCH), whitened(gae_by_hand(0.9, 0.8)))
 
 
 DDOF = math.sqrt((len(TOKENS) - 1) / len(TOKENS))
@@ -189,7 +189,7 @@ DDOF = math.sqrt((len(TOKENS) - 1) / len(TOKENS))
 
 
 def gae_of_openrlhf() -> None:
-    same(algorithm(GAE).advantages(BATCH), whitened(gae_by_hand(0.9, 0.8), 0, 0.0, 1e-8), DDOF, 1e-7)
+    same(algorithm(GAE).compute_advantages(BATCH), whitened(gae_by_hand(0.9, 0.8), 0, 0.0, 1e-8), DDOF, 1e-7)
 
 
 FORMS = {"k2": lambda u: u * u / 2, "k3": lambda u: (-u).exp() - 1 + u}
@@ -200,7 +200,7 @@ def kl_in_loss() -> None:
         part = "--algorithm.terms.kl-to-reference"
         term = f"--algorithm.terms KLToReference {part}.beta 0.3 {part}.form {form}"
         agree(
-            ours(f"dr_grpo {term} --algorithm.aggregate TokenMean", torch.zeros_like(PSI)),
+            ours(f"dr_grpo {term} --algorithm.aggregation TokenMean", torch.zeros_like(PSI)),
             theirs(token_mean(lambda logp, i, t, k=k: 0.3 * k(logp[i, t] - BATCH.logp_ref[i, t]))),  # type: ignore[index,misc]
         )
 
@@ -217,22 +217,22 @@ KL = "--algorithm.shaping KLInReward --algorithm.shaping.kl-in-reward.beta 0.3"
 
 def kl_in_reward() -> None:
     """Before the advantages of a critic, and before whitening."""
-    same(algorithm(f"ppo {KL}").advantages(BATCH), whitened(gae_by_hand(1.0, 0.95, 0.3)))
-    same(algorithm(f"reinforce_pp {KL}").advantages(BATCH), whitened(to_go_by_hand(0.3)))
+    same(algorithm(f"ppo {KL}").compute_advantages(BATCH), whitened(gae_by_hand(1.0, 0.95, 0.3)))
+    same(algorithm(f"reinforce_pp {KL}").compute_advantages(BATCH), whitened(to_go_by_hand(0.3)))
 
 
 def kl_in_reward_of_a_group() -> None:
     """verl compares whole sums of a completion's rewards, KL included: level = sequence."""
-    psi = algorithm(f"grpo --algorithm.psi GroupMean {KL} --algorithm.shaping.kl-in-reward.level sequence").advantages(
-        BATCH
-    )
+    psi = algorithm(
+        f"grpo --algorithm.advantage GroupMean {KL} --algorithm.shaping.kl-in-reward.level sequence"
+    ).compute_advantages(BATCH)
     whole = [to_go_by_hand(0.3)[i, 0] for i in range(ROWS)]
     same(psi, {(i, t): whole[i] - mean_of_group(whole, i) for i, t in TOKENS})
 
 
 def kl_after_the_baseline() -> None:
     """OpenRLHF takes the baseline off the rewards alone, and the KL to go comes behind it: it is in no baseline."""
-    psi = algorithm(f"grpo --algorithm.psi GroupMean {KL}").advantages(BATCH)
+    psi = algorithm(f"grpo --algorithm.advantage GroupMean {KL}").compute_advantages(BATCH)
     kl = {key: to_go_by_hand(0.3)[key] - REWARDS[key[0]] for key in TOKENS}
     first = [kl[i, 0] for i in range(ROWS)]
     apart = {(i, t): REWARDS[i] - mean_of_group(REWARDS, i) + kl[i, t] - mean_of_group(first, i) for i, t in TOKENS}
@@ -241,7 +241,7 @@ def kl_after_the_baseline() -> None:
 
 def kl_of_rloo() -> None:
     """TRL's beta in RLOOConfig: the completion's whole KL off its reward."""
-    psi = algorithm("rloo --algorithm.shaping.kl-in-reward.beta 0.3").advantages(BATCH)
+    psi = algorithm("rloo --algorithm.shaping.kl-in-reward.beta 0.3").compute_advantages(BATCH)
     whole = [to_go_by_hand(0.3)[i, 0] for i in range(ROWS)]
     same(psi, {(i, t): (whole[i] - mean_of_group(whole, i)) * SIZE / (SIZE - 1) for i, t in TOKENS})
 
@@ -249,7 +249,9 @@ def kl_of_rloo() -> None:
 def target_kl() -> None:
     """verl, OpenRLHF: β(1 + n/horizon · clip(KL/target − 1, ±0.2)), with n completions a horizon of 10 n."""
     for kl in (0.01, 0.095, 0.1, 0.11, 3.0):
-        assert proportional(0.2, kl, 0.1) == pytest.approx(0.2 * (1 + min(max(kl / 0.1 - 1, -0.2), 0.2) * 64 / 640))
+        assert adapt_proportionally(0.2, kl, 0.1) == pytest.approx(
+            0.2 * (1 + min(max(kl / 0.1 - 1, -0.2), 0.2) * 64 / 640)
+        )
     assert isinstance(algorithm(f"ppo {KL} --algorithm.shaping.kl-in-reward.target 0.1").shaping[0], pg.KLInReward)
 
 
@@ -260,13 +262,13 @@ def aggregated(per_token: str, weight: Callable[[int], float]) -> None:
         values = [-weight(i) * clipped(ratio(logp, i, t), PSI[i, t], 0.2, 0.2) for i, t in TOKENS]
         return torch.stack(values).sum()
 
-    agree(ours(f"grpo --algorithm.terms none --algorithm.aggregate {per_token}"), theirs(loss))
+    agree(ours(f"grpo --algorithm.terms none --algorithm.aggregation {per_token}"), theirs(loss))
 
 
 def loss_types() -> None:
     aggregated("SequenceMean", lambda i: 1 / LENGTHS[i] / ROWS)  # grpo
     aggregated(
-        "FixedLength --algorithm.aggregate.length 9", lambda i: 1 / (ROWS * 9)
+        "FixedLength --algorithm.aggregation.length 9", lambda i: 1 / (ROWS * 9)
     )  # dr_grpo, over max_completion_length
     aggregated("TokenMean", lambda i: 1 / len(TOKENS))  # dapo, bnpo
 
@@ -288,7 +290,7 @@ def deviation(x: tuple[float, ...] | list[float]) -> float:
 
 
 def compared(psi: str, scale: Callable[[int], float]) -> None:
-    found = algorithm(f"grpo --algorithm.psi {psi}").advantages(BATCH)
+    found = algorithm(f"grpo --algorithm.advantage {psi}").compute_advantages(BATCH)
     same(found, {(i, t): (REWARDS[i] - mean_of_group(REWARDS, i)) / scale(i) for i, t in TOKENS})
 
 
@@ -299,43 +301,50 @@ def of_group(i: int) -> float:
 
 def scale_rewards() -> None:
     compared("GroupMean,GroupStd", lambda i: of_group(i) + 1e-4)
-    compared("GroupMean,BatchStd --algorithm.psi.batch-std.of rewards", lambda i: deviation(REWARDS) + 1e-4)
+    compared("GroupMean,BatchStd --algorithm.advantage.batch-std.of rewards", lambda i: deviation(REWARDS) + 1e-4)
     compared("GroupMean", lambda i: 1.0)
-    other = algorithm("grpo --algorithm.psi GroupMean,BatchStd").advantages(
+    other = algorithm("grpo --algorithm.advantage GroupMean,BatchStd").compute_advantages(
         BATCH
     )  # of the centred ones: another number
     assert not torch.allclose(
         other,
-        algorithm("grpo --algorithm.psi GroupMean,BatchStd --algorithm.psi.batch-std.of rewards").advantages(BATCH),
+        algorithm(
+            "grpo --algorithm.advantage GroupMean,BatchStd --algorithm.advantage.batch-std.of rewards"
+        ).compute_advantages(BATCH),
     )
 
 
 def norm_by_std() -> None:
     compared("GroupMean", lambda i: 1.0)
-    compared("GroupMean,GroupStd --algorithm.psi.group-std.eps 1e-6", lambda i: of_group(i) + 1e-6)
+    compared("GroupMean,GroupStd --algorithm.advantage.group-std.eps 1e-6", lambda i: of_group(i) + 1e-6)
 
 
 def estimators() -> None:
     """OpenRLHF's --advantage_estimator, as the page's table has them; without a KL."""
     centred = {(i, t): REWARDS[i] - mean_of_group(REWARDS, i) for i, t in TOKENS}
-    same(algorithm("dr_grpo").advantages(BATCH), centred)
-    same(algorithm("rloo --algorithm.shaping none").advantages(BATCH), centred, SIZE / (SIZE - 1))
-    compared("GroupMean,GroupStd --algorithm.psi.group-std.eps 1e-9", lambda i: of_group(i) + 1e-9)  # group_norm
+    same(algorithm("dr_grpo").compute_advantages(BATCH), centred)
+    same(algorithm("rloo --algorithm.shaping none").compute_advantages(BATCH), centred, SIZE / (SIZE - 1))
+    compared("GroupMean,GroupStd --algorithm.advantage.group-std.eps 1e-9", lambda i: of_group(i) + 1e-9)  # group_norm
     none = {(i, t): REWARDS[i] for i, t in TOKENS}
-    same(algorithm("reinforce_pp --algorithm.shaping none").advantages(BATCH), whitened(none, 0, 0.0, 1e-8), DDOF, 1e-7)
-    same(algorithm("reinforce_pp_baseline").advantages(BATCH), whitened(centred, 0, 0.0, 1e-8), DDOF, 1e-7)
+    same(
+        algorithm("reinforce_pp --algorithm.shaping none").compute_advantages(BATCH),
+        whitened(none, 0, 0.0, 1e-8),
+        DDOF,
+        1e-7,
+    )
+    same(algorithm("reinforce_pp_baseline").compute_advantages(BATCH), whitened(centred, 0, 0.0, 1e-8), DDOF, 1e-7)
 
 
 def no_std_norm() -> None:
     """The mean over tokens still comes off: of what is left without Whiten, the same constant at every token."""
     for words, values in (
         (
-            "reinforce_pp_baseline --algorithm.psi GroupMean",
+            "reinforce_pp_baseline --algorithm.advantage GroupMean",
             {(i, t): REWARDS[i] - mean_of_group(REWARDS, i) for i, t in TOKENS},
         ),
-        ("ppo --algorithm.shaping none --algorithm.psi GAE", gae_by_hand(1.0, 0.95)),
+        ("ppo --algorithm.shaping none --algorithm.advantage GAE", gae_by_hand(1.0, 0.95)),
     ):
-        psi, mean = algorithm(words).advantages(BATCH), sum(values.values()) / len(values)
+        psi, mean = algorithm(words).compute_advantages(BATCH), sum(values.values()) / len(values)
         same(psi - mean, {key: x - mean for key, x in values.items()})
         assert abs(mean) > 1e-3
 
@@ -359,8 +368,8 @@ def sampling_level() -> None:
 def truncated() -> None:
     """TRL masks them in the loss, and their rewards stay in the group's statistics."""
     kept = algorithm("dr_grpo --algorithm.filters MaskTruncated --algorithm.filters.mask-truncated.keep-in-statistics")
-    batch = kept.filtered(BATCH)
-    psi = kept.advantages(batch)
+    batch = kept.apply_filters(BATCH)
+    psi = kept.compute_advantages(batch)
     for i, t in TOKENS:
         assert bool(batch.mask[i, t]) is not TRUNCATED[i]
         assert float(psi[i, t]) == pytest.approx(0.0 if TRUNCATED[i] else REWARDS[i] - mean_of_group(REWARDS, i))
@@ -371,7 +380,7 @@ def temperatures() -> None:
         tau = 1.5 if PSI[i, t] > 0 else 2.5
         return -torch.sigmoid(tau * (ratio(logp, i, t) - 1)) * 4 / tau * PSI[i, t]
 
-    words = "sapo --algorithm.gate.tau-pos 1.5 --algorithm.gate.tau-neg 2.5 --algorithm.aggregate TokenMean"
+    words = "sapo --algorithm.gate.tau-pos 1.5 --algorithm.gate.tau-neg 2.5 --algorithm.aggregation TokenMean"
     agree(ours(words), theirs(token_mean(value)))
 
 
@@ -401,7 +410,7 @@ def entropy() -> None:
     (exact,) = torch.autograd.grad(-0.3 * -(distribution.exp() * distribution).sum(), logits)
     expected = torch.zeros(3, dtype=torch.float64)
     row = algorithm(
-        "dr_grpo --algorithm.terms Entropy --algorithm.terms.entropy.eta 0.3 --algorithm.aggregate TokenMean"
+        "dr_grpo --algorithm.terms Entropy --algorithm.terms.entropy.eta 0.3 --algorithm.aggregation TokenMean"
     )
     for token in range(3):
         logp = logits.log_softmax(0)[token].view(1, 1)
@@ -430,9 +439,9 @@ def overlong() -> None:
 def filtered_groups() -> None:
     """Of rewards of 0 and 1, a group goes where its mean is 0 or 1 (OpenRLHF), its std 0 (verl): the same groups."""
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.float64)
-    dropped = algorithm("grpo --algorithm.filters DropNoSpread").filters[0]
-    assert isinstance(dropped, pg.DropNoSpread)
-    assert (~dropped.dropped(replace(BATCH, reward=rewards))).tolist() == [
+    dropped = algorithm("grpo --algorithm.filters DropZeroVariance").filters[0]
+    assert isinstance(dropped, pg.DropZeroVariance)
+    assert (~dropped.find_dropped(replace(BATCH, reward=rewards))).tolist() == [
         0 < float(rewards[i // 4 * 4 :][:4].mean()) < 1 for i in range(ROWS)
     ]
 
@@ -491,9 +500,9 @@ CHECKS: dict[str, dict[str, tuple[Check, ...]]] = {
     },
 }
 """By library and option: what shows that the option named beside it is that formula."""
-COUNTS = ("--algorithm.step.", "--algorithm.reference.", "--algorithm.critic.pretrain", "--algorithm.critic.lr")
+COUNTS = ("--algorithm.update-rule.", "--algorithm.reference.", "--algorithm.critic.pretrain", "--algorithm.critic.lr")
 """Options that count updates or rollouts, or are a rate: no formula is named there."""
-BOUNDS = ("--algorithm.filters.drop-no-spread.max-rounds",)
+BOUNDS = ("--algorithm.filters.drop-zero-variance.max-rounds",)
 
 
 def test_every_row_that_names_a_formula_has_a_numerical_check() -> None:
@@ -507,9 +516,9 @@ def test_every_row_that_names_a_formula_has_a_numerical_check() -> None:
 
 
 NAMED = {
-    ("TRL", "scale_rewards"): "batch GroupMean,BatchStd with --algorithm.psi.batch-std.of rewards",
+    ("TRL", "scale_rewards"): "batch GroupMean,BatchStd with --algorithm.advantage.batch-std.of rewards",
     ("TRL", "mask_truncated_completions"): "--algorithm.filters.mask-truncated.keep-in-statistics",
-    ("verl", "algorithm.norm_adv_by_std_in_grpo"): "--algorithm.psi.group-std.eps 1e-6",
+    ("verl", "algorithm.norm_adv_by_std_in_grpo"): "--algorithm.advantage.group-std.eps 1e-6",
     ("verl", "algorithm.use_kl_in_reward"): "--algorithm.shaping.kl-in-reward.level sequence",
     ("OpenRLHF", "init_kl_coef"): "behind the baselines",
     ("OpenRLHF", "no_advantage_std_norm"): "without Whiten",

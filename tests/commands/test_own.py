@@ -13,8 +13,8 @@ import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.errors import ConfigError
 from policygrad.training.config.run import Run
-from policygrad.training.config.serialization import find_algorithm, load, part_class
-from policygrad.utils.user_code import load_own
+from policygrad.training.config.serialization import load_algorithm, load_config, load_part_class
+from policygrad.utils.user_code import load_object
 
 
 @pytest.fixture
@@ -64,17 +64,17 @@ def test_a_reward_of_a_file_is_not_taken_for_the_algorithm(run_command: Any, her
 
 
 def test_what_has_no_name_takes_its_variable(here: Path) -> None:
-    assert find_algorithm("own_file.py:NAMELESS").name == "NAMELESS"
-    assert find_algorithm("own_file.py:TENTED").name == "tented"
+    assert load_algorithm("own_file.py:NAMELESS").name == "NAMELESS"
+    assert load_algorithm("own_file.py:TENTED").name == "tented"
 
 
 def test_what_ones_own_is_changed_into_has_another_name(run_command: Any, here: Path) -> None:
     """No row of the matrix would tell later that a part is not what its name stands for."""
     assert dry(run_command, "own_file.py:TENTED")["algorithm"]["name"] == "tented"
     assert dry(run_command, "own_file.py:TENTED", "--lr", "1", "--max-tokens", "9")["algorithm"]["name"] == "tented"
-    made = dry(run_command, "own_file.py:TENTED", "--algorithm.gate", "WeightCap")["algorithm"]
-    assert made["name"] == "tented+WeightCap"
-    made = dry(run_command, "own_file.py:LIKE_GRPO", "--algorithm.gate", "WeightCap")["algorithm"]
+    made = dry(run_command, "own_file.py:TENTED", "--algorithm.gate", "ClippedImportance")["algorithm"]
+    assert made["name"] == "tented+ClippedImportance"
+    made = dry(run_command, "own_file.py:LIKE_GRPO", "--algorithm.gate", "ClippedImportance")["algorithm"]
     assert made["name"] == "grpo"  # compared with the row when it is told
 
 
@@ -84,18 +84,18 @@ def test_in_toml_and_spelled_out_again(run_command: Any, here: Path, monkeypatch
     _, out, _ = run_command("train", "--config", "c.toml", "--algorithm.gate.width", "0.7", "--dry-run")
     (here / "run.toml").write_text(out, encoding="utf-8")
     monkeypatch.chdir("/")
-    read = load(here / "run.toml", Run())
-    assert read.algorithm.gate == part_class(f"{here / 'own_file.py'}:Tent", "", "gate")(0.7)
-    assert [type(link).__name__ for link in read.algorithm.psi] == ["LeaveOneOut", "Asym"]
+    read = load_config(here / "run.toml", Run())
+    assert read.algorithm.gate == load_part_class(f"{here / 'own_file.py'}:Tent", "", "gate")(0.7)
+    assert [type(link).__name__ for link in read.algorithm.advantage] == ["LeaveOneOut", "Asym"]
     assert read.steps == 2
 
 
 def test_files_of_one_name_are_two_modules(run_command: Any, here: Path) -> None:
     made = dry(run_command, "own_file.py:LIKE_GRPO", "--algorithm.gate", "apart/own_file.py:Tent")["algorithm"]
     assert made["gate"]["part"] == f"{here / 'apart' / 'own_file.py'}:Tent"
-    assert load_own("own_file.py:LIKE_GRPO", "").gate.width == 0.3
-    assert load_own("apart/own_file.py:LIKE_GRPO", "").gate.width == 0.4
-    assert load_own("own_file.py:Tent", "") is not load_own("apart/own_file.py:Tent", "")
+    assert load_object("own_file.py:LIKE_GRPO", "").gate.width == 0.3
+    assert load_object("apart/own_file.py:LIKE_GRPO", "").gate.width == 0.4
+    assert load_object("own_file.py:Tent", "") is not load_object("apart/own_file.py:Tent", "")
 
 
 def test_neighbours_of_one_name_are_not_mixed_up(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,24 +103,24 @@ def test_neighbours_of_one_name_are_not_mixed_up(here: Path, monkeypatch: pytest
     for folder, value in ((here, 0.1), (here / "apart", 0.2)):
         (folder / "own_helper.py").write_text(f"WIDTH = {value}\n")
         (folder / "uses.py").write_text(
-            "import policygrad as pg\nfrom own_helper import WIDTH\nA = pg.Algorithm(psi=(pg.RunningMean(WIDTH),))\n"
+            "import policygrad as pg\nfrom own_helper import WIDTH\nA = pg.Algorithm(advantage=(pg.RunningMean(WIDTH),))\n"
         )
-    assert find_algorithm("uses.py:A").psi == (pg.RunningMean(0.1),)
+    assert load_algorithm("uses.py:A").advantage == (pg.RunningMean(0.1),)
     with pytest.raises(
         ConfigError, match=r"imports 'own_helper', and 'own_helper' is .*own_helper\.py in this process"
     ):
-        find_algorithm("apart/uses.py:A")
-    assert find_algorithm("uses.py:A").psi == (pg.RunningMean(0.1),)
+        load_algorithm("apart/uses.py:A")
+    assert load_algorithm("uses.py:A").advantage == (pg.RunningMean(0.1),)
 
 
 def test_a_module_that_another_hides_is_not_taken_in_silence(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_algorithm("own_file:TENTED").name == "tented"
+    assert load_algorithm("own_file:TENTED").name == "tented"
     monkeypatch.chdir(here / "apart")
     with pytest.raises(ConfigError, match=r"which has the same name: write the file, own_file\.py:NAME"):
-        find_algorithm("own_file:TENTED")
+        load_algorithm("own_file:TENTED")
     (here / "apart" / "colorsys.py").write_text("A = 1\n")  # the standard library's comes first
     with pytest.raises(ConfigError, match=r"colorsys\.py:NAME"):
-        find_algorithm("colorsys:A")
+        load_algorithm("colorsys:A")
 
 
 @pytest.mark.parametrize(
@@ -201,4 +201,4 @@ def test_a_part_whose_setting_has_no_default_is_read_from_a_file(here: Path) -> 
     (here / "needing.toml").write_text(
         'algorithm = { name = "dr_grpo", gate = { part = "needing.py:Share", width = 2 } }\n'
     )
-    assert load(here / "needing.toml", Run()).algorithm.gate.width == 2.0  # type: ignore[attr-defined]
+    assert load_config(here / "needing.toml", Run()).algorithm.gate.width == 2.0  # type: ignore[attr-defined]

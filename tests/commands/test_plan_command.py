@@ -12,8 +12,8 @@ import pytest
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
-from policygrad.planning.model_shapes import NAMED
-from policygrad.training.cost_estimate import asks, planned
+from policygrad.planning.model_shapes import KNOWN_SHAPES
+from policygrad.training.cost_estimate import compute_algorithm_cost, compute_plannable_cost
 
 MODEST = ("--model", "Qwen3-1.7B", "--gpus", "H100:8", "--gradient-checkpointing")
 
@@ -95,14 +95,14 @@ def test_what_others_have_measured_can_be_planned_with_an_engine(run_command: An
 
 
 def test_samplers_apart(run_command: Any) -> None:
-    told = json.loads(run_command("plan", *MODEST, "--staleness", "1", "--json")[1])["plan"]
+    told = json.loads(run_command("plan", *MODEST, "--max-staleness", "1", "--json")[1])["plan"]
     assert 0 < told["layout"]["samplers"] < 8
     assert told["idle"]["learner"] < 1
     assert told["memory"]["sampler"]["peak"] <= told["memory"]["usable"]
-    fixed = json.loads(run_command("plan", *MODEST, "--staleness", "1", "--samplers", "2", "--json")[1])["plan"]
+    fixed = json.loads(run_command("plan", *MODEST, "--max-staleness", "1", "--samplers", "2", "--json")[1])["plan"]
     assert fixed["layout"]["samplers"] == 2
     assert fixed["seconds"]["step"] >= told["seconds"]["step"]
-    out = run_command("plan", *MODEST, "--staleness", "1")[1]
+    out = run_command("plan", *MODEST, "--max-staleness", "1")[1]
     assert "devices draw" in out
     assert "learners wait" in out
 
@@ -154,9 +154,9 @@ def test_a_page_with_plots(run_command: Any, tmp_path: Path) -> None:
         (("grpo", "--algorithm", "ppo"), "named twice"),
         (("gpro",), "grpo"),
         (("--samplers", "8"), "leave none to learn"),
-        (("--tensor-parallel", "2"), "give --samplers or --staleness"),
-        (("--staleness", "1", "--samplers", "0"), "leave one of them out"),
-        (("--gpus", "H100", "--staleness", "1"), "at least 2 devices"),
+        (("--tensor-parallel", "2"), "give --samplers or --max-staleness"),
+        (("--max-staleness", "1", "--samplers", "0"), "leave one of them out"),
+        (("--gpus", "H100", "--max-staleness", "1"), "at least 2 devices"),
         (("--calibration", "nowhere.json"), "--calibrate` writes one"),
         (("--output", "nowhere/plan.html"), "there is no folder"),
         (("--price", "-1"), "--price must be at least 0"),
@@ -188,39 +188,48 @@ def test_the_command_loads_no_model_code() -> None:
 
 def test_models_and_passes_of_the_matrix() -> None:
     def told(name: str) -> tuple[int, int, int, int, int]:
-        found = asks(ALGORITHMS[name])
-        return found.trained, found.frozen, found.scores, found.epochs, found.updates
+        found = compute_algorithm_cost(ALGORITHMS[name])
+        return found.trained_models, found.frozen_models, found.scoring_passes, found.epochs, found.updates
 
     assert told("dr_grpo") == (1, 0, 0, 1, 1)
     assert told("grpo") == (1, 1, 1, 1, 1)  # π_ref
     assert told("dapo") == (1, 0, 1, 1, 16)  # π_old, as a rollout feeds several updates
     assert told("ppo") == (2, 1, 3, 4, 4)  # π_old, π_ref and values, and a critic of its own
     assert told("iterative_grpo") == (1, 1, 2, 2, 2)
-    assert asks(pg.DR_GRPO).behind == 1
-    assert asks(pg.DAPO).behind == 0  # it is read anyway
-    assert not asks(pg.DR_GRPO).head_twice
-    assert asks(pg.GRPO).head_twice  # its KL's gradient is not known beforehand
+    assert compute_algorithm_cost(pg.DR_GRPO).stale_scoring_passes == 1
+    assert compute_algorithm_cost(pg.DAPO).stale_scoring_passes == 0  # it is read anyway
+    assert not compute_algorithm_cost(pg.DR_GRPO).recomputes_head
+    assert compute_algorithm_cost(pg.GRPO).recomputes_head  # its KL's gradient is not known beforehand
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_planned_or_refused_with_the_reason(name: str) -> None:
-    if type(ALGORITHMS[name].step) is not pg.FirstOrder:
+    if type(ALGORITHMS[name].update_rule) is not pg.GradientSteps:
         with pytest.raises(pg.ConfigError, match="counts gradient steps alone"):
-            planned(ALGORITHMS[name])
+            compute_plannable_cost(ALGORITHMS[name])
         return
-    found = planned(ALGORITHMS[name])
+    found = compute_plannable_cost(ALGORITHMS[name])
     assert found.name == name
-    assert found.samples == ALGORITHMS[name].samples_per_prompt
+    assert found.samples_per_prompt == ALGORITHMS[name].samples_per_prompt
     assert found.updates % found.epochs == 0
 
 
 def test_what_is_drawn_besides_is_named() -> None:
-    assert any("in the place of those" in text for text in asks(pg.DAPO).uncounted)
-    assert any("greedy" in text for text in asks(pg.REMAX).uncounted)
-    assert any("from within answers" in text for text in asks(pg.VINEPPO).uncounted)
-    assert asks(pg.GRPO).uncounted == ()
+    assert any("in the place of those" in text for text in compute_algorithm_cost(pg.DAPO).uncounted)
+    assert any("greedy" in text for text in compute_algorithm_cost(pg.REMAX).uncounted)
+    assert any("from within answers" in text for text in compute_algorithm_cost(pg.VINEPPO).uncounted)
+    assert compute_algorithm_cost(pg.GRPO).uncounted == ()
 
 
 def test_minibatches_are_no_more_than_prompts(run_command: Any) -> None:
-    words = ("plan", "--model", NAMED["Qwen3-0.6B"].name, "--algorithm", "dapo", "--prompts-per-step", "4", "--json")
+    words = (
+        "plan",
+        "--model",
+        KNOWN_SHAPES["Qwen3-0.6B"].name,
+        "--algorithm",
+        "dapo",
+        "--prompts-per-step",
+        "4",
+        "--json",
+    )
     assert json.loads(run_command(*words)[1])["algorithm"]["updates"] == 4

@@ -13,14 +13,14 @@ import pytest
 import policygrad as pg
 from doubles.own_file import TEXT
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.render import matrix_row
-from policygrad.commands.show import FAMILIES, families, family, field_docs, matrix
+from policygrad.commands.render import build_matrix_row
+from policygrad.commands.show import FAMILIES, classify_family, format_matrix, group_by_family, read_field_docs
 from policygrad.core.validation import ROLES
-from policygrad.training.config.serialization import part_names
+from policygrad.training.config.serialization import list_parts
 
 
 def plain(width: int | None) -> list[str]:
-    return ["".join(text for text, _ in line).rstrip() for line in matrix(width)]
+    return ["".join(text for text, _ in line).rstrip() for line in format_matrix(width)]
 
 
 @pytest.mark.parametrize("width", [50, 72, 80, 100, 120, 200, 300, None])
@@ -29,10 +29,10 @@ def test_matrix_fits(width: int | None) -> None:
     assert width is None or max(map(len, lines)) <= width
     for name, a in ALGORITHMS.items():
         at = next(i for i, line in enumerate(lines) if line.split() and line.split()[0] == name)
-        assert type(a.psi[0]).__name__ in " ".join(lines[at : at + 3])
+        assert type(a.advantage[0]).__name__ in " ".join(lines[at : at + 3])
     text = " ".join(" ".join(lines).split())
     for place, part in (pair for a in ALGORITHMS.values() for pair in a.parts()):
-        usual = place == "step" and part == pg.Algorithm().step
+        usual = place == "update_rule" and part == pg.Algorithm().update_rule
         assert usual or place == "reference" or type(part).__name__ in text
     assert "Clip(3e-4, 4e-4)" in text  # what is not the default always stands there
 
@@ -40,15 +40,15 @@ def test_matrix_fits(width: int | None) -> None:
 @pytest.mark.parametrize("width", [60, 80, 110, 250])
 def test_no_word_is_cut_and_families_stand_together(width: int) -> None:
     """Every word of the narrow form is one of the wide form; the rows are in the order of their families."""
-    rows = [matrix_row(a, changed=changed) for a in ALGORITHMS.values() for changed in (True, False)]
+    rows = [build_matrix_row(a, changed=changed) for a in ALGORITHMS.values() for changed in (True, False)]
     cells = [text for row in rows for column, parts in row.items() for text in (column, *parts)]
     whole = {word.rstrip(",") for text in (*cells, *FAMILIES, *ALGORITHMS) for word in text.split()} | {"–"}
     lines = plain(width)
     assert {word.rstrip(",") for line in lines for word in line.split()} <= whole
     named = [line.split()[0] for line in lines if line.split() and line.split()[0] in ALGORITHMS]
-    assert named == [name for members in families().values() for name in members]
+    assert named == [name for members in group_by_family().values() for name in members]
     assert sorted(named) == sorted(ALGORITHMS)
-    for name in families():
+    for name in group_by_family():
         assert name in " ".join(lines)
     if width >= 80:
         assert all(line.count("(") == line.count(")") for line in lines)  # nor is a part's list of settings
@@ -56,7 +56,7 @@ def test_no_word_is_cut_and_families_stand_together(width: int) -> None:
 
 def test_families() -> None:
     single, values, group, clipped, gated, completion = FAMILIES
-    found = {a.name: family(a) for a in (pg.REINFORCE, pg.PPO, pg.VINEPPO, pg.RLOO, pg.GRPO, pg.SAPO, pg.GSPO)}
+    found = {a.name: classify_family(a) for a in (pg.REINFORCE, pg.PPO, pg.VINEPPO, pg.RLOO, pg.GRPO, pg.SAPO, pg.GSPO)}
     assert list(found.values()) == [single, values, values, group, clipped, gated, completion]
 
 
@@ -74,7 +74,7 @@ def test_also(run_command: Any) -> None:
     assert list(json.loads(run_command("algorithms", "--json")[1])) == list(ALGORITHMS)
 
 
-@pytest.mark.parametrize("name", part_names())
+@pytest.mark.parametrize("name", list_parts())
 def test_show_part(run_command: Any, name: str) -> None:
     code, out, _ = run_command("show", name)
     kind = getattr(pg, name)
@@ -118,13 +118,13 @@ def test_show_alone_lists_everything(run_command: Any) -> None:
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     words = set(out.replace(",", " ").split())
-    assert set(ALGORITHMS) | set(part_names()) | set(ROLES) <= words
+    assert set(ALGORITHMS) | set(list_parts()) | set(ROLES) <= words
 
 
 def test_field_docs_come_from_where_a_setting_is_declared() -> None:
-    docs = field_docs(pg.DualClip)
+    docs = read_field_docs(pg.DualClip)
     assert set(docs) >= {"low", "high", "c"}
-    assert field_docs(pg.Critic)["lam"] == "λ of the targets; 1 = Monte-Carlo returns."
+    assert read_field_docs(pg.Critic)["lam"] == "λ of the targets; 1 = Monte-Carlo returns."
 
 
 def test_help_has_no_list_of_all_names(run_command: Any) -> None:

@@ -18,16 +18,18 @@ from doubles.comparison import row as planned
 from doubles.files import write_rows
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import compare as command
-from policygrad.commands.compare import EVALUATED, CompareOptions, resolved, rows_of, run
-from policygrad.compare.plan import LADDERS, OVERRIDES, Row, layered, names, read
-from policygrad.compare.runner import Work
+from policygrad.commands.compare import EVAL_FRACTION, CompareOptions, build_rows, resolve_row, run_comparison
+from policygrad.compare.plan import LADDERS, OVERRIDES, ComparisonRow, merge_argv, option_names, read_plan
+from policygrad.compare.runner import ComparisonRun
 from policygrad.errors import ConfigError
 
 
-def rows(*specs: str, common: tuple[str, ...] = (), options: tuple[str, ...] = (), **changes: Any) -> dict[str, Row]:
+def rows(
+    *specs: str, common: tuple[str, ...] = (), options: tuple[str, ...] = (), **changes: Any
+) -> dict[str, ComparisonRow]:
     given = {"lr_grid": (), "delta_grid": (), "tokens": 250_000, "overrides": True} | changes
     ladder = given.pop("ladder", None)
-    return {row.label: row for row in rows_of(specs, ladder, common, options, **given)}
+    return {row.label: row for row in build_rows(specs, ladder, common, options, **given)}
 
 
 def words(run_command: Any, *args: str) -> list[str]:
@@ -37,7 +39,7 @@ def words(run_command: Any, *args: str) -> list[str]:
 
 
 def test_layers_replace_by_option() -> None:
-    assert layered(("grpo", "--a", "1", "--b"), ("--a=2",), ("--c", "x", "y")) == (
+    assert merge_argv(("grpo", "--a", "1", "--b"), ("--a=2",), ("--c", "x", "y")) == (
         "grpo",
         "--a=2",
         "--b",
@@ -45,8 +47,8 @@ def test_layers_replace_by_option() -> None:
         "x",
         "y",
     )
-    assert layered(("--max_tokens", "5"), ("--max-tokens", "6")) == ("--max-tokens", "6")
-    assert names(("grpo", "--a_b=1", "--c", "-1")) == {"--a-b", "--c"}
+    assert merge_argv(("--max_tokens", "5"), ("--max-tokens", "6")) == ("--max-tokens", "6")
+    assert option_names(("grpo", "--a_b=1", "--c", "-1")) == {"--a-b", "--c"}
 
 
 def test_rows_labels_and_layers() -> None:
@@ -57,8 +59,8 @@ def test_rows_labels_and_layers() -> None:
         options=("grpo=--samples-per-prompt 4", "grpo=--temperature 0.9"),
     )
     assert list(found) == ["grpo", "tight"]
-    assert found["tight"].words[0] == "grpo"
-    assert "--algorithm.gate.high" in found["tight"].words
+    assert found["tight"].argv[0] == "grpo"
+    assert "--algorithm.gate.high" in found["tight"].argv
     assert found["grpo"].settings["samples_per_prompt"] == 4
     assert found["tight"].settings["samples_per_prompt"] == 8
     assert {row.settings["prompts_per_step"] for row in found.values()} == {16}
@@ -68,21 +70,21 @@ def test_rows_labels_and_layers() -> None:
 
 def test_evaluations_cost_at_most_their_share() -> None:
     for row in rows("grpo", "vapo", "rloo", "ppo").values():
-        run = resolved(row.label, row.words)
-        evaluated = run.evaluation.problems * run.evaluation.samples
-        trained = run.prompts_per_step * run.group_size * run.evaluation.every
-        assert evaluated <= EVALUATED * trained
+        run = resolve_row(row.label, row.argv)
+        evaluated = run.evaluation.problems * run.evaluation.samples_per_prompt
+        trained = run.prompts_per_step * run.effective_samples_per_prompt * run.evaluation.every
+        assert evaluated <= EVAL_FRACTION * trained
         assert run.steps >= 1000
-    assert resolved("own", rows("grpo", common=("--evaluation.every", "1"))["grpo"].words).evaluation.every == 1
+    assert resolve_row("own", rows("grpo", common=("--evaluation.every", "1"))["grpo"].argv).evaluation.every == 1
 
 
 def test_what_is_tuned() -> None:
     grids = {"lr_grid": (1e-4, 1e-3), "delta_grid": (0.01, 0.03)}
     found = rows("grpo", "trpo", "fixed=grpo --lr 1e-3", **grids)
-    assert (found["grpo"].knob, found["grpo"].grid) == ("--lr", (1e-4, 1e-3))
-    assert (found["trpo"].knob, found["trpo"].grid) == ("--algorithm.step.delta", (0.01, 0.03))
-    assert (found["fixed"].knob, found["fixed"].grid) == ("", ())
-    assert not rows("trpo", lr_grid=(1e-4, 1e-3))["trpo"].tuned
+    assert (found["grpo"].tuned_option, found["grpo"].grid) == ("--lr", (1e-4, 1e-3))
+    assert (found["trpo"].tuned_option, found["trpo"].grid) == ("--algorithm.update-rule.delta", (0.01, 0.03))
+    assert (found["fixed"].tuned_option, found["fixed"].grid) == ("", ())
+    assert not rows("trpo", lr_grid=(1e-4, 1e-3))["trpo"].is_tuned
     with pytest.raises(ConfigError, match="--lr for all rows leaves nothing to choose"):
         rows("grpo", common=("--lr", "1e-3"), **grids)
 
@@ -90,18 +92,18 @@ def test_what_is_tuned() -> None:
 def test_what_short_answers_need_is_said_and_can_be_left_out() -> None:
     found = rows("vapo", "grpo")
     assert found["vapo"].reason == OVERRIDES["vapo"].reason
-    assert set(OVERRIDES["vapo"].options) <= set(found["vapo"].words)
+    assert set(OVERRIDES["vapo"].options) <= set(found["vapo"].argv)
     assert found["grpo"].reason == ""
     for plain in (rows("vapo", overrides=False), rows("vapo", common=("--task", "embedded_steps"))):
         assert plain["vapo"].reason == ""
-        assert "0.5" not in plain["vapo"].words
+        assert "0.5" not in plain["vapo"].argv
     assert set(OVERRIDES) <= set(ALGORITHMS)
 
 
 def test_an_algorithm_of_ones_own_parts() -> None:
-    found = rows("soft=dr_grpo --algorithm.gate SoftGate --algorithm.gate.tau-pos 2", lr_grid=(1e-3,))
-    run = resolved("soft", (*found["soft"].words, "--lr", "1e-3"))
-    assert run.algorithm.gate == pg.SoftGate(2.0, 1.05)
+    found = rows("soft=dr_grpo --algorithm.gate SigmoidGate --algorithm.gate.tau-pos 2", lr_grid=(1e-3,))
+    run = resolve_row("soft", (*found["soft"].argv, "--lr", "1e-3"))
+    assert run.algorithm.gate == pg.SigmoidGate(2.0, 1.05)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +167,9 @@ def test_too_few_seeds_are_said_before_the_first_run_begins(
     def begun(self: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Work, "do", begun)
+    monkeypatch.setattr(ComparisonRun, "do", begun)
     with pytest.raises(KeyboardInterrupt):
-        run(plan(planned("grpo"), planned("ppo"), seeds=2), tmp_path / "c", CompareOptions())
+        run_comparison(plan(planned("grpo"), planned("ppo"), seeds=2), tmp_path / "c", CompareOptions())
     assert "--seeds 2 can tell no two rows apart" in capsys.readouterr().err
 
 
@@ -176,11 +178,11 @@ def test_a_ladder_ends_at_its_method(name: str) -> None:
     """Every rung is another algorithm than the one below, and the last is the method itself."""
     ladder = LADDERS[name]
     found = list(rows(ladder=ladder).values())
-    made = [resolved(row.label, row.words).algorithm for row in found]
+    made = [resolve_row(row.label, row.argv).algorithm for row in found]
     assert len(made) == len(ladder.rungs) >= 2
     assert all(a != b for a, b in pairwise(made))
-    own = resolved("own", (name, *ladder.setting)).algorithm
-    assert replace(made[-1], name=own.name, step=own.step) == own
+    own = resolve_row("own", (name, *ladder.setting)).algorithm
+    assert replace(made[-1], name=own.name, update_rule=own.update_rule) == own
     assert {row.measure["task"] for row in found} == {"embedded_steps"}
     assert all(row.change for row in found)
     assert {row.settings["updates_per_rollout"] for row in found} == {16}
@@ -220,7 +222,7 @@ def test_a_comparison_for_real(
     assert len(run["curve"]["score"]) >= 3
     assert "P(row above column)" in out
     assert (Path("c") / "comparison.html").stat().st_size > 10_000
-    assert read(Path("c")).seeds == (0, 1)
+    assert read_plan(Path("c")).seeds == (0, 1)
     assert not list(Path("c").rglob("checkpoints"))
     before = {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
     code, again, err = run_command("compare", "--resume", "c", "--json")
@@ -272,9 +274,9 @@ def naming(file: object) -> list[tuple[str, ...]]:
         ("grpo", f"--reward={file}:score"),
         ("grpo", "--reward", f"math if {file}:score"),
         ("grpo", "--environment", f"{file}:World"),
-        ("grpo", "--map", f"{file}:row"),
-        ("grpo", "--allow", f"{file}", "--reward", f"{file}:score"),
-        ("grpo", f"--allow={file}"),
+        ("grpo", "--row-map", f"{file}:row"),
+        ("grpo", "--allow-code", f"{file}", "--reward", f"{file}:score"),
+        ("grpo", f"--allow-code={file}"),
     ]
 
 
@@ -287,7 +289,7 @@ def test_resume_plan_that_names_code_is_refused_without_permission(
         received(here / folder, *naming(name)[way])
         code, _, err = run_command("compare", "--resume", folder)
         assert code == 2, err
-        assert f"--allow {name}" in err
+        assert f"--allow-code {name}" in err
         assert not (here / folder / "ran").exists()
         assert not (here / folder / "runs").exists()
         shutil.rmtree(here / folder)
@@ -299,14 +301,14 @@ def test_resume_in_the_comparisons_folder_takes_no_code_from_it(
     folder = received(here / "c", "grpo", "--reward", "planted.py:score")
     monkeypatch.chdir(folder)
     code, _, err = run_command("compare", "--resume", ".")
-    assert (code, "--allow planted.py" in err) == (2, True), err
+    assert (code, "--allow-code planted.py" in err) == (2, True), err
     assert not (folder / "ran").exists()
 
 
 def test_resume_plan_that_names_an_installed_package_is_refused(run_command: Any, here: Path) -> None:
     received(here / "c", "grpo", "--reward", "shutil.rmtree")
     code, _, err = run_command("compare", "--resume", "c")
-    assert (code, "--allow shutil" in err) == (2, True), err
+    assert (code, "--allow-code shutil" in err) == (2, True), err
 
 
 def test_resume_plan_that_moves_names_by_directory_is_refused(run_command: Any, here: Path) -> None:
@@ -314,7 +316,7 @@ def test_resume_plan_that_moves_names_by_directory_is_refused(run_command: Any, 
     (here / "planted.py").write_text("")
     received(here / "c", "grpo", "--reward", "planted.py:score", "--directory", "c")
     code, _, err = run_command("compare", "--resume", "c")
-    assert (code, "--allow c/planted.py" in err) == (2, True), err
+    assert (code, "--allow-code c/planted.py" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
@@ -325,8 +327,8 @@ def test_resume_plan_that_sends_prompts_or_weights_elsewhere_is_refused(
 ) -> None:
     received(here / "c", "grpo", "--sampler.engine", "vllm", *words)
     code, _, err = run_command("compare", "--resume", "c")
-    assert (code, f"--allow {words[-1]}" in err, "localhost" in err) == (2, True, False), err
-    assert run_command("compare", "--resume", "c", "--allow", words[-1], "--dry-run")[0] == 0
+    assert (code, f"--allow-code {words[-1]}" in err, "localhost" in err) == (2, True, False), err
+    assert run_command("compare", "--resume", "c", "--allow-code", words[-1], "--dry-run")[0] == 0
 
 
 def test_resume_plan_of_code_in_the_current_folder_needs_no_permission(run_command: Any, here: Path) -> None:
@@ -347,11 +349,11 @@ def test_resume_plan_with_permission_passes_it_to_the_runs(
 
     monkeypatch.setattr("policygrad.compare.runner.Processes", Recorded)
     received(here / "c", "grpo", "--reward", "c/planted.py:score")
-    code, _, err = run_command("compare", "--resume", "c", "--allow", "c/planted.py")
+    code, _, err = run_command("compare", "--resume", "c", "--allow-code", "c/planted.py")
     assert code == 0, err
     assert started[0][0] == ("c/planted.py",)
     assert not (here / "c" / "ran").exists()
-    code, _, err = run_command("compare", "grpo", "--allow", "c/planted.py")
+    code, _, err = run_command("compare", "grpo", "--allow-code", "c/planted.py")
     assert (code, "behind a --" in err) == (2, True), err
 
 

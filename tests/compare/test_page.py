@@ -14,14 +14,14 @@ import pytest
 
 import browser as browsers
 from doubles.comparison import MEASURE, StubRunner, plan, row
-from policygrad.compare.page import SHOWN, page
-from policygrad.compare.report import Report, rate, report
-from policygrad.compare.runner import Work
+from policygrad.compare.page import MAX_SHOWN_ROWS, render_comparison
+from policygrad.compare.report import ComparisonReport, build_report, format_learning_rate
+from policygrad.compare.runner import ComparisonRun
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-LABELS = [f"row_{i}" for i in range(SHOWN + 1)]
+LABELS = [f"row_{i}" for i in range(MAX_SHOWN_ROWS + 1)]
 NASTY = "</script><b>bad"
 needs_browser = pytest.mark.skipif(
     browsers.missing() is not None and not os.environ.get("POLICYGRAD_NEEDS_BROWSER"), reason=str(browsers.missing())
@@ -29,7 +29,7 @@ needs_browser = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def found(tmp_path_factory: pytest.TempPathFactory) -> ComparisonReport:
     """Nine rows, some tuned, one of another kind, one that fails, one with a text that would break out."""
     rows = [row(label, (1e-4, 1e-3) if i % 2 else ()) for i, label in enumerate(LABELS)]
     rows += [
@@ -40,12 +40,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Report:
         {label: 0.4 + 0.05 * i for i, label in enumerate(LABELS)}, fails=lambda words: words[1] == "broken"
     )
     made = plan(*rows, seeds=3, ladder={"source": "Yu et al. 2025", "why": "lengths matter"})
-    return report(made, Work(made, tmp_path_factory.mktemp("c"), runner, 2, lambda text: None).do())
+    return build_report(made, ComparisonRun(made, tmp_path_factory.mktemp("c"), runner, 2, lambda text: None).run())
 
 
 @pytest.fixture(scope="module")
-def text(found: Report) -> str:
-    return page(found)
+def text(found: ComparisonReport) -> str:
+    return render_comparison(found)
 
 
 class Tags(HTMLParser):
@@ -84,7 +84,7 @@ def test_it_is_one_whole_file_that_asks_the_network_for_nothing(text: str) -> No
     assert "url(" not in re.sub(r"url\(#", "", text)
 
 
-def test_it_names_the_model_the_task_and_each_rows_learning_rate(found: Report, text: str) -> None:
+def test_it_names_the_model_the_task_and_each_rows_learning_rate(found: ComparisonReport, text: str) -> None:
     shown = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", text))
     assert (
         f"model {MEASURE['model']}, task {MEASURE['task']}; other: model {MEASURE['model']}, task embedded_steps."
@@ -93,7 +93,9 @@ def test_it_names_the_model_the_task_and_each_rows_learning_rate(found: Report, 
     table = re.search(r'<table class="sortable">(.*?)</table>', text, re.DOTALL)
     assert table is not None
     rates = dict(re.findall(r'<th scope="row">(\w+)</th>\s*<td data-v="[^"]*">([^<]*)</td>', table[1]))
-    assert {label: rates[label].rstrip("*") for label in LABELS} == {row.label: rate(row) for row in found.rows[:9]}
+    assert {label: rates[label].rstrip("*") for label in LABELS} == {
+        row.label: format_learning_rate(row) for row in found.rows[:9]
+    }
 
 
 def test_entropy_kl_and_length_stand_beside_the_score(text: str) -> None:
@@ -102,7 +104,7 @@ def test_entropy_kl_and_length_stand_beside_the_score(text: str) -> None:
     assert heads[at + 1 : at + 5] == ["entropy", "KL", "length", "cut off"]
 
 
-def test_every_row_is_on_it_and_no_text_breaks_out(found: Report, text: str) -> None:
+def test_every_row_is_on_it_and_no_text_breaks_out(found: ComparisonReport, text: str) -> None:
     data = embedded(text)
     drawn = {r["label"] for kind in data["kinds"] for r in kind["rows"]}
     assert drawn == {r.label for r in found.rows} - {"broken"}
@@ -110,7 +112,7 @@ def test_every_row_is_on_it_and_no_text_breaks_out(found: Report, text: str) -> 
     assert NASTY not in text
     assert "no run succeeded" in text
     assert "adds π<sub>ref</sub>" in text or "adds π_ref" in text
-    assert all(row.words in text for row in found.rows)
+    assert all(row.command in text for row in found.rows)
     matrix = data["pairs"]["tokens"]
     assert matrix["row_0"]["row_1"][0] == pytest.approx(1 - matrix["row_1"]["row_0"][0])
     assert data["rates"]["--lr"]["series"] == LABELS[1::2]
@@ -157,9 +159,9 @@ def test_it_fits_and_is_light_or_dark(chromium: Browser, file: Path, width: int,
 def test_axis_legend_hover_pairs_and_sorting(chromium: Browser, file: Path) -> None:
     page, wrong = opened(chromium, file)
     figure = page.locator('[data-curves="0"]')
-    assert figure.locator(".curve").count() == figure.locator(".band").count() == SHOWN
+    assert figure.locator(".curve").count() == figure.locator(".band").count() == MAX_SHOWN_ROWS
     figure.get_by_role("button", name="show all").click()
-    assert figure.locator(".curve").count() == SHOWN + 1
+    assert figure.locator(".curve").count() == MAX_SHOWN_ROWS + 1
     figure.get_by_role("button", name="row_3", exact=True).click()
     assert figure.locator('.curve[data-series="3"]').count() == 0
     page.get_by_role("button", name="seconds of training").click()

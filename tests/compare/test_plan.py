@@ -11,34 +11,34 @@ import pytest
 
 from doubles.comparison import StubRunner, plan, row, write_run
 from policygrad.compare import runner as outcomes
-from policygrad.compare.plan import TUNING, Job, Plan, open_folder, read
-from policygrad.compare.runner import Results, Work, choose
+from policygrad.compare.plan import FIRST_TUNING_SEED, ComparisonPlan, Job, open_comparison, read_plan
+from policygrad.compare.runner import ComparisonRun, Results, choose_values
 from policygrad.errors import RunError
 
 GRID = (1e-4, 1e-3, 1e-2)
 
 
-def carried_out(found: Plan, folder: Path, runner: StubRunner, jobs: int = 1) -> tuple[Results, list[str]]:
+def carried_out(found: ComparisonPlan, folder: Path, runner: StubRunner, jobs: int = 1) -> tuple[Results, list[str]]:
     said: list[str] = []
-    return Work(found, folder, runner, jobs, said.append).do(), said
+    return ComparisonRun(found, folder, runner, jobs, said.append).run(), said
 
 
 def test_the_runs_that_follow() -> None:
     found = plan(row("grpo", GRID), row("trpo"), seeds=2, tuning=2)
-    tuning = found.tuning()
+    tuning = found.tuning_jobs()
     assert len(tuning) == 3 * 2
     assert {job.row for job in tuning} == {"grpo"}
-    assert all(job.seed >= TUNING for job in tuning)
+    assert all(job.seed >= FIRST_TUNING_SEED for job in tuning)
     assert not {job.seed for job in tuning} & set(found.seeds)
-    reported = found.reported({"grpo": 1e-3, "trpo": None})
+    reported = found.reported_jobs({"grpo": 1e-3, "trpo": None})
     assert [str(job) for job in reported] == [
         "grpo at 0.001, seed 0",
         "trpo, seed 0",
         "grpo at 0.001, seed 1",
         "trpo, seed 1",
     ]
-    assert found.train_words(reported[0]) == ("train", "grpo", "--lr", "0.001", "--tokens", "12000", "--seed", "0")
-    assert found.train_words(reported[1]) == ("train", "trpo", "--tokens", "12000", "--seed", "0")
+    assert found.train_argv(reported[0]) == ("train", "grpo", "--lr", "0.001", "--tokens", "12000", "--seed", "0")
+    assert found.train_argv(reported[1]) == ("train", "trpo", "--tokens", "12000", "--seed", "0")
     assert len({job.folder for job in [*tuning, *reported]}) == len(tuning) + len(reported)
 
 
@@ -46,36 +46,36 @@ def test_more_may_be_asked_for_and_what_is_there_counts(tmp_path: Path) -> None:
     """Rows, values of a grid and seeds, in any order of the rows; not another budget."""
     first = plan(row("grpo", GRID[:2]), row("ppo"), seeds=2)
     more = plan(row("trpo"), row("ppo"), row("grpo", GRID), seeds=3)
-    assert open_folder(tmp_path / "new", first) == first
-    assert open_folder(tmp_path / "new", more) == more
-    assert read(tmp_path / "new") == more
-    assert {job.folder for job in first.tuning()} < {job.folder for job in more.tuning()}
+    assert open_comparison(tmp_path / "new", first) == first
+    assert open_comparison(tmp_path / "new", more) == more
+    assert read_plan(tmp_path / "new") == more
+    assert {job.folder for job in first.tuning_jobs()} < {job.folder for job in more.tuning_jobs()}
     with pytest.raises(RunError, match="they differ in the rows"):
-        open_folder(tmp_path / "new", first)
+        open_comparison(tmp_path / "new", first)
     with pytest.raises(RunError, match="they differ in tokens"):
-        open_folder(tmp_path / "new", replace(more, tokens=more.tokens + 1))
+        open_comparison(tmp_path / "new", replace(more, tokens=more.tokens + 1))
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), row("ppo", updates=4))
-    assert open_folder(tmp_path / "new", found) == found
-    assert read(tmp_path / "new") == found
-    assert open_folder(tmp_path / "new", found) == found
+    assert open_comparison(tmp_path / "new", found) == found
+    assert read_plan(tmp_path / "new") == found
+    assert open_comparison(tmp_path / "new", found) == found
     with pytest.raises(RunError, match=r"they differ in the row ppo: go on with it by --resume"):
-        open_folder(tmp_path / "new", plan(row("grpo", GRID), row("ppo", updates=8)))
+        open_comparison(tmp_path / "new", plan(row("grpo", GRID), row("ppo", updates=8)))
     with pytest.raises(RunError, match=r"they differ in the rows, seeds"):
-        open_folder(tmp_path / "new", plan(row("grpo", GRID), seeds=9))
+        open_comparison(tmp_path / "new", plan(row("grpo", GRID), seeds=9))
     with pytest.raises(RunError, match=r"they differ in the row grpo"):
-        open_folder(tmp_path / "new", plan(row("grpo", GRID[:2]), row("ppo", updates=4)))
+        open_comparison(tmp_path / "new", plan(row("grpo", GRID[:2]), row("ppo", updates=4)))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("…")
     with pytest.raises(RunError, match="is not empty and holds no comparison"):
-        open_folder(tmp_path / "other", found)
+        open_comparison(tmp_path / "other", found)
     with pytest.raises(RunError, match="holds no comparison"):
-        read(tmp_path / "other")
+        read_plan(tmp_path / "other")
     (tmp_path / "other" / "plan.json").write_text("{}")
     with pytest.raises(RunError, match="is no plan of a comparison"):
-        read(tmp_path / "other")
+        read_plan(tmp_path / "other")
 
 
 def test_the_best_rate_on_the_tuning_seeds_is_reported(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_best_rate_on_the_tuning_seeds_is_reported(tmp_path: Path) -> None:
     results, said = carried_out(found, tmp_path, runner, jobs=2)
     assert results.chosen == {"grpo": 1e-3, "ppo": None}
     assert len(runner.ran) == 3 * 2 + 2 * 2
-    assert {job.seed for job in results.outcomes if job.value == 1e-2} == set(found.tuning_seeds)
+    assert {job.seed for job in results.outcomes if job.option_value == 1e-2} == set(found.tuning_seeds)
     assert not results.failures
     assert not results.stopped
     assert said[0] == "6 of 6 tuning runs to do"
@@ -94,10 +94,10 @@ def test_the_best_rate_on_the_tuning_seeds_is_reported(tmp_path: Path) -> None:
 def test_of_equal_rates_the_smaller_and_none_that_failed(tmp_path: Path) -> None:
     found = plan(row("grpo", GRID), seeds=1, tuning=1)
     write_run(tmp_path / "run", 0.5, None, 0)
-    same = outcomes.read(tmp_path / "run")
-    assert choose(found, {Job("grpo", value, TUNING): same for value in GRID}) == {"grpo": 1e-4}
-    assert choose(found, {Job("grpo", value, TUNING): same for value in GRID[1:]}) == {"grpo": 1e-3}
-    assert choose(found, {}) == {}
+    same = outcomes.read_outcome(tmp_path / "run")
+    assert choose_values(found, {Job("grpo", value, FIRST_TUNING_SEED): same for value in GRID}) == {"grpo": 1e-4}
+    assert choose_values(found, {Job("grpo", value, FIRST_TUNING_SEED): same for value in GRID[1:]}) == {"grpo": 1e-3}
+    assert choose_values(found, {}) == {}
 
 
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_a_failed_run_is_reported_others_go_on_and_it_is_tried_again(tmp_path: P
     found = plan(row("grpo", GRID), row("ppo"))
     runner = StubRunner(fails=lambda words: "0.01" in words or (words[1] == "ppo" and words[-1] == "1"))
     results, said = carried_out(found, tmp_path, runner)
-    assert {(job.row, job.value, job.seed) for job in results.failures} == {
-        ("grpo", 1e-2, TUNING),
-        ("grpo", 1e-2, TUNING + 1),
+    assert {(job.row, job.option_value, job.seed) for job in results.failures} == {
+        ("grpo", 1e-2, FIRST_TUNING_SEED),
+        ("grpo", 1e-2, FIRST_TUNING_SEED + 1),
         ("ppo", None, 1),
     }
     assert all("NaN in the loss" in error for error in results.failures.values())
@@ -176,20 +176,20 @@ def test_finished_runs_are_kept_small(tmp_path: Path) -> None:
 
     found = plan(row("grpo", GRID), seeds=1, tuning=1)
     carried_out(found, tmp_path, Heavy())
-    tuning, reported = (tmp_path / job.folder for job in (found.tuning()[0], *found.reported({"grpo": 1e-3})))
+    tuning, reported = (tmp_path / job.folder for job in (found.tuning_jobs()[0], *found.reported_jobs({"grpo": 1e-3})))
     assert sorted(p.name for p in tuning.iterdir()) == ["metrics.jsonl", "result.json"]
     assert sorted(p.name for p in reported.iterdir()) == ["completions.jsonl", "metrics.jsonl", "model", "result.json"]
 
 
 def test_a_runs_curve_over_three_axes(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 0.8, None, 0, updates=3)
-    found = outcomes.read(tmp_path / "run")
+    found = outcomes.read_outcome(tmp_path / "run")
     assert found.tokens == (0.0, 4000.0, 8000.0, 12000.0)
     assert found.updates == (0.0, 12.0, 24.0, 36.0)
     assert found.seconds == (0.0, 8.0, 16.0, 24.0)
     assert len(found.score) == 4
     assert found.steps == 12
-    assert found.signs["length"] == pytest.approx(9 + (10 + 11 + 12) / 3)  # the last fifth of twelve, rounded up
+    assert found.diagnostics["length"] == pytest.approx(9 + (10 + 11 + 12) / 3)  # the last fifth of twelve, rounded up
     assert found.cost["cpu_seconds"] == 20.0
     with pytest.raises(RunError, match="cannot be read as a finished run"):
-        outcomes.read(tmp_path)
+        outcomes.read_outcome(tmp_path)

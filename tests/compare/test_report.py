@@ -10,53 +10,55 @@ from typing import Any
 import pytest
 
 from doubles.comparison import MEASURE, StubRunner, plan, row
-from policygrad.commands.compare import table
-from policygrad.compare.page import page
-from policygrad.compare.plan import TUNING, Job
-from policygrad.compare.report import Report, report
-from policygrad.compare.runner import Outcome, Results, Work
+from policygrad.commands.compare import format_comparison
+from policygrad.compare.page import render_comparison
+from policygrad.compare.plan import FIRST_TUNING_SEED, Job
+from policygrad.compare.report import ComparisonReport, build_report
+from policygrad.compare.runner import ComparisonRun, Results, RunOutcome
 from policygrad.errors import ConfigError
 
 GRID = (1e-4, 1e-3)
 
 
-def outcome(after: float, tokens: float = 100.0, updates: float = 10.0, seconds: float = 20.0) -> Outcome:
+def outcome(after: float, tokens: float = 100.0, updates: float = 10.0, seconds: float = 20.0) -> RunOutcome:
     """A curve that is 0.2 before, and half of the way at half of everything."""
     half = (0.2 + after) / 2
     score = (0.2, half, after)
-    return Outcome((0.0, tokens / 2, tokens), (0.0, updates / 2, updates), (0.0, seconds / 2, seconds), score, 0.01, 5)
+    return RunOutcome(
+        (0.0, tokens / 2, tokens), (0.0, updates / 2, updates), (0.0, seconds / 2, seconds), score, 0.01, 5
+    )
 
 
 def by_hand(
-    rows: dict[str, list[Outcome]], share: float = 0.8, ladder: dict[str, str] | None = None, **changes: Any
-) -> Report:
+    rows: dict[str, list[RunOutcome]], share: float = 0.8, ladder: dict[str, str] | None = None, **changes: Any
+) -> ComparisonReport:
     found = plan(
         *(row(label, **changes.get(label, {})) for label in rows), seeds=max(map(len, rows.values())), ladder=ladder
     )
     outcomes = {Job(label, None, seed): o for label, runs in rows.items() for seed, o in enumerate(runs)}
-    return report(found, Results(outcomes, {}, dict.fromkeys(rows)), share)
+    return build_report(found, Results(outcomes, {}, dict.fromkeys(rows)), share)
 
 
-def carried_out(folder: Path, **fails: Any) -> Report:
+def carried_out(folder: Path, **fails: Any) -> ComparisonReport:
     found = plan(row("grpo", GRID), row("ppo", updates=4), row("slow"), seeds=3)
     runner = StubRunner({"grpo": 0.9, "ppo": 0.8, "slow": 0.4}, **fails)
-    return report(found, Work(found, folder, runner, 1, lambda text: None).do())
+    return build_report(found, ComparisonRun(found, folder, runner, 1, lambda text: None).run())
 
 
-def text(found: Report, width: int = 100) -> list[str]:
-    return ["".join(piece for piece, _ in line) for line in table(found, width)]
+def text(found: ComparisonReport, width: int = 100) -> list[str]:
+    return ["".join(piece for piece, _ in line) for line in format_comparison(found, width)]
 
 
 def test_one_of_a_thing_is_not_several() -> None:
     runs = {"short": [outcome(0.6, updates=1.0, seconds=1.0)], "long": [outcome(1.0, updates=1.0, seconds=2.5)]}
-    said = by_hand(runs).says
+    said = by_hand(runs).ranking
     assert [words.split(", ")[0] for words in said[:3]] == ["At 100 tokens", "At 1 update", "At 1 second"]
     other = {label: [replace(x, seconds=(0.0, 0.6, 1.2))] for label, (x,) in runs.items()}
-    assert by_hand(other).says[2].startswith("At 1.2 seconds, which every run reaches")
+    assert by_hand(other).ranking[2].startswith("At 1.2 seconds, which every run reaches")
     one, several = by_hand(runs), by_hand({label: found * 3 for label, found in runs.items()})
-    assert "over 1 seed of" in one.limits[0]
-    assert "over 3 seeds of" in several.limits[0]
-    assert 'title="At 1 second, which' in page(one)
+    assert "over 1 seed of" in one.caveats[0]
+    assert "over 3 seeds of" in several.caveats[0]
+    assert 'title="At 1 second, which' in render_comparison(one)
 
 
 def test_equal_tokens_updates_and_seconds_by_hand() -> None:
@@ -87,7 +89,7 @@ def test_the_threshold_by_hand() -> None:
     assert a.reach["tokens"].median == pytest.approx(80.0)
     assert a.reach["updates"].median == pytest.approx(8.0)
     assert b.reach["tokens"].each[0] is None
-    assert b.reach["tokens"].reached == 2
+    assert b.reach["tokens"].num_reached == 2
     assert b.reach["tokens"].median == pytest.approx(
         100 * 0.64 / 0.7
     )  # the middle of two that arrive and one that does not
@@ -105,19 +107,19 @@ def test_rows_on_other_problems_are_not_compared() -> None:
     assert [kind.labels for kind in found.kinds] == [("a", "b"), ("c",)]
     assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b")]
     assert found.kinds[0].threshold != found.kinds[1].threshold
-    assert any("compared only among their own kind" in text and "embedded_steps" in text for text in found.differs)
+    assert any("compared only among their own kind" in text and "embedded_steps" in text for text in found.differences)
 
 
 def test_the_same_runs_are_called_so() -> None:
     found = by_hand({"gspo": [outcome(0.6)], "sapo": [outcome(0.6)], "dapo": [outcome(0.7)]})
-    assert any("to the digit" in text and "gspo = sapo." in text for text in found.limits)
+    assert any("to the digit" in text and "gspo = sapo." in text for text in found.caveats)
 
 
 def test_the_sentences(tmp_path: Path) -> None:
     found = carried_out(tmp_path)
-    differs, limits = " ".join(found.differs), " ".join(found.limits)
-    assert "At 12,000 tokens, which every run reaches, grpo is highest, 0." in found.says[0]
-    assert found.says[0].endswith("not told apart from it: ppo, slow.")  # three seeds cannot do it
+    differs, limits = " ".join(found.differences), " ".join(found.caveats)
+    assert "At 12,000 tokens, which every run reaches, grpo is highest, 0." in found.ranking[0]
+    assert found.ranking[0].endswith("not told apart from it: ppo, slow.")  # three seeds cannot do it
     assert "With 3 seeds each, equal rows are wholly separated in 10% of cases" in limits
     assert "Updates per rollout: 1 (grpo, slow), 4 (ppo)." in differs
     assert (
@@ -129,9 +131,9 @@ def test_the_sentences(tmp_path: Path) -> None:
     assert "Best at the edge of its grid, so that a wider one might do better: grpo (largest)." in limits
     assert "Not tuned, for it has no such option or its options set it: ppo, slow." in limits
     assert "not whole" not in limits
-    assert found.tuning_seeds == (TUNING, TUNING + 1)
+    assert found.tuning_seeds == (FIRST_TUNING_SEED, FIRST_TUNING_SEED + 1)
     untuned = by_hand({"a": [outcome(0.6)], "b": [outcome(0.7)]})
-    assert "No learning rate was chosen" in " ".join(untuned.limits)
+    assert "No learning rate was chosen" in " ".join(untuned.caveats)
     assert untuned.tuning_seeds == ()
 
 
@@ -140,16 +142,17 @@ def test_orders_that_turn_around() -> None:
     many = [outcome(0.8 + i / 1000, updates=40.0) for i in range(9)]
     found = by_hand({"many": many, "few": [outcome(0.6 + i / 1000) for i in range(9)]})
     assert (
-        "Of 1 pairs that are apart at equal tokens and at equal updates, 1 is in the opposite order" in found.says[-1]
+        "Of 1 pairs that are apart at equal tokens and at equal updates, 1 is in the opposite order"
+        in found.ranking[-1]
     )
-    assert "many and few" in found.says[-1]
+    assert "many and few" in found.ranking[-1]
 
 
 def test_a_ladder_is_told_rung_by_rung() -> None:
     rungs = {"a": {"change": "the base"}, "b": {"change": "adds a mask"}}
     found = by_hand({"a": [outcome(0.6)] * 4, "b": [outcome(0.9)] * 4}, ladder={"source": "x", "why": "y"}, **rungs)
-    assert found.says[-1] == "b (adds a mask): +0.300 at equal tokens, apart from a."
-    assert found.differs[-1] == "y"
+    assert found.ranking[-1] == "b (adds a mask): +0.300 at equal tokens, apart from a."
+    assert found.differences[-1] == "y"
 
 
 def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
     assert ppo.summary is None
     assert len(ppo.failed) == 3
     assert len(grpo.runs) == 2
-    assert "of 3 seeds there are grpo 2, ppo 0" in " ".join(found.limits)
+    assert "of 3 seeds there are grpo 2, ppo 0" in " ".join(found.caveats)
     assert not any("ppo" in (pair.first, pair.second) for pair in found.pairs)
     shown = "\n".join(text(found))
     assert "failed  ppo, seed 0: NaN in the loss" in shown
@@ -168,7 +171,7 @@ def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
 def test_a_row_whose_tuning_failed_altogether(tmp_path: Path) -> None:
     found = carried_out(tmp_path, fails=lambda words: "--lr" in words)
     assert found.row("grpo").summary is None
-    assert found.row("grpo").value is None
+    assert found.row("grpo").option_value is None
     assert all(tried.mean is None for tried in found.row("grpo").tuning)
     assert "\n".join(text(found))
 

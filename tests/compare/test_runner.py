@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from policygrad.compare.runner import Processes, cost, finished
+from policygrad.compare.runner import SubprocessRunner, is_finished, read_cost
 from policygrad.errors import RunError
-from policygrad.utils.filesystem import locked
+from policygrad.utils.filesystem import hold_lock
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
@@ -52,46 +52,46 @@ def until_there(path: Path) -> None:
 
 def test_a_run_its_log_and_its_cost(tmp_path: Path, program: tuple[str, str]) -> None:
     folder = tmp_path / "c" / "runs" / "grpo" / "seed-0"
-    Processes(3, program)(["train", "grpo"], folder)
-    assert finished(folder)
+    SubprocessRunner(3, program)(["train", "grpo"], folder)
+    assert is_finished(folder)
     assert (folder.parent / "seed-0.log").read_text() == f"words: train grpo --output {folder} --plain 3\n"
-    used = cost(folder)
+    used = read_cost(folder)
     assert used["cpu_seconds"] >= 0  # to a tenth
     assert used["threads"] == 3
     assert used["processes"] == 1
-    Processes(3, program)(["train", "grpo"], folder)  # finished: not run again
-    assert cost(folder) == used
+    SubprocessRunner(3, program)(["train", "grpo"], folder)  # finished: not run again
+    assert read_cost(folder) == used
 
 
 def test_a_failure_names_the_command_and_the_end_of_the_log(tmp_path: Path, program: tuple[str, str]) -> None:
     with pytest.raises(
         RunError, match=r"policygrad fails --output \S+ ended with code 1:\n(.|\n)*the learning rate is too high"
     ):
-        Processes(1, program)(["fails"], tmp_path / "run")
+        SubprocessRunner(1, program)(["fails"], tmp_path / "run")
     with pytest.raises(RunError, match="train --resume"):  # what it left is gone on with
-        Processes(1, (*program, "fails"))(["train"], tmp_path / "run")
+        SubprocessRunner(1, (*program, "fails"))(["train"], tmp_path / "run")
 
 
 def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path, program: tuple[str, str]) -> None:
-    folder, processes = tmp_path / "run", Processes(1, program)
+    folder, processes = tmp_path / "run", SubprocessRunner(1, program)
     thread = threading.Thread(target=processes, args=(["waits"], folder))
     thread.start()
     until_there(folder / "began")
     processes.stop()
     thread.join(30)
     assert not thread.is_alive()
-    assert not finished(folder)
+    assert not is_finished(folder)
     processes(["waits"], folder)  # and begins nothing any more
-    assert not finished(folder)
-    Processes(1, program)(["waits"], folder)
+    assert not is_finished(folder)
+    SubprocessRunner(1, program)(["waits"], folder)
     assert json.loads((folder / "result.json").read_text()) == {"go_on": True}
-    assert cost(folder)["processes"] == 2
+    assert read_cost(folder)["processes"] == 2
 
 
 def test_a_run_that_outlived_its_comparison_is_waited_for(tmp_path: Path, program: tuple[str, str]) -> None:
     """As after kill -9 of the comparison: the process holds its run's lock by itself."""
     folder = tmp_path / "run"
-    with locked(tmp_path / "run.lock") as lock:
+    with hold_lock(tmp_path / "run.lock") as lock:
         orphan = subprocess.Popen(
             [*program, "waits", "--output", str(folder)],
             pass_fds=(lock.fileno(),),
@@ -99,9 +99,9 @@ def test_a_run_that_outlived_its_comparison_is_waited_for(tmp_path: Path, progra
             stdout=subprocess.DEVNULL,
         )
     until_there(folder / "began")
-    with pytest.raises(RunError, match="another process is at work"), locked(tmp_path / "run.lock"):
+    with pytest.raises(RunError, match="another process is at work"), hold_lock(tmp_path / "run.lock"):
         pass
-    thread = threading.Thread(target=Processes(1, program), args=(["waits"], folder))
+    thread = threading.Thread(target=SubprocessRunner(1, program), args=(["waits"], folder))
     thread.start()
     (folder / "result.json").write_text("{}")  # it comes to its end by itself
     orphan.kill()
@@ -115,7 +115,7 @@ def test_what_never_began_is_begun_anew(tmp_path: Path, program: tuple[str, str]
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".run.toml.tmp").touch()
-    Processes(1, program)(["train"], folder)
+    SubprocessRunner(1, program)(["train"], folder)
     assert json.loads((folder / "result.json").read_text()) == {"go_on": False}
     assert not (folder / ".run.toml.tmp").exists()
 
@@ -126,8 +126,8 @@ def test_a_run_that_goes_on_is_permitted_what_its_words_were(tmp_path: Path, pro
     folder.mkdir()
     (folder / "run.toml").touch()
     words = ["train", "mine.py:ALGORITHM", "--reward=a.b.score", "--trust-remote-code", "--sampler.folder", "out"]
-    Processes(1, program, allow=["other.py"])(words, folder)
-    permitted = "--allow a.b mine.py other.py out --trust-remote-code"
+    SubprocessRunner(1, program, allow=["other.py"])(words, folder)
+    permitted = "--allow-code a.b mine.py other.py out --trust-remote-code"
     assert f"words: train --resume {folder} {permitted} --plain" in (tmp_path / "run.log").read_text()
 
 
@@ -139,5 +139,5 @@ def test_a_run_does_not_import_modules_of_the_current_folder(tmp_path: Path, mon
         )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError, match="was stopped before its end"):  # as help is no run
-        Processes(1)(["train", "--help"], tmp_path / "run")
+        SubprocessRunner(1)(["train", "--help"], tmp_path / "run")
     assert not (tmp_path / "ran").exists()

@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policygrad.compare.statistics import (
-    at,
-    band,
-    estimate,
+    bootstrap_band,
+    estimate_iqm,
     first_crossing,
+    interpolate,
     interquartile_mean,
-    interval,
     mean_height,
     median_crossing,
+    percentile_interval,
     probability_of_improvement,
-    resampled,
+    resample_indices,
     separation_by_chance,
 )
 
@@ -49,10 +49,10 @@ def test_the_figures_are_those_of_rliable() -> None:
     """What rliable 1.2.0 gives for these scores of five runs on two tasks; its intervals were of 50,000 and 20,000 draws."""
     x = [[0.62, 0.31], [0.70, 0.28], [0.55, 0.40], [0.81, 0.35], [0.66, 0.22]]
     y = [[0.58, 0.33], [0.66, 0.25], [0.60, 0.35], [0.49, 0.41]]
-    found, above = estimate(x, reps=10_000), probability_of_improvement(x, y, reps=10_000)
+    found, above = estimate_iqm(x, reps=10_000), probability_of_improvement(x, y, reps=10_000)
     assert found.value == pytest.approx(0.4816666666666667, abs=1e-12)
     assert (found.low, found.high) == pytest.approx((0.43666667, 0.53166667), abs=0.004)
-    assert estimate(y).value == pytest.approx(0.4575, abs=1e-12)
+    assert estimate_iqm(y).value == pytest.approx(0.4575, abs=1e-12)
     assert above.value == pytest.approx(0.575, abs=1e-12)
     assert (above.low, above.high) == pytest.approx((0.325, 0.825), abs=0.02)
 
@@ -60,11 +60,11 @@ def test_the_figures_are_those_of_rliable() -> None:
 def test_a_stratum_is_drawn_from_its_own_task() -> None:
     """Two tasks whose scores cannot be mistaken for one another: every replication has as many of each."""
     scores = np.array([[0.0, 100.0], [1.0, 101.0], [2.0, 102.0]])
-    drawn = scores[resampled(3, 2, 500), np.arange(2)]
+    drawn = scores[resample_indices(3, 2, 500), np.arange(2)]
     assert drawn.shape == (500, 3, 2)
     assert (drawn[..., 0] <= 2).all()
     assert (drawn[..., 1] >= 100).all()
-    first, second = resampled(3, 2, 500)[..., 0], resampled(3, 2, 500)[..., 1]
+    first, second = resample_indices(3, 2, 500)[..., 0], resample_indices(3, 2, 500)[..., 1]
     assert (first != second).any()  # each task has runs of its own
 
 
@@ -73,7 +73,7 @@ def test_the_interval_is_that_of_all_resamples() -> None:
     scores = [0.1, 0.5, 0.9]
     means = [np.mean(draw) for draw in itertools.product(scores, repeat=3)]
     low, high = np.percentile(means, [2.5, 97.5], method="inverted_cdf")
-    found = estimate(scores, reps=20_000)
+    found = estimate_iqm(scores, reps=20_000)
     assert found.value == pytest.approx(0.5)
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
 
@@ -82,19 +82,19 @@ def test_an_interval_covers_most_of_the_time() -> None:
     draw = np.random.default_rng(0)
     inside = 0
     for seed in range(150):
-        found = estimate(draw.normal(size=20), reps=300, seed=seed)
+        found = estimate_iqm(draw.normal(size=20), reps=300, seed=seed)
         inside += found.low <= 0.0 <= found.high
     assert 0.85 <= inside / 150 <= 1.0  # the percentile interval of an IQM of 20 is near its 95 %
 
 
 def test_percentiles_of_replications() -> None:
-    low, high = interval(np.arange(101.0), level=0.9)
+    low, high = percentile_interval(np.arange(101.0), level=0.9)
     assert (low, high) == pytest.approx((5.0, 95.0))
 
 
 def test_a_band_holds_its_line_and_closes_on_equal_runs() -> None:
     curves = [[0.0, 1.0, 2.0], [0.0, 2.0, 2.0], [0.0, 3.0, 2.0], [0.0, 9.0, 2.0], [0.0, -5.0, 2.0]]
-    value, low, high = band(curves)
+    value, low, high = bootstrap_band(curves)
     np.testing.assert_allclose(value, [0.0, 2.0, 2.0])
     assert low[0] == high[0] == 0.0
     assert low[2] == high[2] == 2.0
@@ -134,7 +134,7 @@ def test_how_often_equals_are_separated() -> None:
 
 
 def test_between_points_a_curve_is_straight() -> None:
-    assert at([0, 10], [0.2, 0.4], 5) == pytest.approx(0.3)
+    assert interpolate([0, 10], [0.2, 0.4], 5) == pytest.approx(0.3)
     assert mean_height([0, 10], [0.0, 1.0], 10) == pytest.approx(0.5)
     assert mean_height([0, 10, 20], [0.0, 1.0, 1.0], 20) == pytest.approx(0.75)
     assert mean_height([0, 10, 20], [0.0, 1.0, 1.0], 15) == pytest.approx((5 + 5) / 15)  # cut between points

@@ -11,17 +11,18 @@ from torch import Tensor
 import policygrad as pg
 from doubles.data_fields import blank
 from doubles.random_batches import Shape, make, passed, policy
-from policygrad.core.objective import gate_weight, measure, with_selected
-from policygrad.core.staleness import behaviour, staleness
+from policygrad.core.objective import gate_weight, measure_forward, with_selected_tokens
+from policygrad.core.staleness import resolve_old_policy, staleness_metrics
 from policygrad.core.terms import log_ratio
 
 VERSION = 7
 ROWS = sorted(pg.ALGORITHMS)
-RECOMPUTED = [name for name in ROWS if pg.ALGORITHMS[name].behaviour == "recomputed"]
+RECOMPUTED = [name for name in ROWS if pg.ALGORITHMS[name].old_policy == "learner"]
 WEIGHS = [
     name
     for name in ROWS
-    if pg.ALGORITHMS[name].ratio is not None and not isinstance(pg.ALGORITHMS[name].gate, pg.Taper | pg.Unweighted)
+    if pg.ALGORITHMS[name].ratio is not None
+    and not isinstance(pg.ALGORITHMS[name].gate, pg.TaperedImportance | pg.UnitWeight)
 ]
 
 
@@ -29,7 +30,7 @@ def drawn(lag: int = 2, seed: int = 3) -> tuple[pg.Batch, Tensor]:
     """(a batch drawn `lag` versions ago by a policy about half a nat a token away, log π_θ now)."""
     batch, logits = make(Shape((6, 6), 8, seed, binary=True), extra="steps")
     version = torch.where(batch.mask, VERSION - lag, 10**6)  # what stands off the mask is never read
-    batch = replace(batch, **blank(torch.zeros(12, 8)), score_norm=torch.ones(12).double())
+    batch = replace(batch, **blank(torch.zeros(12, 8)), grad_logp_sq_norm=torch.ones(12).double())
     return replace(batch, version=version), policy(logits, batch.tokens, batch.mask)
 
 
@@ -41,7 +42,7 @@ def scored(batch: pg.Batch, logp: Tensor, needs: frozenset[str]) -> pg.Batch:
 def chosen_from(batch: pg.Batch, logp: Tensor, algorithm: pg.Algorithm) -> pg.Batch:
     """As a learner does, where a part chooses among the tokens."""
     looked = replace(batch, entropy=torch.where(batch.mask, logp.detach() ** 2, 0))
-    return with_selected(passed(logp, looked), batch, pulled(batch), algorithm)
+    return with_selected_tokens(passed(logp, looked), batch, pulled(batch), algorithm)
 
 
 def pulled(batch: pg.Batch) -> Tensor:
@@ -53,14 +54,14 @@ def pulled(batch: pg.Batch) -> Tensor:
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_old_samples_are_corrected_for(name: str) -> None:
     batch, logp = drawn()
-    algorithm, batch = behaviour(pg.ALGORITHMS[name], batch, VERSION)
+    algorithm, batch = resolve_old_policy(pg.ALGORITHMS[name], batch, VERSION)
     assert "logp_old" in algorithm.needs
     batch = chosen_from(scored(batch, logp, algorithm.needs), logp, algorithm)
     weight, ratio = gate_weight(pg.Forward(logp), batch, pulled(batch), algorithm)
-    effective = algorithm.corrected(weight, batch, pulled(batch))[batch.mask]
+    effective = algorithm.apply_corrections(weight, batch, pulled(batch))[batch.mask]
     rho = (batch.logp_old - batch.logp_sampler).exp()[batch.mask].clamp(max=2)  # type: ignore[operator]
     assert (ratio[batch.mask] == 1).all()  # π_old is the learner's policy, and nothing has moved yet
-    if algorithm.selecting is not None:  # a choice leaves some out
+    if algorithm.token_selector is not None:  # a choice leaves some out
         effective, rho = effective[effective != 0], rho[effective != 0]
         assert len(rho) > 1
     torch.testing.assert_close(effective, rho)
@@ -70,38 +71,40 @@ def test_old_samples_are_corrected_for(name: str) -> None:
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_fresh_samples_change_nothing(name: str) -> None:
     algorithm, (batch, _) = pg.ALGORITHMS[name], drawn(lag=0)
-    assert behaviour(algorithm, batch, VERSION) == (algorithm, batch)
+    assert resolve_old_policy(algorithm, batch, VERSION) == (algorithm, batch)
     unsaid = replace(batch, version=None)
-    assert behaviour(algorithm, unsaid, VERSION) == (algorithm, unsaid)
+    assert resolve_old_policy(algorithm, unsaid, VERSION) == (algorithm, unsaid)
 
 
 @pytest.mark.parametrize("name", sorted(set(ROWS) - set(RECOMPUTED)))
 @pytest.mark.parametrize("lag", [0, 2])
 def test_rows_that_are_made_for_the_samplers_policy_take_it_fresh_or_old(name: str, lag: int) -> None:
     algorithm, (batch, logp) = pg.ALGORITHMS[name], drawn(lag)
-    found, told = behaviour(algorithm, batch, VERSION)
+    found, told = resolve_old_policy(algorithm, batch, VERSION)
     assert found == algorithm
     assert told.logp_old is batch.logp_sampler
     told = chosen_from(told, logp, algorithm)
     weight, ratio = gate_weight(pg.Forward(logp), told, pulled(batch), algorithm)
     assert ((ratio[batch.mask] - 1).abs() > 1e-3).float().mean() > 0.9
     assert torch.equal(ratio, algorithm.ratio(log_ratio(logp, batch.logp_sampler, batch.mask), batch.mask))  # type: ignore[misc]
-    if isinstance(algorithm.gate, pg.DivergenceClip | pg.SecondMoment | pg.GammaKernel | pg.SelfNormalised):
+    if isinstance(algorithm.gate, pg.DivergenceClip | pg.SecondMomentFilter | pg.GammaKernel | pg.SelfNormalised):
         assert torch.equal(weight, algorithm.gate.weight(ratio, pulled(batch), told))
         return
-    imitated = isinstance(algorithm.gate, pg.Unweighted) | (isinstance(algorithm.gate, pg.Taper) & (pulled(batch) > 0))
+    imitated = isinstance(algorithm.gate, pg.UnitWeight) | (
+        isinstance(algorithm.gate, pg.TaperedImportance) & (pulled(batch) > 0)
+    )
     expected = torch.where(
-        torch.as_tensor(imitated), 1, ratio.clamp(max=1 if isinstance(algorithm.gate, pg.Taper) else 5)
+        torch.as_tensor(imitated), 1, ratio.clamp(max=1 if isinstance(algorithm.gate, pg.TaperedImportance) else 5)
     )
     torch.testing.assert_close(weight[batch.mask], expected[batch.mask])
 
 
 @pytest.mark.parametrize("name", WEIGHS)
 def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
-    chosen = replace(pg.ALGORITHMS[name], behaviour="sampler")
+    chosen = replace(pg.ALGORITHMS[name], old_policy="sampler")
     assert "logp_old" not in chosen.needs  # a learner must not put its own there
     batch, logp = drawn()
-    algorithm, batch = behaviour(chosen, batch, VERSION)
+    algorithm, batch = resolve_old_policy(chosen, batch, VERSION)
     assert algorithm == chosen
     batch = scored(batch, logp, algorithm.needs)
     assert batch.logp_old is batch.logp_sampler
@@ -110,15 +113,15 @@ def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
     if not isinstance(algorithm.gate, pg.LogClip):  # which weighs 1 or 0
         assert ((weight[batch.mask] - 1).abs() > 1e-3).all()
     if not algorithm.corrections:  # a mask is one
-        torch.testing.assert_close(algorithm.corrected(weight, batch, psi), weight, rtol=0, atol=0)
-    found = measure(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
+        torch.testing.assert_close(algorithm.apply_corrections(weight, batch, psi), weight, rtol=0, atol=0)
+    found = measure_forward(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
     gate = algorithm.gate
     if isinstance(gate, pg.Clip):
         cut = (psi < 0) & (ratio < 1 - gate.low) | (psi > 0) & (ratio > 1 + gate.high)
         assert (cut & batch.mask).any()
         assert (weight[cut & batch.mask] == 0).all()
         assert found["clip_ratio/low"].value + found["clip_ratio/high"].value > 0
-    elif isinstance(gate, pg.WeightCap):
+    elif isinstance(gate, pg.ClippedImportance):
         assert (weight[batch.mask] == ratio.clamp(gate.low, gate.high)[batch.mask]).all()
 
 
@@ -128,52 +131,52 @@ def test_a_part_of_a_rollout_that_is_old_is_enough() -> None:
     row = int(batch.mask.any(1).nonzero()[0])
     version = batch.version.clone()
     version[row] -= 1
-    algorithm, _ = behaviour(pg.DAPO, replace(batch, version=version), VERSION)
+    algorithm, _ = resolve_old_policy(pg.DAPO, replace(batch, version=version), VERSION)
     assert algorithm.corrections == (pg.TruncatedIS(),)
 
 
 def test_corrections_of_ones_own_stay() -> None:
     own = replace(pg.DAPO, corrections=(pg.MaskedIS(level="sequence"),))
     batch, _ = drawn()
-    assert behaviour(own, batch, VERSION) == (own, batch)
+    assert resolve_old_policy(own, batch, VERSION) == (own, batch)
 
 
-@pytest.mark.parametrize("algorithm", [pg.RLOO, replace(pg.GRPO, behaviour="sampler")], ids=["recomputed", "sampler"])
+@pytest.mark.parametrize("algorithm", [pg.RLOO, replace(pg.GRPO, old_policy="sampler")], ids=["learner", "sampler"])
 def test_a_sampler_that_says_nothing_is_refused_where_it_is_needed(algorithm: pg.Algorithm) -> None:
     batch = replace(drawn()[0], logp_sampler=None)
     with pytest.raises(pg.ConfigError, match=r"Batch\.logp_sampler is None, and .*: let the sampler give"):
-        behaviour(algorithm, batch, VERSION)
-    behaviour(pg.RLOO, replace(batch, version=None), VERSION)
+        resolve_old_policy(algorithm, batch, VERSION)
+    resolve_old_policy(pg.RLOO, replace(batch, version=None), VERSION)
 
 
 def test_what_cannot_be_meant_with_the_sampler_as_the_old_policy() -> None:
-    with pytest.raises(pg.ConfigError, match=r"which OnPolicy ignores: leave 'recomputed'.*ratio=Token\(\)"):
-        replace(pg.RLOO, behaviour="sampler")
+    with pytest.raises(pg.ConfigError, match=r"which OnPolicy ignores: leave 'learner'.*ratio=Token\(\)"):
+        replace(pg.RLOO, old_policy="sampler")
     with pytest.raises(pg.ConfigError, match=r"TruncatedIS corrects for π_old/μ.*corrections=\(\)"):
-        replace(pg.GRPO, behaviour="sampler", corrections=(pg.TruncatedIS(),))
-    with pytest.raises(pg.ConfigError, match="behaviour must be 'recomputed' or 'sampler', not 'engine'"):
-        replace(pg.GRPO, behaviour="engine")  # type: ignore[arg-type]
+        replace(pg.GRPO, old_policy="sampler", corrections=(pg.TruncatedIS(),))
+    with pytest.raises(pg.ConfigError, match="old_policy must be 'learner' or 'sampler', not 'engine'"):
+        replace(pg.GRPO, old_policy="engine")  # type: ignore[arg-type]
 
 
 def test_staleness_is_counted_in_versions_over_the_sampled_tokens() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     version = torch.tensor([[7, 6, 99], [3, -99, 99]])
     batch = pg.Batch(mask=mask, group=torch.zeros(2).long(), reward=torch.ones(2), version=version)
-    found = staleness(batch, VERSION)
+    found = staleness_metrics(batch, VERSION)
     assert {name: metric.value for name, metric in found.items()} == {
         "staleness/mean": pytest.approx(5 / 3),
         "staleness/max": 4.0,
         **dict.fromkeys((f"staleness/age_{age}" for age in (2, 8, 16, 32, 64)), 0.0),
         **dict.fromkeys((f"staleness/age_{age}" for age in (0, 1, 4)), pytest.approx(1 / 3)),
     }
-    old = staleness(replace(batch, version=version - 500), VERSION)
+    old = staleness_metrics(replace(batch, version=version - 500), VERSION)
     assert (old["staleness/age_64"].value, old["staleness/age_32"].value) == (1.0, 0.0)
-    assert set(staleness(replace(batch, version=torch.full_like(version, VERSION)), VERSION)) == {
+    assert set(staleness_metrics(replace(batch, version=torch.full_like(version, VERSION)), VERSION)) == {
         "staleness/mean",
         "staleness/max",
     }
-    assert staleness(replace(batch, version=None), VERSION) == {}
-    assert staleness(replace(batch, mask=torch.zeros_like(mask)), VERSION) == {}
+    assert staleness_metrics(replace(batch, version=None), VERSION) == {}
+    assert staleness_metrics(replace(batch, mask=torch.zeros_like(mask)), VERSION) == {}
     with pytest.raises(pg.ConfigError, match=r"Batch\.version must be int64, not torch\.float32"):
         replace(batch, version=version.float())
 
@@ -193,8 +196,8 @@ def test_what_a_filter_needs_is_there_or_it_is_refused() -> None:
     assert algorithm.filter_needs == algorithm.needs == {"logp_old"}
     batch, logp = drawn()
     with pytest.raises(pg.ConfigError, match=r"Unlikely needs Batch\.logp_old, which is None"):
-        algorithm.filtered(batch)
+        algorithm.apply_filters(batch)
     filled = replace(batch, logp_old=logp.detach())
-    kept = algorithm.filtered(filled).mask.any(1)
-    assert torch.equal(algorithm.filters[0].dropped(filled), batch.mask.any(1) & ~kept)
+    kept = algorithm.apply_filters(filled).mask.any(1)
+    assert torch.equal(algorithm.filters[0].find_dropped(filled), batch.mask.any(1) & ~kept)
     assert 0 < int(kept.sum()) < int(batch.mask.any(1).sum())

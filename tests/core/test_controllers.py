@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 import policygrad as pg
 from doubles.tabular_learner import TabularLearner
-from policygrad.core.kl_controllers import LARGEST, SMALLEST, AdaptiveBeta, doubling, inside, proportional
+from policygrad.core.kl_controllers import (
+    MAX_BETA,
+    MIN_BETA,
+    AdaptiveBeta,
+    adapt_by_doubling,
+    adapt_proportionally,
+    within_band,
+)
 from policygrad.core.metrics import Mean, Metrics, Sum
 
 NAN = float("nan")
@@ -23,23 +30,23 @@ NAN = float("nan")
 def test_proportional_by_hand() -> None:
     """β = 2, target 0.1: KL/target − 1 is clipped to ±0.2 and a tenth of it taken."""
     for kl, beta in ((0.1, 2.0), (0.11, 2.02), (0.3, 2.04), (0.09, 1.98), (0.0, 1.96), (-5.0, 1.96)):
-        assert proportional(2.0, kl, 0.1) == pytest.approx(beta, rel=1e-14), kl
+        assert adapt_proportionally(2.0, kl, 0.1) == pytest.approx(beta, rel=1e-14), kl
 
 
 def test_doubling_by_hand() -> None:
     for kl, beta in ((0.0151, 2.0), (0.015, 1.0), (0.01, 1.0), (0.0067, 1.0), (0.0066, 0.5), (0.0, 0.5)):
-        assert doubling(1.0, kl, 0.01) == beta, kl
+        assert adapt_by_doubling(1.0, kl, 0.01) == beta, kl
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1e-4, 10), st.floats(0, 10), st.floats(1e-4, 1))
 def test_a_rule_pushes_towards_the_target(beta: float, kl: float, target: float) -> None:
     """Too far from the reference: β never falls; too near: it never grows; and one step changes it by 2 % or by 2 at most."""
-    for rule, most in ((proportional, 1.02), (doubling, 2.0)):
+    for rule, most in ((adapt_proportionally, 1.02), (adapt_by_doubling, 2.0)):
         after = rule(beta, kl, target)
         assert (after - beta) * (kl - target) >= 0
         assert beta / 2 <= after <= most * beta * (1 + 1e-12)
-    assert inside(kl, target) == (doubling(beta, kl, target) == beta)
+    assert within_band(kl, target) == (adapt_by_doubling(beta, kl, target) == beta)
 
 
 def batch_of(u: list[float]) -> pg.Batch:
@@ -58,7 +65,7 @@ def test_what_each_part_is_fed_with() -> None:
     """In the reward the k1 mean of the batch; in the loss the metric `kl`; for the penalty the KL the updates ended at."""
 
     def after(part: AdaptiveBeta, batch: pg.Batch, metrics: Metrics) -> float:
-        return part.update({"beta": part.beta}, batch, metrics)["beta"]  # type: ignore[no-any-return]
+        return part.update_state({"beta": part.beta}, batch, metrics)["beta"]  # type: ignore[no-any-return]
 
     batch = batch_of([0.2, -0.1, 0.2])  # mean 0.1, twice the target
     assert after(pg.KLInReward(0.5, target=0.05), batch, {}) == pytest.approx(0.5 * 1.02)
@@ -73,35 +80,35 @@ def test_what_each_part_is_fed_with() -> None:
         assert after(part, batch, {"kl": Mean(9.0), "kl_old/last": Mean(0.2)}) == 1.0
         assert after(replace(part, rule="proportional"), batch, {"kl_old/last": Mean(0.2)}) == pytest.approx(0.51)
     for fixed in (pg.KLInReward(0.5), pg.KLToReference(0.5), pg.KLToOld(0.5), pg.ExactKLToOld(0.5)):
-        assert fixed.init() is None
+        assert fixed.init_state() is None
         assert after(fixed, batch, {"kl": Mean(9.0), "kl_old/last": Mean(9.0)}) == 0.5
 
 
 def test_beta_stays_where_it_can_come_back_from() -> None:
-    part, low, high = pg.KLToOld(target=1.0), {"beta": 2 * SMALLEST}, {"beta": 0.6 * LARGEST}
+    part, low, high = pg.KLToOld(target=1.0), {"beta": 2 * MIN_BETA}, {"beta": 0.6 * MAX_BETA}
     for _ in range(3):
-        low = part.update(low, batch_of([0.0]), {"kl_old/last": Mean(0.0)})
-        high = part.update(high, batch_of([0.0]), {"kl_old/last": Mean(9.0)})
-    assert (low["beta"], high["beta"]) == (SMALLEST, LARGEST)
+        low = part.update_state(low, batch_of([0.0]), {"kl_old/last": Mean(0.0)})
+        high = part.update_state(high, batch_of([0.0]), {"kl_old/last": Mean(9.0)})
+    assert (low["beta"], high["beta"]) == (MIN_BETA, MAX_BETA)
 
 
 def test_the_adapted_beta_is_memory_and_no_setting() -> None:
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
-    state = algorithm.update(algorithm.init(), batch_of([0.1, 0.1]), {})
+    state = algorithm.update_state(algorithm.init_state(), batch_of([0.1, 0.1]), {})
     assert json.loads(json.dumps(state)) == {"shaping.0": {"beta": pytest.approx(0.51)}}
-    assert algorithm.at(state).shaping[0].beta == state["shaping.0"]["beta"]  # type: ignore[attr-defined]
+    assert algorithm.with_state(state).shaping[0].beta == state["shaping.0"]["beta"]  # type: ignore[attr-defined]
     assert algorithm.shaping[0].beta == 0.5  # type: ignore[attr-defined]
-    again = algorithm.update(state, batch_of([0.1, 0.1]), {})
+    again = algorithm.update_state(state, batch_of([0.1, 0.1]), {})
     assert again["shaping.0"]["beta"] == pytest.approx(0.51 * 1.02)
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"psi.0": {"mean": 0.0}}, {"shaping.0": {"beta": 1.0}, "critic": {"pretrain": 3}}]
+    "state", [{}, {"advantage.0": {"mean": 0.0}}, {"shaping.0": {"beta": 1.0}, "critic": {"pretrain": 3}}]
 )
 def test_the_memory_of_other_parts_is_refused(state: dict[str, Any]) -> None:
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
     with pytest.raises(pg.ConfigError, match=r"in rloo shaping\.0 has one: begin anew with algorithm\.init"):
-        algorithm.at(state)
+        algorithm.with_state(state)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -118,8 +125,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a negative β": (lambda: pg.ExactKLToOld(-1.0), "ExactKLToOld.beta must be at least 0"),
     "no rounds": (lambda: pg.DualDescent(rounds=0), "DualDescent.rounds"),
     "no epochs": (lambda: pg.DualDescent(epochs=0), "epochs must be at least 1"),
-    "dual descent without a target": (lambda: replace(pg.PPO, step=pg.DualDescent()), "no term has one: add KLToOld"),
-    "a target and one step": (lambda: replace(pg.PPO_PENALTY, step=pg.FirstOrder()), "before the only one it is 0"),
+    "dual descent without a target": (
+        lambda: replace(pg.PPO, update_rule=pg.DualDescent()),
+        "no term has one: add KLToOld",
+    ),
+    "a target and one step": (
+        lambda: replace(pg.PPO_PENALTY, update_rule=pg.GradientSteps()),
+        "before the only one it is 0",
+    ),
 }
 
 
@@ -144,10 +157,10 @@ def dual(
 ) -> tuple[TabularLearner, pg.Algorithm, dict, pg.Batch]:
     term = (pg.ExactKLToOld if exact else pg.KLToOld)(beta, target=target)
     step = pg.DualDescent(epochs=30, rounds=rounds)
-    algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean(), gate=pg.Importance(), terms=(term,), step=step)
+    algorithm = replace(pg.DR_GRPO, aggregation=pg.TokenMean(), gate=pg.Importance(), terms=(term,), update_rule=step)
     learner = TabularLearner(2, 1, 4, lr)
     batch = learner.evaluate(TABLE, algorithm.needs)
-    metrics = learner.update(batch, algorithm.advantages(batch), algorithm)
+    metrics = learner.update(batch, algorithm.compute_advantages(batch), algorithm)
     return learner, algorithm, metrics, batch
 
 
@@ -167,7 +180,7 @@ def test_dual_descent_ends_inside_the_band(beta: float, exact: bool) -> None:
     assert metrics["kl_old/last"].value == pytest.approx(kl, rel=1e-6)
     rounds = int(metrics["dual_rounds"].value)
     assert 1 < rounds < 12
-    (term,) = algorithm.at(algorithm.update(algorithm.init(), batch, metrics)).terms
+    (term,) = algorithm.with_state(algorithm.update_state(algorithm.init_state(), batch, metrics)).terms
     moved = beta * 2.0 ** ((rounds - 1) if beta < 1 else -(rounds - 1))
     assert term.beta == pytest.approx(moved)  # type: ignore[attr-defined]  # the next rollout begins where this one ended
     name = "beta/exact_kl_to_old" if exact else "beta/kl_to_old"
@@ -179,10 +192,10 @@ def test_rounds_that_are_used_up_still_move_beta() -> None:
     learner, algorithm, metrics, batch = dual(0.002, 0.01, True, rounds=2)
     assert true_kl(learner) > 1.5 * 0.002
     assert metrics["dual_rounds"] == Sum(2.0)
-    (term,) = algorithm.at(algorithm.update(algorithm.init(), batch, metrics)).terms
+    (term,) = algorithm.with_state(algorithm.update_state(algorithm.init_state(), batch, metrics)).terms
     assert term.beta == pytest.approx(0.04)  # type: ignore[attr-defined]
     assert learner.version == 60
-    assert algorithm.step.updates == 60
+    assert algorithm.update_rule.updates == 60
 
 
 def test_a_first_round_inside_the_band_is_the_last() -> None:
@@ -190,4 +203,4 @@ def test_a_first_round_inside_the_band_is_the_last() -> None:
     inside_at = true_kl(learner)
     learner, algorithm, metrics, batch = dual(inside_at, 0.01, True)
     assert metrics["dual_rounds"] == Sum(1.0)
-    assert algorithm.update(algorithm.init(), batch, metrics) == algorithm.init()
+    assert algorithm.update_state(algorithm.init_state(), batch, metrics) == algorithm.init_state()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.data_fields import with_demonstrations
 from doubles.random_batches import Random, Shape, close, extra_of, gradients, make, policy, shapes
-from policygrad.core.masked import first
-from policygrad.core.objective import measure
-from policygrad.core.staleness import behaviour, staleness
+from policygrad.core.masked import first_valid
+from policygrad.core.objective import measure_forward
+from policygrad.core.staleness import resolve_old_policy, staleness_metrics
 from policygrad.core.validation import check_sampling
 
 
@@ -42,16 +42,16 @@ def test_the_papers_example_keeps_apart_what_a_sum_puts_together() -> None:
     half = 1 / math.sqrt(2)
     plain = replace(pg.GRPO, terms=())
     for batch in (one, two):
-        assert plain.advantages(batch)[:, 0].tolist() == pytest.approx([-half, half], abs=2e-4)
-    only = replace(pg.GDPO, psi=(pg.RewardZScores(eps=0.0),))
-    assert only.advantages(one)[:, 0].tolist() == pytest.approx([-half, half])
-    assert only.advantages(two)[:, 0].tolist() == pytest.approx([-2 * half, 2 * half])
+        assert plain.compute_advantages(batch)[:, 0].tolist() == pytest.approx([-half, half], abs=2e-4)
+    only = replace(pg.GDPO, advantage=(pg.RewardZScores(eps=0.0),))
+    assert only.compute_advantages(one)[:, 0].tolist() == pytest.approx([-half, half])
+    assert only.compute_advantages(two)[:, 0].tolist() == pytest.approx([-2 * half, 2 * half])
 
 
 def test_a_weight_scales_what_a_reward_says_and_no_longer_hides_it() -> None:
     """r = (0, 0, 1, 0) and 100·(3, 1, 1, 3): in a sum the second is all; here each has unit spread, times its weight."""
     batch = rewarded([[0, 300], [0, 100], [1, 100], [0, 300]], (1.0, -0.5))
-    psi = replace(pg.GDPO, psi=(pg.RewardZScores(eps=0.0),)).advantages(batch)[:, 0]
+    psi = replace(pg.GDPO, advantage=(pg.RewardZScores(eps=0.0),)).compute_advantages(batch)[:, 0]
     second = math.sqrt(3) / 2  # (300 − 200)/std, std = 200/√3
     expected = [-0.5 - 0.5 * second, -0.5 + 0.5 * second, 1.5 + 0.5 * second, -0.5 - 0.5 * second]
     assert psi.tolist() == pytest.approx(expected)
@@ -60,7 +60,7 @@ def test_a_weight_scales_what_a_reward_says_and_no_longer_hides_it() -> None:
 def test_a_reward_that_does_not_apply_is_in_nobodys_mean() -> None:
     nan = math.nan
     batch = rewarded([[0, nan], [1, 2], [0, 4], [1, nan]], (1.0, 1.0))
-    psi = replace(pg.GDPO, psi=(pg.RewardZScores(eps=0.0),)).advantages(batch)[:, 0]
+    psi = replace(pg.GDPO, advantage=(pg.RewardZScores(eps=0.0),)).compute_advantages(batch)[:, 0]
     a, b = math.sqrt(3) / 2, 1 / math.sqrt(2)
     assert psi.tolist() == pytest.approx([-a, a - b, -a + b, a])
 
@@ -72,13 +72,13 @@ def test_a_reward_that_does_not_apply_is_in_nobodys_mean() -> None:
 def test_scale_and_shift_of_one_reward_change_nothing(shape: Shape, scale: float, shift: float) -> None:
     """But for eps, a reward's unit is nobody's business; the batch's mean is 0, so that `BatchStd` is all of the last step."""
     batch, _ = make(shape, extra="rewards")
-    algorithm = replace(pg.GDPO, psi=(pg.RewardZScores(eps=0.0),))
+    algorithm = replace(pg.GDPO, advantage=(pg.RewardZScores(eps=0.0),))
     assert batch.rewards is not None
     moved = torch.cat([scale * batch.rewards[:, :1] + shift, batch.rewards[:, 1:]], 1)
-    psi = algorithm.advantages(batch)
-    close(algorithm.advantages(replace(batch, rewards=moved)), psi, tolerance=1e-9)
+    psi = algorithm.compute_advantages(batch)
+    close(algorithm.compute_advantages(replace(batch, rewards=moved)), psi, tolerance=1e-9)
     known = batch.mask.any(1)
-    assert abs(float(first(psi, batch.mask)[known].sum())) < 1e-9
+    assert abs(float(first_valid(psi, batch.mask)[known].sum())) < 1e-9
 
 
 def episodes(turns: list[list[tuple[int, int, float]]], rewards: list[float], group: list[int]) -> pg.Batch:
@@ -97,7 +97,7 @@ def episodes(turns: list[list[tuple[int, int, float]]], rewards: list[float], gr
         mask=mask,
         group=torch.tensor(group),
         reward=torch.tensor(rewards, dtype=torch.float64),
-        anchor=anchor,
+        turn_state=anchor,
         token_reward=worth,
     )
 
@@ -108,7 +108,7 @@ def test_turns_by_hand() -> None:
     Returns: (½, 1) and (0, 0, 0). State 0 holds ½ and 0, state 1 holds 1 and 0, state 2 one turn alone. Episodes: 1 and 0.
     """
     batch = episodes([[(2, 0, 0.0), (1, 1, 0.0)], [(1, 0, 0.0), (2, 2, 0.0), (1, 1, 0.0)]], [1.0, 0.0], [0, 0])
-    psi = replace(pg.GIGPO, psi=(pg.GroupInGroup(omega=2.0, gamma=0.5, std=False),)).advantages(batch)
+    psi = replace(pg.GIGPO, advantage=(pg.GroupInGroup(omega=2.0, gamma=0.5, std=False),)).compute_advantages(batch)
     assert psi[0].tolist() == [0.5 + 2 * 0.25, 0.5 + 2 * 0.25, 0.0, 0.5 + 2 * 0.5, 0.0, 0.0, 0.0]
     assert psi[1].tolist() == [-0.5 - 2 * 0.25, 0.0, -0.5, -0.5, 0.0, -0.5 - 2 * 0.5, 0.0]
 
@@ -116,14 +116,14 @@ def test_turns_by_hand() -> None:
 def test_rewards_of_turns_reach_the_turns_before_them_discounted() -> None:
     """Turn rewards 1, 2 and an outcome of 4: returns 1 + γ(2 + 4), 6."""
     batch = episodes([[(1, 0, 1.0), (1, 1, 2.0)], [(1, 0, 0.0), (1, 1, 0.0)]], [4.0, 0.0], [0, 0])
-    psi = replace(pg.GIGPO, psi=(pg.GroupInGroup(omega=1.0, gamma=0.5, std=False),)).advantages(batch)
+    psi = replace(pg.GIGPO, advantage=(pg.GroupInGroup(omega=1.0, gamma=0.5, std=False),)).compute_advantages(batch)
     assert psi[0, [0, 2]].tolist() == [3.5 + 2.0, 3.5 + 3.0]  # half of R = 7; half of 4, half of 6
     assert psi[1, [0, 2]].tolist() == [-5.5, -6.5]
 
 
 def test_equal_states_of_other_groups_are_not_compared() -> None:
     batch = episodes([[(1, 0, 0.0)], [(1, 0, 0.0)], [(1, 0, 0.0)]], [1.0, 0.0, 5.0], [0, 0, 1])
-    psi = replace(pg.GIGPO, psi=(pg.GroupInGroup(std=False),)).advantages(batch)
+    psi = replace(pg.GIGPO, advantage=(pg.GroupInGroup(std=False),)).compute_advantages(batch)
     assert psi[:, 0].tolist() == [1.0, -1.0, 0.0]
 
 
@@ -134,13 +134,13 @@ def test_one_turn_each_is_grpo_twice(shape: Shape) -> None:
     batch, _ = make(shape)
     mask = torch.arange(shape.width) < batch.lengths[:, None]
     zeros = torch.zeros(mask.shape).double()
-    batch = replace(batch, mask=mask, reward=batch.reward.nan_to_num(), anchor=zeros.long(), token_reward=zeros)
-    z = replace(pg.GRPO, terms=()).advantages(replace(batch, token_reward=None))
-    close(pg.GIGPO.advantages(batch), 2 * z, tolerance=1e-11)
+    batch = replace(batch, mask=mask, reward=batch.reward.nan_to_num(), turn_state=zeros.long(), token_reward=zeros)
+    z = replace(pg.GRPO, terms=()).compute_advantages(replace(batch, token_reward=None))
+    close(pg.GIGPO.compute_advantages(batch), 2 * z, tolerance=1e-11)
     turned, _ = make(shape, extra="turns")
-    still = replace(pg.GIGPO, psi=(pg.GroupInGroup(omega=0.0),)).advantages(turned)
+    still = replace(pg.GIGPO, advantage=(pg.GroupInGroup(omega=0.0),)).compute_advantages(turned)
     totals = turned.reward.nan_to_num() + torch.where(turned.mask, turned.token_reward, 0.0).sum(1)  # type: ignore[arg-type]
-    plain = replace(pg.GRPO, terms=()).advantages(replace(turned, reward=totals, token_reward=None))
+    plain = replace(pg.GRPO, terms=()).compute_advantages(replace(turned, reward=totals, token_reward=None))
     close(still, plain, tolerance=1e-9)
 
 
@@ -184,7 +184,7 @@ def test_with_the_sampler_as_old_policy_a_demonstrations_ratio_is_to_its_writer(
     """π_old := μ: of a demonstration r itself is π_θ/π_φ, and what the gate makes of it is the same."""
     said, p = shown([math.log(0.1), math.log(0.9)], wrote=math.log(0.5)), torch.tensor([0.1, 0.9]).double()
     recomputed = pg.PolicyShaping().value(torch.ones(3, 2).double(), torch.ones(3, 2).double(), said)
-    algorithm, batch = behaviour(replace(pg.LUFFY, behaviour="sampler"), said, version=3)
+    algorithm, batch = resolve_old_policy(replace(pg.LUFFY, old_policy="sampler"), said, version=3)
     out = pg.Forward(p.log().expand(3, 2))
     weight, ratio = pg.gate_weight(out, batch, torch.ones(3, 2).double(), algorithm)
     assert ratio[2].tolist() == pytest.approx([0.2, 1.8])
@@ -197,8 +197,8 @@ def test_with_the_sampler_as_old_policy_a_demonstrations_ratio_is_to_its_writer(
 def test_a_demonstration_is_never_stale() -> None:
     batch = shown([-1.0])
     old = replace(batch, version=torch.tensor([[5], [5], [0]]))
-    assert behaviour(pg.LUFFY, old, version=5)[0] == pg.LUFFY
-    assert staleness(old, 5)["staleness/max"].value == 0
+    assert resolve_old_policy(pg.LUFFY, old, version=5)[0] == pg.LUFFY
+    assert staleness_metrics(old, 5)["staleness/max"].value == 0
 
 
 @pytest.mark.parametrize("change", [-95.0, 95.0])
@@ -206,8 +206,8 @@ def test_log_ratios_far_beyond_float32_stay_finite(change: float) -> None:
     batch = shown([-90.0, -0.1], dtype=torch.float32)
     logp = (batch.logp_old + change).requires_grad_()  # type: ignore[operator]
     for algorithm in (pg.LUFFY, pg.CHORD):
-        rollout = algorithm.filtered(batch)
-        loss = pg.surrogate(logp, rollout, algorithm.advantages(rollout), algorithm)
+        rollout = algorithm.apply_filters(batch)
+        loss = pg.surrogate(logp, rollout, algorithm.compute_advantages(rollout), algorithm)
         assert torch.isfinite(gradients(loss, logp)[0]).all()
         assert torch.isfinite(loss)
 
@@ -215,61 +215,63 @@ def test_log_ratios_far_beyond_float32_stay_finite(change: float) -> None:
 def test_without_demonstrations_they_are_their_parents() -> None:
     batch, logits = make(Shape((4, 3), 5, seed=2, binary=True), 0.3)
     batch = replace(batch, demonstration=torch.zeros(7, dtype=torch.bool))
-    plain = replace(pg.GRPO, terms=(), aggregate=pg.TokenMean())
+    plain = replace(pg.GRPO, terms=(), aggregation=pg.TokenMean())
     expected = gradients(
-        pg.surrogate(policy(logits, batch.tokens, batch.mask), batch, plain.advantages(batch), plain), logits
+        pg.surrogate(policy(logits, batch.tokens, batch.mask), batch, plain.compute_advantages(batch), plain), logits
     )
     for algorithm, factor in ((pg.LUFFY, 1.0), (pg.CHORD, 0.9)):
-        rollout = algorithm.filtered(batch)
+        rollout = algorithm.apply_filters(batch)
         logp = policy(logits, batch.tokens, batch.mask)
-        found = gradients(pg.surrogate(logp, rollout, algorithm.advantages(rollout), algorithm), logits)
+        found = gradients(pg.surrogate(logp, rollout, algorithm.compute_advantages(rollout), algorithm), logits)
         close(found[0], factor * expected[0])
 
 
 def test_one_mu_is_the_share_of_both_sides() -> None:
     """μ of the demonstrations leaves 1 − μ of Ψ, whatever else is put in μ's place."""
     batch, _ = make(Shape((4, 3), 5, seed=3, binary=True), 0.3, "demonstrations")
-    batch = pg.CHORD.filtered(batch)
-    plain = replace(pg.GRPO, terms=()).advantages(replace(batch, demonstration=None))
+    batch = pg.CHORD.apply_filters(batch)
+    plain = replace(pg.GRPO, terms=()).compute_advantages(replace(batch, demonstration=None))
     for mu in (0.0, 0.1, 0.35, 1.0):
         algorithm = replace(pg.CHORD, terms=(pg.DemonstrationNLL(mu),))
-        assert torch.equal(algorithm.advantages(batch), (1 - mu) * plain)
+        assert torch.equal(algorithm.compute_advantages(batch), (1 - mu) * plain)
         assert algorithm.equation()["Ψ"].endswith(f"; × {1 - mu:g}" if mu else "/(std_g + 0.0001)")
-    both = replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.5), pg.DemonstrationNLL(0.25, phi=False)))
-    assert torch.equal(both.advantages(batch), 0.25 * plain)
+    both = replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.5), pg.DemonstrationNLL(0.25, token_weighting=False)))
+    assert torch.equal(both.compute_advantages(batch), 0.25 * plain)
 
 
 def test_mu_goes_along_half_a_cosine_and_the_policys_share_with_it() -> None:
     """CHORD-μ: from 0.9 to 0.05; half of the way after half of the rollouts, and there after all of them."""
-    algorithm = replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.9, phi=False, final=0.05, rollouts=4),))
-    batch = pg.CHORD.filtered(make(Shape((4, 3), 5, seed=3, binary=True), 0.3, "demonstrations")[0])
-    plain = replace(pg.GRPO, terms=()).advantages(replace(batch, demonstration=None))
-    state, seen = algorithm.init(), []
+    algorithm = replace(
+        pg.CHORD, terms=(pg.DemonstrationNLL(0.9, token_weighting=False, final_mu=0.05, decay_rollouts=4),)
+    )
+    batch = pg.CHORD.apply_filters(make(Shape((4, 3), 5, seed=3, binary=True), 0.3, "demonstrations")[0])
+    plain = replace(pg.GRPO, terms=()).compute_advantages(replace(batch, demonstration=None))
+    state, seen = algorithm.init_state(), []
     for _ in range(6):
-        now = algorithm.at(json.loads(json.dumps(state)))  # as a checkpoint holds it
+        now = algorithm.with_state(json.loads(json.dumps(state)))  # as a checkpoint holds it
         seen.append(now.report(batch)["demonstrations/mu"].value)
-        assert torch.equal(now.advantages(batch), (1 - seen[-1]) * plain)
-        state = algorithm.update(state, batch)
+        assert torch.equal(now.compute_advantages(batch), (1 - seen[-1]) * plain)
+        state = algorithm.update_state(state, batch)
     eighth = 0.05 + 0.85 * (1 + math.sqrt(0.5)) / 2
     assert seen == pytest.approx([0.9, eighth, 0.475, 0.95 - eighth, 0.05, 0.05], rel=1e-12)
     assert algorithm.equation()["Ψ"].endswith("; × (1 − μ)")
     assert algorithm.equation()["k"] == "μ·1 on demonstrations,  μ from 0.9 to 0.05 in 4 rollouts"
-    assert pg.CHORD.init() == {}
+    assert pg.CHORD.init_state() == {}
     assert "demonstrations/mu" not in pg.CHORD.report(batch)
 
 
 def test_a_part_that_does_not_take_demonstrations_averages_over_the_samples() -> None:
     batch, _ = make(Shape((4, 3), 5, seed=5, binary=True), 0.3, "demonstrations")
-    own = replace(batch, mask=batch.own)
+    own = replace(batch, mask=batch.policy_tokens)
     kl = pg.KLToReference(0.1, "k3")
-    mixed = replace(pg.LUFFY, terms=(kl, replace(kl, aggregate=pg.SequenceMean())))
+    mixed = replace(pg.LUFFY, terms=(kl, replace(kl, aggregation=pg.SequenceMean())))
     policy_, first_term, second_term = mixed.all_coefficients(batch)
     assert torch.equal(policy_, pg.TokenMean()(batch.mask, batch.group))
     assert torch.equal(first_term, pg.TokenMean()(own.mask, own.group))
     assert torch.equal(second_term, pg.SequenceMean()(own.mask, own.group))
     chord, nll = pg.CHORD.all_coefficients(batch)
     assert torch.equal(chord, pg.TokenMean()(own.mask, own.group))
-    assert torch.equal(nll, pg.TokenMean()(batch.mask & ~batch.own, batch.group))
+    assert torch.equal(nll, pg.TokenMean()(batch.mask & ~batch.policy_tokens, batch.group))
 
 
 def test_what_others_wrote_is_in_no_measure_of_the_policy_and_in_no_correction() -> None:
@@ -280,23 +282,23 @@ def test_what_others_wrote_is_in_no_measure_of_the_policy_and_in_no_correction()
     far = torch.where(batch.demonstration[:, None], -50.0, batch.logp_sampler)  # type: ignore[arg-type]
     batch = replace(batch, logp_sampler=far, logp_ref=torch.where(batch.demonstration[:, None], -60.0, batch.logp_ref))  # type: ignore[arg-type]
     out = pg.Forward(policy(logits, batch.tokens, batch.mask).detach())
-    psi = pg.LUFFY.advantages(batch)
-    found = measure(out, batch, psi, pg.LUFFY, pg.LUFFY.all_coefficients(batch))
+    psi = pg.LUFFY.compute_advantages(batch)
+    found = measure_forward(out, batch, psi, pg.LUFFY, pg.LUFFY.all_coefficients(batch))
     rows = ~batch.demonstration
     alone = batch.select(rows)
-    expected = measure(
+    expected = measure_forward(
         pg.Forward(out.logp[rows]), alone, psi[rows], pg.LUFFY, tuple(c[rows] for c in pg.LUFFY.all_coefficients(batch))
     )
     for name in ("kl", "kl_old", "mismatch/logp_max", "mismatch/logp_mean", "mismatch/ess"):
         assert found[name].value == pytest.approx(expected[name].value, rel=1e-12), name
     rho = pg.TruncatedIS()(batch, psi)
     assert (rho[batch.demonstration] == 1).all()
-    assert (rho[batch.own] != 1).any()
+    assert (rho[batch.policy_tokens] != 1).any()
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "demonstrations nobody learns from": (
-        lambda: replace(pg.GRPO, filters=(pg.DemonstrationsApart(),)),
+        lambda: replace(pg.GRPO, filters=(pg.SeparateDemonstrations(),)),
         ["nothing learns from them", "gate=PolicyShaping()", "DemonstrationNLL()"],
     ),
     "a ratio of the whole completion": (
@@ -308,8 +310,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["a critic is fitted", "critic=None", "GroupMean()"],
     ),
     "a trust region": (
-        lambda: replace(pg.LUFFY, step=pg.TrustRegion()),
-        ["TrustRegion measures", "own samples", "step=FirstOrder()"],
+        lambda: replace(pg.LUFFY, update_rule=pg.TrustRegion()),
+        ["TrustRegion measures", "own samples", "update_rule=GradientSteps()"],
     ),
     "steps": (
         lambda: replace(pg.GRPO_PROCESS, gate=pg.PolicyShaping()),
@@ -320,8 +322,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["might leave out the demonstration"],
     ),
     "refill before a demonstration joins": (
-        lambda: replace(pg.LUFFY, filters=(pg.DropNoSpread(),)),
-        ["DropNoSpread samples other prompts", "before a demonstration joins", "mode='drop'"],
+        lambda: replace(pg.LUFFY, filters=(pg.DropZeroVariance(),)),
+        ["DropZeroVariance samples other prompts", "before a demonstration joins", "mode='drop'"],
     ),
     "shaping beside rewards one by one": (
         lambda: replace(pg.GDPO, shaping=(pg.SoftOverlong(),)),
@@ -332,7 +334,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["compares turns", "keep_in_statistics=False"],
     ),
     "turns late in the chain": (
-        lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.GroupInGroup())),
+        lambda: replace(pg.GRPO, advantage=(pg.GroupMean(), pg.GroupInGroup())),
         ["GroupInGroup starts from the rewards", "put it first"],
     ),
     "one sample": (lambda: check_sampling(pg.GDPO, 1, 1.0), ["RewardZScores compares the samples of one prompt"]),
@@ -343,32 +345,40 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "another divisor": (lambda: pg.RewardZScores(ddof=3), ["RewardZScores.ddof must be 0 or 1"]),
     "no γ": (lambda: pg.PolicyShaping(gamma=0.0), ["PolicyShaping.gamma must be greater than 0"]),
     "a negative μ": (lambda: pg.DemonstrationNLL(mu=-0.1), ["DemonstrationNLL.mu must be in [0, 1], not -0.1"]),
-    "a μ to come": (lambda: pg.DemonstrationNLL(final=1.5), ["DemonstrationNLL.final must be in [0, 1], not 1.5"]),
-    "no rollouts": (lambda: pg.DemonstrationNLL(rollouts=0), ["DemonstrationNLL.rollouts must be at least 1, not 0"]),
+    "a μ to come": (
+        lambda: pg.DemonstrationNLL(final_mu=1.5),
+        ["DemonstrationNLL.final_mu must be in [0, 1], not 1.5"],
+    ),
+    "no rollouts": (
+        lambda: pg.DemonstrationNLL(decay_rollouts=0),
+        ["DemonstrationNLL.decay_rollouts must be at least 1, not 0"],
+    ),
     "more than the whole": (
-        lambda: replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.7), pg.DemonstrationNLL(0.4, phi=False))),
+        lambda: replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.7), pg.DemonstrationNLL(0.4, token_weighting=False))),
         ["DemonstrationNLL 0.7 and DemonstrationNLL 0.4", "at most 1"],
     ),
     "a demonstration taken for a sample": (
-        lambda: pg.DR_GRPO.advantages(shown([-1.0])),
+        lambda: pg.DR_GRPO.compute_advantages(shown([-1.0])),
         ["row 2 is a demonstration", "dr_grpo would take for a sample", "gate=PolicyShaping()"],
     ),
-    "no rewards": (lambda: pg.GDPO.advantages(shown([-1.0])), ["row 2 is a demonstration"]),
+    "no rewards": (lambda: pg.GDPO.compute_advantages(shown([-1.0])), ["row 2 is a demonstration"]),
     "rewards missing": (
-        lambda: pg.GDPO.advantages(replace(shown([-1.0]), demonstration=None)),
+        lambda: pg.GDPO.compute_advantages(replace(shown([-1.0]), demonstration=None)),
         ["RewardZScores needs Batch.rewards"],
     ),
     "rewards of tokens beside": (
-        lambda: pg.GDPO.advantages(replace(rewarded([[0.0], [1.0]], (1.0,)), token_reward=torch.zeros(2, 1).double())),
+        lambda: pg.GDPO.compute_advantages(
+            replace(rewarded([[0.0], [1.0]], (1.0,)), token_reward=torch.zeros(2, 1).double())
+        ),
         ["Batch.token_reward would be left out", "grpo_process"],
     ),
     "states missing": (
-        lambda: pg.GIGPO.advantages(replace(shown([-1.0]), demonstration=None)),
-        ["GroupInGroup needs Batch.anchor"],
+        lambda: pg.GIGPO.compute_advantages(replace(shown([-1.0]), demonstration=None)),
+        ["GroupInGroup needs Batch.turn_state"],
     ),
     "demonstrations missing": (
-        lambda: pg.CHORD.filtered(replace(shown([-1.0]), demonstration=None)),
-        ["DemonstrationsApart needs Batch.demonstration"],
+        lambda: pg.CHORD.apply_filters(replace(shown([-1.0]), demonstration=None)),
+        ["SeparateDemonstrations needs Batch.demonstration"],
     ),
 }
 
@@ -392,8 +402,8 @@ def test_equal_rewards_and_lone_completions_teach_nothing(name: str) -> None:
         batch = replace(batch, rewards=torch.full((5, 3), 0.1).double())
     if batch.token_reward is not None:
         batch = replace(
-            batch, token_reward=torch.zeros(batch.mask.shape).double(), anchor=torch.zeros_like(batch.anchor)
+            batch, token_reward=torch.zeros(batch.mask.shape).double(), turn_state=torch.zeros_like(batch.turn_state)
         )  # type: ignore[arg-type]
         batch = replace(batch, mask=torch.arange(4) < batch.lengths[:, None])
-    rollout = algorithm.filtered(batch)
-    assert not algorithm.advantages(rollout)[rollout.own].any()
+    rollout = algorithm.apply_filters(batch)
+    assert not algorithm.compute_advantages(rollout)[rollout.policy_tokens].any()

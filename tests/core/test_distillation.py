@@ -52,7 +52,7 @@ def test_hand_numbers(part: pg.TeacherLogRatio, expected: list[float]) -> None:
     """A row with a tool's token in its midst; the reward of 9 is not read."""
     nan = math.nan
     batch = batch_of([[-1.0, nan, -3.0, -1.0]], [[-2.0, nan, -1.0, -5.0]])
-    psi = replace(pg.DISTILL, psi=(part,)).advantages(batch)
+    psi = replace(pg.DISTILL, advantage=(part,)).compute_advantages(batch)
     assert psi.tolist() == [expected]
     assert part.report(batch)["teacher/kl"].value == pytest.approx(-(1 - 2 + 4) / 3, rel=1e-15)
 
@@ -60,7 +60,7 @@ def test_hand_numbers(part: pg.TeacherLogRatio, expected: list[float]) -> None:
 def test_no_completion_at_all() -> None:
     nan = math.nan
     batch = batch_of([[nan, nan]], [[nan, nan]])
-    assert pg.DISTILL.advantages(batch).tolist() == [[0.0, 0.0]]
+    assert pg.DISTILL.compute_advantages(batch).tolist() == [[0.0, 0.0]]
     assert pg.DISTILL.report(batch) == {}
 
 
@@ -70,7 +70,7 @@ def test_a_discounted_sum_counts_sampled_tokens_alone(shape: Shape) -> None:
     batch, _ = make(shape)
     x = torch.where(batch.mask, Random(shape.seed).normal(*batch.mask.shape), math.nan)
     for rate in (0.0, 0.3, 1.0):
-        found = masked.discounted(x, batch.mask, rate)
+        found = masked.discounted_reverse_cumsum(x, batch.mask, rate)
         for row, where, got in zip(x, batch.mask, found, strict=True):
             values = row[where]
             expected = [sum(rate ** (s - t) * values[s] for s in range(t, len(values))) for t in range(len(values))]
@@ -78,7 +78,7 @@ def test_a_discounted_sum_counts_sampled_tokens_alone(shape: Shape) -> None:
             assert (got[~where] == 0).all()
 
 
-ON_POLICY = replace(pg.DISTILL, aggregate=pg.SequenceSum())
+ON_POLICY = replace(pg.DISTILL, aggregation=pg.SequenceSum())
 
 
 def gap() -> Tensor:
@@ -94,7 +94,7 @@ def test_tokens_alone_give_the_gradient_of_each_states_kl() -> None:
 
 def test_whole_completions_give_the_gradient_of_their_kl() -> None:
     """Discount 1: −∇KL(π_θ‖π_T) of completions, the visits' change included; it is another gradient than the tokens'."""
-    psi = masked.discounted(gap(), MASK, 1.0)
+    psi = masked.discounted_reverse_cumsum(gap(), MASK, 1.0)
     theta = THETA.clone().requires_grad_()
     kl = (logp_of(theta).exp() * (logp_of(theta) - logp_of(REFERENCE))).sum()
     expected = gradients(-kl, theta)[0]
@@ -110,7 +110,7 @@ def test_the_exact_kl_is_its_defining_sum(shape: Shape) -> None:
     batch, logits = make(shape, 0.15)
     assert batch.tokens is not None
     teacher = logits.detach() + 0.5 * Random(shape.seed + 1).normal(*logits.shape)
-    algorithm = replace(pg.DISTILL, psi=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(0.7),))
+    algorithm = replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(0.7),))
     states = torch.cat([torch.full_like(batch.tokens[:, :1], VOCABULARY), batch.tokens[:, :-1]], 1)
     now, theirs = torch.log_softmax(logits[states], -1), torch.log_softmax(teacher[states], -1)
     kl = torch.where(batch.mask, (now.exp() * (now - theirs)).sum(-1), torch.nan)
@@ -120,7 +120,7 @@ def test_the_exact_kl_is_its_defining_sum(shape: Shape) -> None:
         for a in range(VOCABULARY):
             paper = paper - 0.7 * p[a] * torch.log(p[a] / q[a]) / batch.mask.sum()
     out = pg.Forward(policy(logits, batch.tokens, batch.mask), kl_ref=kl)
-    psi = algorithm.advantages(batch)
+    psi = algorithm.compute_advantages(batch)
     close(*gradients(-pg.surrogate(out, batch, psi, algorithm), logits), *gradients(paper, logits))
     torch.testing.assert_close(pg.objective(out, batch, psi, algorithm), paper.detach(), rtol=1e-12, atol=1e-12)
 
@@ -131,7 +131,7 @@ def test_a_teacher_far_away_gives_finite_gradients() -> None:
     single = {n: getattr(batch, n).float() for n in ("reward", "logp_old", "logp_ref")}
     batch = replace(batch, **single)
     logp = torch.tensor([[-95.0, 0.0], [0.0, -95.0]], requires_grad=True)
-    loss = pg.surrogate(logp, batch, pg.DISTILL.advantages(batch), pg.DISTILL)
+    loss = pg.surrogate(logp, batch, pg.DISTILL.compute_advantages(batch), pg.DISTILL)
     assert torch.isfinite(gradients(loss, logp)[0]).all()
 
 
@@ -143,8 +143,8 @@ def test_nobody_reads_a_reward() -> None:
         pg.REINFORCE,
         pg.PRIME,
         pg.Algorithm(),
-        replace(pg.DISTILL, psi=(pg.TeacherLogRatio(), pg.GroupStd())),
-        replace(pg.DISTILL, filters=(pg.DropNoSpread(),)),
+        replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(), pg.GroupStd())),
+        replace(pg.DISTILL, filters=(pg.DropZeroVariance(),)),
     ):
         assert other.reads_reward
 
@@ -154,15 +154,18 @@ REFUSED = {
     "a discount above 1": (lambda: pg.TeacherLogRatio(discount=1.5), ["TeacherLogRatio.discount", "[0, 1]", "1.5"]),
     "a negative β": (lambda: pg.ExactKLToReference(-0.1), ["ExactKLToReference.beta", "-0.1"]),
     "after another link": (
-        lambda: replace(pg.DISTILL, psi=(pg.GroupMean(), pg.TeacherLogRatio())),
+        lambda: replace(pg.DISTILL, advantage=(pg.GroupMean(), pg.TeacherLogRatio())),
         ["TeacherLogRatio starts from", "put it first"],
     ),
     "no reference": (lambda: replace(pg.DISTILL, reference=None), ["without a reference"]),
     "a teacher that is refreshed": (
-        lambda: pg.Reference(every=5, model="x"),
+        lambda: pg.Reference(refresh_every=5, model="x"),
         ["Reference.model = 'x' stays", "leave them open"],
     ),
-    "a teacher that follows a stall": (lambda: pg.Reference(stall=5, model="x"), ["Reference.model = 'x'"]),
+    "a teacher that follows a stall": (
+        lambda: pg.Reference(refresh_after_stall=5, model="x"),
+        ["Reference.model = 'x'"],
+    ),
     "a reference that nobody reads": (
         lambda: replace(pg.DAPO, reference=pg.Reference(model="x")),
         ["reference.model is 'x'", "no part of dapo reads", "distill"],
@@ -190,10 +193,10 @@ def test_fields_that_are_missing_are_named() -> None:
     batch = batch_of([[-1.0]], [[-1.0]])
     for name in ("logp_ref", "logp_old"):
         with pytest.raises(pg.ConfigError, match=rf"TeacherLogRatio needs Batch\.{name}"):
-            pg.DISTILL.advantages(replace(batch, **{name: None}))
+            pg.DISTILL.compute_advantages(replace(batch, **{name: None}))
     algorithm = replace(pg.DISTILL, terms=(pg.ExactKLToReference(),))
     with pytest.raises(pg.ConfigError, match=r"ExactKLToReference needs Forward\.kl_ref"):
-        pg.surrogate(batch.logp_old, batch, algorithm.advantages(batch), algorithm)  # type: ignore[arg-type]
+        pg.surrogate(batch.logp_old, batch, algorithm.compute_advantages(batch), algorithm)  # type: ignore[arg-type]
 
 
 def test_it_says_what_it_is() -> None:

@@ -15,7 +15,7 @@ import policygrad as pg
 from doubles.random_batches import Shape, close, gradients, make, policy, shapes
 from doubles.transcriptions import objectives
 from doubles.transcriptions.objectives import Completion, Prompts, clip, zero, zscore
-from policygrad.core.filters import Downsampling, most_spread
+from policygrad.core.filters import FrozenDownsample, max_variance_subset
 from policygrad.core.validation import check_sampling
 
 GRPO = replace(pg.GRPO, terms=())
@@ -35,16 +35,16 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> pg.Batch:
 def test_hand_numbers() -> None:
     """R = [0, 0, 1, 0], two of the four: the z-scores stay those of all four, a chosen one's coefficient is 1/4 · 4/2 = 1/2."""
     batch = group([0.0, 0.0, 1.0, 0.0])
-    part = pg.Downsample(2, "spread")
-    chosen = part.chosen(batch)
+    part = pg.Downsample(2, "max_variance")
+    chosen = part.choose(batch)
     assert chosen.sum() == 2
     assert bool(chosen[2])
     kept = part(batch)
-    algorithm = replace(GRPO, filters=(part,), psi=(pg.GroupMean(), pg.GroupStd(eps=0.0)))
-    assert algorithm.advantages(kept)[:, 0].tolist() == pytest.approx([-0.5, -0.5, 1.5, -0.5])
+    algorithm = replace(GRPO, filters=(part,), advantage=(pg.GroupMean(), pg.GroupStd(eps=0.0)))
+    assert algorithm.compute_advantages(kept)[:, 0].tolist() == pytest.approx([-0.5, -0.5, 1.5, -0.5])
     assert algorithm.coefficients(kept)[:, 0].tolist() == [0.5 if c else 0.0 for c in chosen]
     alone = replace(part, statistics="kept")(batch)  # R = [1, 0], std 1/√2
-    psi = algorithm.advantages(alone)[:, 0]
+    psi = algorithm.compute_advantages(alone)[:, 0]
     assert psi[chosen].abs().tolist() == pytest.approx([0.5**0.5] * 2)
     assert psi[~chosen].tolist() == [0.0, 0.0]
     assert algorithm.coefficients(alone)[:, 0].tolist() == [0.5 if c else 0.0 for c in chosen]
@@ -64,25 +64,25 @@ def test_hand_numbers() -> None:
 )
 def test_who_spreads_most(rewards: list[float], keep: int, expected: list[float]) -> None:
     reward = torch.tensor(rewards)
-    assert sorted(reward[most_spread(reward, keep)].tolist()) == pytest.approx(expected)
+    assert sorted(reward[max_variance_subset(reward, keep)].tolist()) == pytest.approx(expected)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=7), st.integers(1, 7))
 def test_no_subset_spreads_more(rewards: list[float], keep: int) -> None:
     reward = torch.tensor(rewards, dtype=torch.float64)
-    found = most_spread(reward, keep)
+    found = max_variance_subset(reward, keep)
     assert len(set(found.tolist())) == min(keep, len(rewards))
     best = max(float(reward[list(s)].var(correction=0)) for s in combinations(range(len(rewards)), len(found)))
     assert float(reward[found].var(correction=0)) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
-@given(shapes(max_size=6), st.integers(1, 4), st.sampled_from(["random", "spread"]), st.integers(0, 50))
+@given(shapes(max_size=6), st.integers(1, 4), st.sampled_from(["random", "max_variance"]), st.integers(0, 50))
 def test_so_many_of_each_group_and_only_of_what_takes_part(shape: Shape, keep: int, by: str, rollout: int) -> None:
     batch, _ = make(shape)
-    part = Downsampling(keep, by, rollout=rollout)  # type: ignore[arg-type]
-    chosen, available = part.chosen(batch, rollout), batch.mask.any(1)
+    part = FrozenDownsample(keep, by, rollout=rollout)  # type: ignore[arg-type]
+    chosen, available = part.choose(batch, rollout), batch.mask.any(1)
     assert not bool((chosen & ~available).any())
     for g in batch.group.unique():
         here = batch.group == g
@@ -94,22 +94,22 @@ def test_so_many_of_each_group_and_only_of_what_takes_part(shape: Shape, keep: i
 def test_every_rollout_draws_others_and_a_resumed_one_the_same() -> None:
     batch = group([0.0] * 40)
     algorithm = replace(GRPO, filters=(pg.Downsample(20),))
-    state, seen = algorithm.init(), []
+    state, seen = algorithm.init_state(), []
     for _ in range(3):
-        seen.append(algorithm.at(state).filtered(batch).weight)
-        state = algorithm.update(state, batch)
+        seen.append(algorithm.with_state(state).apply_filters(batch).weight)
+        state = algorithm.update_state(state, batch)
     assert state == {"filters.0": {"rollouts": 3}}
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
-    assert torch.equal(algorithm.at({"filters.0": {"rollouts": 1}}).filtered(batch).weight, seen[1])
+    assert torch.equal(algorithm.with_state({"filters.0": {"rollouts": 1}}).apply_filters(batch).weight, seen[1])
     other = replace(algorithm, filters=(pg.Downsample(20, seed=1),))
-    assert not torch.equal(other.at(other.init()).filtered(batch).weight, seen[0])
+    assert not torch.equal(other.with_state(other.init_state()).apply_filters(batch).weight, seen[0])
 
 
 def test_a_random_choice_is_fair() -> None:
     """Over rollouts a completion's weight has the mean 1, whatever its place and reward: in expectation, the gradient of all."""
     batch = group([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
-    weights = torch.stack([Downsampling(2, rollout=i)(batch).weight[:, 0] for i in range(3000)])  # type: ignore[index]
+    weights = torch.stack([FrozenDownsample(2, rollout=i)(batch).weight[:, 0] for i in range(3000)])  # type: ignore[index]
     assert weights.unique().tolist() == [0.0, 3.0]
     error = (2 / 3000) ** 0.5  # the weight's variance is 3² · ⅓ − 1 = 2
     assert float((weights.mean(0) - 1).abs().max()) < 4 * error
@@ -129,24 +129,24 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("by", ["random", "spread"])
+@pytest.mark.parametrize("by", ["random", "max_variance"])
 @settings(max_examples=10, deadline=None)
 @given(shape=shapes(max_size=6))
 def test_what_is_not_trained_on_counts_in_every_statistic(chain: str, by: str, shape: Shape) -> None:
     """all: Ψ is to the bit what it is without the part. kept: what it is in a batch of the chosen alone."""
     batch, _ = make(shape, 0.1, "steps" if chain in ("process", "prefix values") else "token_reward")
-    batch = replace(batch, score_norm=1 + batch.lengths.double() ** 2)
+    batch = replace(batch, grad_logp_sq_norm=1 + batch.lengths.double() ** 2)
 
     def advantages(of: pg.Batch) -> Tensor:
         psi = of.reward.new_zeros(of.mask.shape)
-        psi = pg.REINFORCE.advantages(of) if chain not in ("process", "prefix values") else psi
+        psi = pg.REINFORCE.compute_advantages(of) if chain not in ("process", "prefix values") else psi
         for link in CHAINS[chain]:
             psi = link(psi, of)
         return torch.where(of.mask, psi, 0)
 
     part = pg.Downsample(2, by)  # type: ignore[arg-type]
     assert torch.equal(advantages(part(batch)), advantages(batch))
-    chosen = part.chosen(batch)
+    chosen = part.choose(batch)
     kept = advantages(replace(part, statistics="kept")(batch))
     close(kept[chosen], advantages(batch.select(chosen)), scale=torch.ones(1))
     assert float(kept[~chosen].abs().sum()) == 0
@@ -193,11 +193,11 @@ def test_gradient_and_value_are_those_of_the_definition(
     statistics: str, paper: object, off_policy: float | None, shape: Shape
 ) -> None:
     batch, logits = make(replace(shape, binary=False), off_policy)
-    algorithm = replace(GRPO, filters=(pg.Downsample(3, "spread", statistics),))  # type: ignore[arg-type]
+    algorithm = replace(GRPO, filters=(pg.Downsample(3, "max_variance", statistics),))  # type: ignore[arg-type]
     logp = policy(logits, batch.tokens, batch.mask)
     J = paper(objectives.read(batch, logp))  # type: ignore[operator]
-    kept = algorithm.filtered(batch)
-    psi = algorithm.advantages(kept)
+    kept = algorithm.apply_filters(batch)
+    psi = algorithm.compute_advantages(kept)
     loss = pg.surrogate(logp, kept, psi, algorithm)
     expected = gradients(J, logp, logits)
     for found, wanted in zip(gradients(-loss, logp, logits), expected, strict=True):
@@ -216,10 +216,10 @@ def test_refusals() -> None:
     check_sampling(algorithm, 8, 1.0)
     with pytest.raises(pg.ConfigError, match="put it last in filters"):
         replace(GRPO, filters=(pg.Downsample(), pg.MaskTruncated()))
-    replace(GRPO, filters=(pg.DropNoSpread(), pg.MaskTruncated(), pg.Downsample()))
+    replace(GRPO, filters=(pg.DropZeroVariance(), pg.MaskTruncated(), pg.Downsample()))
     for bad, says in (
         ({"keep": 0}, "keep"),
-        ({"by": "luck"}, "'random' or 'spread'"),
+        ({"by": "luck"}, "'random' or 'max_variance'"),
         ({"statistics": "some"}, "'all' or 'kept'"),
         ({"seed": -1}, "seed"),
     ):

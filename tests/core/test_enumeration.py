@@ -25,7 +25,7 @@ from doubles.enumeration import (
     true_gradient,
 )
 from doubles.random_batches import Random, close, gradients
-from policygrad.core.advantages import Centred
+from policygrad.core.advantages import FrozenRunningMean
 
 REINFORCE = replace(pg.REINFORCE, shaping=())
 RLOO = replace(pg.RLOO, shaping=())
@@ -39,7 +39,7 @@ def test_the_enumeration_is_complete() -> None:
 
 @pytest.mark.parametrize("baseline", [0.0, 0.37, -5.0])
 def test_a_constant_baseline_is_unbiased(baseline: float) -> None:
-    algorithm = replace(REINFORCE, psi=(Centred(baseline=baseline),))
+    algorithm = replace(REINFORCE, advantage=(FrozenRunningMean(baseline=baseline),))
     close(expected_gradient(algorithm, 1), true_gradient())
 
 
@@ -55,12 +55,12 @@ def test_leave_one_out_is_unbiased(G: int) -> None:
 
 @pytest.mark.parametrize("G", [2, 3])
 def test_the_group_mean_shrinks_the_gradient(G: int) -> None:
-    close(expected_gradient(replace(RLOO, psi=(pg.GroupMean(),)), G), (G - 1) / G * true_gradient())
+    close(expected_gradient(replace(RLOO, advantage=(pg.GroupMean(),)), G), (G - 1) / G * true_gradient())
 
 
 def test_the_z_score_is_biased(record_property: pytest.RecordProperty) -> None:
     """Not a multiple of the true gradient: the cosine is below 1."""
-    found, truth = expected_gradient(replace(RLOO, psi=(pg.GroupMean(), pg.GroupStd())), 3), true_gradient()
+    found, truth = expected_gradient(replace(RLOO, advantage=(pg.GroupMean(), pg.GroupStd())), 3), true_gradient()
     cosine = torch.cosine_similarity(found.flatten(), truth.flatten(), dim=0).item()
     record_property("cosine", cosine)
     print(f"cosine of the z-score's expected gradient with the true one: {cosine:.4f}")
@@ -70,7 +70,7 @@ def test_the_z_score_is_biased(record_property: pytest.RecordProperty) -> None:
 
 def test_the_sequence_mean_is_biased() -> None:
     """1/|o_i| weighs completions by a thing the policy chose; 1/B does not."""
-    found = expected_gradient(replace(RLOO, aggregate=pg.SequenceMean()), 2)
+    found = expected_gradient(replace(RLOO, aggregation=pg.SequenceMean()), 2)
     assert torch.cosine_similarity(found.flatten(), true_gradient().flatten(), dim=0) < 0.999
 
 
@@ -79,7 +79,7 @@ def test_the_sequence_mean_is_biased() -> None:
     ("ratio", "unbiased"), [(pg.SequenceProduct(), True), (pg.Sequence(), False), (pg.Token(), False)], ids=str
 )
 def test_only_the_sequence_product_is_unbiased_off_policy(ratio, unbiased: bool, psi) -> None:
-    algorithm = replace(RLOO, psi=psi, ratio=ratio, gate=pg.Importance())
+    algorithm = replace(RLOO, advantage=psi, ratio=ratio, gate=pg.Importance())
     found, truth = expected_gradient(algorithm, 2, sampler=BEHAVIOUR, off_policy=True), true_gradient()
     if unbiased:
         close(found, truth)

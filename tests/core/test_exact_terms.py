@@ -49,7 +49,7 @@ def literal(kind: str, logits: Tensor, old: Tensor, batch: pg.Batch) -> Tensor:
     return total
 
 
-TERMS = {"entropy": pg.ExactEntropy(0.3, pg.TokenMean()), "kl": pg.ExactKLToOld(0.7, aggregate=pg.TokenMean())}
+TERMS = {"entropy": pg.ExactEntropy(0.3, pg.TokenMean()), "kl": pg.ExactKLToOld(0.7, aggregation=pg.TokenMean())}
 
 
 @pytest.mark.parametrize("kind", TERMS)
@@ -72,9 +72,9 @@ def test_beside_the_policy_term_with_its_coefficients(kind: str) -> None:
     batch, logits = make(Shape((4, 3), 5, seed=2, binary=False), 0.15)
     old = logits.detach() + 0.3
     old[0, 0] += 1
-    own = replace(TERMS[kind], aggregate=None)
+    own = replace(TERMS[kind], aggregation=None)
     algorithm = replace(pg.GRPO, terms=(own,))
-    out, psi = forward(logits, old, batch), algorithm.advantages(batch)
+    out, psi = forward(logits, old, batch), algorithm.compute_advantages(batch)
     whole = gradients(pg.surrogate(out, batch, psi, algorithm), logits)[0]
     alone = gradients(pg.surrogate(out, batch, psi, replace(algorithm, terms=())), logits)[0]
     c = algorithm.coefficients(batch)

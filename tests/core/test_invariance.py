@@ -14,14 +14,14 @@ import policygrad as pg
 from doubles.random_batches import Random, Shape, close, extra_of, gradients, make, passed, policy, shapes
 from doubles.selecting import Loudest
 from policygrad.core.batch import PER_TOKEN
-from policygrad.core.objective import with_selected
+from policygrad.core.objective import with_selected_tokens
 
 OWN_AGGREGATION = replace(
     pg.GRPO,
     name="own aggregation",
     terms=(
-        pg.KLToReference(0.3, "k3", aggregate=pg.TokenMean()),
-        pg.Entropy(0.1, aggregate=pg.SequenceSum()),
+        pg.KLToReference(0.3, "k3", aggregation=pg.TokenMean()),
+        pg.Entropy(0.1, aggregation=pg.SequenceSum()),
         pg.KLToReference(0.2, "k2"),
     ),
 )
@@ -41,7 +41,7 @@ def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
 
 
 def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm, coef: Coefficients, rows: Tensor):
-    """(∂loss/∂θ, objective) of the completions at `rows`, with their padding trimmed."""
+    """(∂loss/∂θ, objective) of the completions at `count_embedding_rows`, with their padding trimmed."""
     part = batch.select(rows)
     used = part.mask.any(0).nonzero()
     width = int(used.max()) + 1 if len(used) else 1
@@ -52,12 +52,12 @@ def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm,
 
 
 def whole(name: str, shape: Shape):
-    algorithm = ALGORITHMS[name].with_budget(shape.width)
+    algorithm = ALGORITHMS[name].with_max_tokens(shape.width)
     batch, logits = make(shape, 0.2, extra_of(algorithm))
-    batch = algorithm.filtered(batch)
-    psi, logp = algorithm.advantages(batch), policy(logits, batch.tokens, batch.mask)
+    batch = algorithm.apply_filters(batch)
+    psi, logp = algorithm.compute_advantages(batch), policy(logits, batch.tokens, batch.mask)
     by_token, by_parameter = gradients(pg.surrogate(passed(logp, batch), batch, psi, algorithm), logp, logits)
-    batch = with_selected(passed(logp, batch), batch, psi, algorithm)
+    batch = with_selected_tokens(passed(logp, batch), batch, psi, algorithm)
     coef = algorithm.all_coefficients(batch)
     return algorithm, batch, logits, psi, coef, by_token, by_parameter
 
@@ -69,7 +69,7 @@ def test_any_split_is_a_plain_sum(name: str, shape: Shape, parts: int) -> None:
     """Micro-batches of any content and any order, on any rank: only whole-step Ψ and coefficients are shared."""
     algorithm, batch, logits, psi, coef, by_token, expected = whole(name, shape)
     owner = Random(shape.seed + 1).integers(parts, len(batch.mask))
-    owner = owner[batch.group] if algorithm.gate.whole_groups else owner
+    owner = owner[batch.group] if algorithm.gate.requires_full_groups else owner
     order = torch.argsort(Random(shape.seed + 2).uniform(len(batch.mask)))
     shares = [share(batch, logits, psi, algorithm, coef, order[owner[order] == rank]) for rank in range(parts)]
     close(torch.stack([g for g, _ in shares]).sum(0), expected, scale=by_token)
@@ -86,21 +86,21 @@ def test_order_and_names_of_groups_do_not_matter(name: str, shape: Shape) -> Non
     order = torch.argsort(Random(shape.seed + 3).uniform(len(batch.mask)))
     shuffled = batch.select(order)
     shuffled = replace(shuffled, group=1000 - 7 * shuffled.group, selected=None)
-    again = algorithm.advantages(shuffled)
+    again = algorithm.compute_advantages(shuffled)
     close(again, psi[order])
     logp = policy(logits, shuffled.tokens, shuffled.mask)
     loss = pg.surrogate(passed(logp, shuffled), shuffled, again, algorithm)
     close(gradients(loss, logits)[0], expected, scale=by_token)
 
 
-@pytest.mark.parametrize("name", [name for name, a in ALGORITHMS.items() if not a.gate.whole_groups])
+@pytest.mark.parametrize("name", [name for name, a in ALGORITHMS.items() if not a.gate.requires_full_groups])
 def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
     """Equal completions of one prompt are computed once."""
     algorithm, batch, logits, *_ = whole(name, Shape((3, 4), 5, seed=5, binary=False))
     twice = torch.cat([torch.arange(len(batch.mask)), torch.tensor([0, 0, 3])])
-    doubled = algorithm.filtered(replace(batch.select(twice), in_statistics=None, selected=None))
-    psi, logp = algorithm.advantages(doubled), policy(logits, doubled.tokens, doubled.mask)
-    doubled = with_selected(passed(logp, doubled), doubled, psi, algorithm)
+    doubled = algorithm.apply_filters(replace(batch.select(twice), in_statistics=None, selected=None))
+    psi, logp = algorithm.compute_advantages(doubled), policy(logits, doubled.tokens, doubled.mask)
+    doubled = with_selected_tokens(passed(logp, doubled), doubled, psi, algorithm)
     coef = algorithm.all_coefficients(doubled)
     by_token, expected = gradients(pg.surrogate(logp, doubled, psi, algorithm, coef), logp, logits)
     n = len(batch.mask)
@@ -117,7 +117,7 @@ def test_a_share_is_not_asked_to_choose_for_the_update() -> None:
     with pytest.raises(pg.ConfigError, match=r"Loudest chooses among all tokens of an update.*with_selected"):
         pg.surrogate(logp, bare, psi, algorithm, coef)
     by_halves = [
-        with_selected(pg.Forward(logp[rows]), bare.select(rows), psi[rows], algorithm).selected
+        with_selected_tokens(pg.Forward(logp[rows]), bare.select(rows), psi[rows], algorithm).selected
         for rows in (slice(3), slice(3, None))
     ]
     assert not torch.equal(torch.cat(by_halves), batch.selected)  # or the choice would not depend on the update
@@ -142,7 +142,7 @@ def test_coefficients_of_a_micro_batch_are_not_the_steps() -> None:
 
 def test_a_lone_coefficient_tensor_serves_every_term_without_an_aggregation_of_its_own() -> None:
     batch, logits = make(Shape((3, 4), 5, seed=5, binary=False), 0.2)
-    psi, logp = pg.GRPO.advantages(batch), policy(logits, batch.tokens, batch.mask)
+    psi, logp = pg.GRPO.compute_advantages(batch), policy(logits, batch.tokens, batch.mask)
     lone = pg.surrogate(logp, batch, psi, pg.GRPO, pg.GRPO.coefficients(batch))
     assert torch.equal(lone, pg.surrogate(logp, batch, psi, pg.GRPO))
 

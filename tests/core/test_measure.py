@@ -13,7 +13,7 @@ import policygrad as pg
 from doubles.random_batches import Shape, close, gradients, make, policy
 from policygrad.catalog import ABOUT
 from policygrad.core.metrics import EffectiveSize, Max, Metrics, Min, Sum, merge
-from policygrad.core.objective import measure
+from policygrad.core.objective import measure_forward
 
 
 def hand_batch() -> tuple[pg.Batch, Tensor]:
@@ -35,9 +35,9 @@ def hand_batch() -> tuple[pg.Batch, Tensor]:
 def test_measured_hand_numbers() -> None:
     """Three tokens a row."""
     batch, logp = hand_batch()
-    algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean())
-    psi = algorithm.advantages(batch)
-    found = measure(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
+    algorithm = replace(pg.DR_GRPO, aggregation=pg.TokenMean())
+    psi = algorithm.compute_advantages(batch)
+    found = measure_forward(pg.Forward(logp), batch, psi, algorithm, algorithm.all_coefficients(batch))
     values = {name: metric.value for name, metric in found.items()}
     k3 = (2 - 1 - math.log(2)) + 0 + (0.5 - 1 + math.log(2))  # u = −log 2, 0, log 2
     assert values == pytest.approx(
@@ -70,7 +70,7 @@ def test_the_kl_to_the_reference_is_that_of_the_policy_also_after_it_has_moved()
         logp_ref=reference.log()[each, None],
     )
     out, psi = pg.Forward(new.log()[each, None]), torch.zeros(10, 1, dtype=torch.float64)
-    found = measure(out, batch, psi, pg.DR_GRPO, pg.DR_GRPO.all_coefficients(batch))
+    found = measure_forward(out, batch, psi, pg.DR_GRPO, pg.DR_GRPO.all_coefficients(batch))
     assert found["kl"].value == pytest.approx(float((new * (new / reference).log()).sum()), rel=1e-12)
     assert found["kl_old"].value == pytest.approx(float((old * (old / new).log()).sum()), rel=1e-12)
 
@@ -88,12 +88,12 @@ def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:
         logp_sampler=-3.0 - gap,
     )
     algorithm = pg.DR_GRPO
-    psi, coefficients = algorithm.advantages(batch), algorithm.all_coefficients(batch)
+    psi, coefficients = algorithm.compute_advantages(batch), algorithm.all_coefficients(batch)
 
     def found(rows: list[int]) -> Metrics:
         at = torch.tensor(rows)
         share = batch.select(at)
-        return measure(pg.Forward(gap[at] - 3), share, psi[at], algorithm, tuple(c[at] for c in coefficients))
+        return measure_forward(pg.Forward(gap[at] - 3), share, psi[at], algorithm, tuple(c[at] for c in coefficients))
 
     for metrics in (found([0, 1]), merge(found([0]), found([1])), merge(found([1]), found([0]))):
         assert metrics["mismatch/logp_max"].value == pytest.approx(log2, rel=1e-14)
@@ -101,7 +101,9 @@ def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:
         total, squares = 2 + 1 + 0.5 + 0.5, 4 + 1 + 0.25 + 0.25
         assert metrics["mismatch/ess"].value == pytest.approx(total**2 / (4 * squares), rel=1e-14)
     assert EffectiveSize(0.0, 0.0, 0.0).value == 1.0
-    alike = measure(pg.Forward(gap - 3), replace(batch, logp_old=batch.logp_sampler), psi, pg.RAFT, coefficients)
+    alike = measure_forward(
+        pg.Forward(gap - 3), replace(batch, logp_old=batch.logp_sampler), psi, pg.RAFT, coefficients
+    )
     assert not [
         name for name in alike if name.startswith("mismatch/")
     ]  # μ compared with itself would say that all is well
@@ -119,7 +121,7 @@ def test_a_nan_is_seen_wherever_it_stands() -> None:
 class ExactEntropy(pg.LossTerm):
     """A loss term: its gradient is no multiple of ∇log π of the sampled token."""
 
-    aggregate: None = None
+    aggregation: None = None
 
     def objective(self, out: pg.Forward, batch: pg.Batch, psi: Tensor) -> Tensor:
         assert out.entropy is not None
@@ -130,7 +132,7 @@ def test_a_loss_term_brings_its_own_graph() -> None:
     batch, logits = make(Shape((3, 4), 5, seed=2, binary=False), 0.2)
     with_entropy = replace(pg.DAPO, terms=(ExactEntropy(),), filters=())
     without = replace(with_entropy, terms=())
-    psi = without.advantages(batch)
+    psi = without.compute_advantages(batch)
     logp = policy(logits, batch.tokens, batch.mask)
     p = torch.log_softmax(logits, -1)
     entropy = torch.where(batch.mask, -(p.exp() * p).sum(-1)[batch.tokens], math.nan)
@@ -163,7 +165,7 @@ class Recorded:
 
 
 def test_the_first_order_step_descends_once_per_minibatch() -> None:
-    problem, step = Recorded(), pg.FirstOrder(epochs=2, minibatches=2)
+    problem, step = Recorded(), pg.GradientSteps(epochs=2, minibatches=2)
     measured = step(problem)  # type: ignore[arg-type]
     assert problem.asked == ["split 0", *["accumulate", "descend"] * 2, "split 1", *["accumulate", "descend"] * 2]
     assert step.updates == measured["steps"].value == measured["passes"].value == 4
@@ -178,4 +180,4 @@ def test_every_algorithm_can_say_what_it_is() -> None:
         assert {"Ψ", "w", "c", "step"} <= set(lines)
         assert ("k" in lines) == bool(pg.ALGORITHMS[name].terms)
     assert pg.GRPO.equation()["Ψ"].endswith("mean_g)/(std_g + 0.0001)")
-    assert replace(pg.GRPO, step=pg.FirstOrder(2, 3)).equation()["step"] == "2 epochs × 3 minibatches"
+    assert replace(pg.GRPO, update_rule=pg.GradientSteps(2, 3)).equation()["step"] == "2 epochs × 3 minibatches"

@@ -14,18 +14,18 @@ from doubles.data_fields import blank
 from doubles.random_batches import Random, Shape, close, gradients, make, passed, policy
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.base import Advantage
-from policygrad.core.objective import measure
+from policygrad.core.objective import measure_forward
 
 GATES = (
     pg.OnPolicy(),
     pg.Importance(),
     pg.Clip(0.2, 0.28),
     pg.DualClip(0.2, 0.28, 3.0),
-    pg.WeightCap(0.5, 2.0),
-    pg.SoftGate(1.0, 1.05),
-    pg.SoftGate(2.0, 5.0),
-    pg.Unweighted(),
-    pg.Taper(),
+    pg.ClippedImportance(0.5, 2.0),
+    pg.SigmoidGate(1.0, 1.05),
+    pg.SigmoidGate(2.0, 5.0),
+    pg.UnitWeight(),
+    pg.TaperedImportance(),
 )
 RATIOS = (pg.Token(), pg.Sequence(), pg.SequenceProduct())
 BASELINES = {
@@ -52,7 +52,7 @@ def plain(ratio: Tensor) -> pg.Batch:
 
 def psi_of(batch: pg.Batch, *chain) -> list[float]:
     """Ψ at each completion's first token."""
-    return pg.Algorithm(psi=chain).advantages(batch)[:, 0].tolist()
+    return pg.Algorithm(advantage=chain).compute_advantages(batch)[:, 0].tolist()
 
 
 def test_the_worked_example() -> None:
@@ -65,16 +65,20 @@ def test_the_worked_example() -> None:
 
 def test_a_running_mean_remembers() -> None:
     """decay ½: 4, then (4·½ + 1)/(½ + 1) = 2, then (4·¼ + 1·½ + 9)/(¼ + ½ + 1) = 6; without start-up bias."""
-    algorithm = replace(pg.REINFORCE, psi=(pg.RunningMean(decay=0.5),))
-    means, state = [], algorithm.init()
-    assert psi_of(batch_of(7.0), *algorithm.at(state).psi) == psi_of(batch_of(7.0), *algorithm.psi) == [7.0]
+    algorithm = replace(pg.REINFORCE, advantage=(pg.RunningMean(decay=0.5),))
+    means, state = [], algorithm.init_state()
+    assert (
+        psi_of(batch_of(7.0), *algorithm.with_state(state).advantage)
+        == psi_of(batch_of(7.0), *algorithm.advantage)
+        == [7.0]
+    )
     for rewards in ((3.0, 5.0), (1.0,), (9.0, 9.0)):
-        state = algorithm.update(state, batch_of(*rewards))
-        means.append(state["psi.0"]["mean"])
+        state = algorithm.update_state(state, batch_of(*rewards))
+        means.append(state["advantage.0"]["mean"])
     assert means == pytest.approx([4, 2, 6], rel=1e-15)
-    assert psi_of(batch_of(7.0), *algorithm.at(state).psi) == pytest.approx([1.0])
+    assert psi_of(batch_of(7.0), *algorithm.with_state(state).advantage) == pytest.approx([1.0])
     nobody = batch_of(1.0, mask=torch.zeros(1, 2, dtype=torch.bool))
-    assert algorithm.update(state, nobody) == state
+    assert algorithm.update_state(state, nobody) == state
 
 
 def test_batch_mean_and_batch_std() -> None:
@@ -94,7 +98,7 @@ SPREADS: dict[str, tuple[Advantage, ...]] = {
     "whitened": (pg.Whiten(),),
     "group mean, whitened": (pg.GroupMean(), pg.Whiten()),
     "batch mean, whitened": (pg.BatchMean(), pg.Whiten()),
-    "over the mean": (pg.GroupMean(), pg.OverGroupMean()),
+    "over the mean": (pg.GroupMean(), pg.DivideByGroupMean()),
     "pass@1": (pg.PassAtK(1),),
     "pass@2": (pg.PassAtK(2),),
     "several rewards": (pg.RewardZScores(),),
@@ -119,8 +123,8 @@ def constant_batch(value: float) -> pg.Batch:
         reward_weights=(1.0, 0.3),
         step_end=end,
         token_reward=torch.zeros(13, 3),
-        anchor=torch.zeros(13, 3, dtype=torch.int64),
-        score_norm=torch.rand(13),
+        turn_state=torch.zeros(13, 3, dtype=torch.int64),
+        grad_logp_sq_norm=torch.rand(13),
     )
 
 
@@ -132,7 +136,7 @@ def test_rewards_without_spread_give_no_advantage_to_the_last_bit(chain, value: 
         batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
     if isinstance(chain[0], pg.RewardZScores):
         batch = replace(batch, token_reward=None)
-    psi = pg.Algorithm(psi=chain).advantages(batch)
+    psi = pg.Algorithm(advantage=chain).compute_advantages(batch)
     if any(isinstance(link, pg.TurnLeaveOneOut) for link in chain):  # a turn that no sibling has is compared with 0
         psi = psi[batch.group < 2]
     assert (psi == 0).all()
@@ -143,7 +147,7 @@ def test_whitening_equal_rewards_gives_zeros_for_every_number_of_completions(val
     """Which sums are rounded depends on how many numbers are added, so one batch shows nothing about the next."""
     for completions in range(2, 40):
         batch = batch_of(*[value] * completions, width=3, dtype=torch.float32)
-        assert (pg.Algorithm(psi=(pg.Whiten(),)).advantages(batch) == 0).all(), completions
+        assert (pg.Algorithm(advantage=(pg.Whiten(),)).compute_advantages(batch) == 0).all(), completions
 
 
 OWN_SIGNAL = {
@@ -175,7 +179,7 @@ def test_an_algorithm_that_compares_rewards_has_nothing_to_learn_from_equal_ones
         batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
     if name == "gdpo":
         batch = replace(batch, token_reward=None)
-    assert (algorithm.advantages(batch) == 0).all()
+    assert (algorithm.compute_advantages(batch) == 0).all()
 
 
 @pytest.mark.parametrize("of", ["advantages", "rewards"])
@@ -186,8 +190,11 @@ def test_a_batch_without_spread_is_not_scaled_by_eps(of) -> None:
 
 def test_token_rewards_count_from_their_token_on() -> None:
     batch = batch_of(1.0, 0.0, token_reward=torch.tensor([[0.5, 0.25], [0.0, -1.0]], dtype=torch.float64))
-    assert pg.Algorithm().advantages(batch).tolist() == [[1.75, 1.25], [-1.0, -1.0]]
-    assert pg.Algorithm(psi=(pg.LeaveOneOut(),)).advantages(batch).tolist() == [[2.75, 2.25], [-2.75, -2.75]]
+    assert pg.Algorithm().compute_advantages(batch).tolist() == [[1.75, 1.25], [-1.0, -1.0]]
+    assert pg.Algorithm(advantage=(pg.LeaveOneOut(),)).compute_advantages(batch).tolist() == [
+        [2.75, 2.25],
+        [-2.75, -2.75],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +241,7 @@ def test_the_weight_is_the_values_derivative_in_log_r(gate) -> None:
 
 def gradient(algorithm: pg.Algorithm, batch: pg.Batch, logits: Tensor) -> Tensor:
     logp = policy(logits, batch.tokens, batch.mask)
-    return gradients(pg.surrogate(logp, batch, algorithm.advantages(batch), algorithm), logits)[0]
+    return gradients(pg.surrogate(logp, batch, algorithm.compute_advantages(batch), algorithm), logits)[0]
 
 
 GRPO = replace(pg.GRPO, terms=())
@@ -244,7 +251,7 @@ GRPO = replace(pg.GRPO, terms=())
     ("one", "other"),
     [
         (replace(GRPO, gate=pg.Clip(math.inf, math.inf)), replace(GRPO, gate=pg.Importance())),
-        (replace(pg.CISPO, gate=pg.WeightCap(0, math.inf)), replace(pg.CISPO, gate=pg.Importance())),
+        (replace(pg.CISPO, gate=pg.ClippedImportance(0, math.inf)), replace(pg.CISPO, gate=pg.Importance())),
         (replace(GRPO, gate=pg.DualClip(0.2, 0.2, math.inf)), GRPO),
     ],
     ids=["infinite clip = importance", "infinite cap = off-policy REINFORCE", "infinite dual clip = clip"],
@@ -258,8 +265,8 @@ def test_limits(one: pg.Algorithm, other: pg.Algorithm) -> None:
 def test_grpo_with_token_mean_and_without_kl_is_ppos_clip() -> None:
     """PPO eq. 7, Ê_t over every token of the batch, with the same Ψ."""
     batch, logits = make(Shape((4, 4), 5, seed=1, binary=False), 0.8)
-    algorithm = replace(GRPO, aggregate=pg.TokenMean())
-    psi = algorithm.advantages(batch)[batch.mask]
+    algorithm = replace(GRPO, aggregation=pg.TokenMean())
+    psi = algorithm.compute_advantages(batch)[batch.mask]
     logp = policy(logits, batch.tokens, batch.mask)
     r = (logp[batch.mask] - batch.logp_old[batch.mask]).exp()  # type: ignore[index]
     ppo = torch.minimum(r * psi, r.clamp(0.8, 1.2) * psi).mean()
@@ -286,7 +293,7 @@ def test_a_group_of_one_gets_zero(chain) -> None:
     mask = torch.tensor([[True, True], [False, False], [True, True], [True, True]])
     tokens = torch.tensor([[0.5, 0.25], [9.0, 9.0], [0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     batch = batch_of(1.0, math.nan, 2.0, 5.0, group=[0, 0, 1, 1], mask=mask, token_reward=tokens)
-    psi = pg.Algorithm(psi=chain).advantages(batch)
+    psi = pg.Algorithm(advantage=chain).compute_advantages(batch)
     assert psi[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert psi[2:].abs().min() > 0
 
@@ -319,16 +326,16 @@ def test_extreme_float32_kl_terms_and_metrics_stay_finite(form, change: float) -
     batch = batch_of(1.0, 0.0, width=3, dtype=torch.float32, logp_ref=zeros + change, logp_old=zeros - change)
     algorithm = replace(pg.GRPO, terms=(pg.KLToReference(0.04, form),))
     logp = zeros.clone().requires_grad_()
-    psi, out = algorithm.advantages(batch), pg.Forward(logp)
+    psi, out = algorithm.compute_advantages(batch), pg.Forward(logp)
     assert torch.isfinite(gradients(pg.surrogate(out, batch, psi, algorithm), logp)[0]).all()
-    metrics = measure(out, batch, psi, algorithm, algorithm.all_coefficients(batch))
+    metrics = measure_forward(out, batch, psi, algorithm, algorithm.all_coefficients(batch))
     assert [name for name, metric in metrics.items() if not math.isfinite(metric.value)] == []
 
 
 @pytest.mark.parametrize("name", pg.ALGORITHMS)
 @pytest.mark.parametrize("width", [0, 3])
 def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
-    algorithm = pg.algorithm(name)
+    algorithm = pg.get_algorithm(name)
     shape = (4, width)
     nan = torch.full(shape, math.nan)
     batch = pg.Batch(
@@ -338,23 +345,23 @@ def test_a_fully_masked_batch_gives_zero_not_nan(name: str, width: int) -> None:
         logp_old=nan,
         logp_ref=nan,
         values=nan,
-        step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.declared else None,
-        token_reward=None if "rewards" in algorithm.declared else nan,
+        step_end=torch.ones(shape, dtype=torch.bool) if "step_end" in algorithm.all_needs else None,
+        token_reward=None if "rewards" in algorithm.all_needs else nan,
         logp_sampler=nan,
         baseline=torch.full((4,), math.nan),
-        example=torch.tensor([0, 0, 1, 1]),
+        example_id=torch.tensor([0, 0, 1, 1]),
         implicit_reward=nan,
         entropy=nan,
         **blank(nan),
     )
-    batch = algorithm.filtered(batch)
+    batch = algorithm.apply_filters(batch)
     logp = nan.clone().requires_grad_()
-    psi = algorithm.advantages(batch)
+    psi = algorithm.compute_advantages(batch)
     loss = pg.surrogate(passed(logp, batch), batch, psi, algorithm)
     assert gradients(loss, logp)[0].abs().sum() == 0
     assert loss == 0
     assert pg.objective(passed(logp, batch), batch, psi, algorithm) == 0
-    assert algorithm.update(algorithm.init(), batch) == algorithm.init()
+    assert algorithm.update_state(algorithm.init_state(), batch) == algorithm.init_state()
 
 
 def test_soft_overlong_hand_numbers() -> None:
@@ -376,32 +383,34 @@ def test_the_two_levels_of_the_kl_in_the_reward() -> None:
     old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
     batch = replace(batch_of(1.0, 0.0, width=2), logp_old=old, logp_ref=old - torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
     to_go, whole = (pg.Algorithm(shaping=(pg.KLInReward(0.5, level=level),)) for level in ("token", "sequence"))
-    assert to_go.advantages(batch).tolist() == [[-0.5, 0.0], [-1.5, 0.0]]
-    assert whole.advantages(batch).tolist() == [[-0.5, -0.5], [-1.5, -1.5]]
+    assert to_go.compute_advantages(batch).tolist() == [[-0.5, 0.0], [-1.5, 0.0]]
+    assert whole.compute_advantages(batch).tolist() == [[-0.5, -0.5], [-1.5, -1.5]]
     hidden = replace(batch, mask=torch.tensor([[True, False], [True, True]]))  # a token that was not sampled has no KL
-    assert whole.advantages(hidden).tolist() == [[0.5, 0.0], [-1.5, -1.5]]
-    assert pg.RLOO.advantages(batch)[:, 0].tolist() == pytest.approx([1.0, -1.0])  # both are 0.15 from the reference
+    assert whole.compute_advantages(hidden).tolist() == [[0.5, 0.0], [-1.5, -1.5]]
+    assert pg.RLOO.compute_advantages(batch)[:, 0].tolist() == pytest.approx(
+        [1.0, -1.0]
+    )  # both are 0.15 from the reference
 
 
 def test_dynamic_sampling_drops_and_reweights() -> None:
     """Two of three groups have no spread: f = 4/6, so kept-only 1/2 equals 1/6 × 3."""
     batch = batch_of(1, 1, 0, 1, 0, 0, group=[0, 0, 1, 1, 2, 2], width=1)
-    kept = pg.DropNoSpread()(batch)
+    kept = pg.DropZeroVariance()(batch)
     assert kept.mask[:, 0].tolist() == [False, False, True, True, False, False]
-    weighted = pg.DropNoSpread("reweight")(batch)
+    weighted = pg.DropZeroVariance("reweight")(batch)
     assert weighted.mask.all()
     assert weighted.weight[:, 0].tolist() == [0, 0, 3, 3, 0, 0]  # type: ignore[index]
     for aggregate in (pg.SequenceSum(), pg.SequenceMean(), pg.TokenMean(), pg.FixedLength(1)):
-        algorithm = pg.Algorithm(aggregate=aggregate)
+        algorithm = pg.Algorithm(aggregation=aggregate)
         torch.testing.assert_close(algorithm.coefficients(kept), algorithm.coefficients(weighted), rtol=1e-15, atol=0)
     overlong = replace(kept, in_statistics=torch.ones(6, dtype=torch.bool))
-    assert pg.DropNoSpread()(overlong).counted.tolist() == [False, False, True, True, False, False]
+    assert pg.DropZeroVariance()(overlong).counted.tolist() == [False, False, True, True, False, False]
 
 
 def test_the_budget_reaches_every_open_length() -> None:
-    own = pg.KLToReference(0.1, "k2", aggregate=pg.FixedLength())
-    algorithm = replace(pg.DR_GRPO, shaping=(pg.SoftOverlong(),), terms=(own,)).with_budget(7)
-    assert algorithm.aggregate == pg.FixedLength(7)
+    own = pg.KLToReference(0.1, "k2", aggregation=pg.FixedLength())
+    algorithm = replace(pg.DR_GRPO, shaping=(pg.SoftOverlong(),), terms=(own,)).with_max_tokens(7)
+    assert algorithm.aggregation == pg.FixedLength(7)
     assert algorithm.shaping == (pg.SoftOverlong(7),)
-    assert algorithm.terms == (replace(own, aggregate=pg.FixedLength(7)),)
-    assert replace(pg.DR_GRPO, aggregate=pg.FixedLength(3)).with_budget(7).aggregate == pg.FixedLength(3)
+    assert algorithm.terms == (replace(own, aggregation=pg.FixedLength(7)),)
+    assert replace(pg.DR_GRPO, aggregation=pg.FixedLength(3)).with_max_tokens(7).aggregation == pg.FixedLength(3)

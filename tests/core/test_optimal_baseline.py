@@ -22,7 +22,7 @@ from doubles.enumeration import (
 )
 from doubles.random_batches import Random, Shape, close, make, shapes
 from policygrad.core import masked
-from policygrad.core.advantages import Centred
+from policygrad.core.advantages import FrozenRunningMean
 from policygrad.core.validation import check_sampling
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
@@ -42,8 +42,8 @@ def moments(link: pg.OptimalBaseline | pg.LeaveOneOut | pg.GroupMean | pg.Runnin
     tuples = torch.cartesian_prod(*[torch.arange(len(COMPLETIONS))] * G).reshape(-1, G)
     rows = tuples.flatten()
     group = torch.arange(len(tuples)).repeat_interleave(G)
-    batch = pg.Batch(mask=MASK[rows], group=group, reward=REWARD[rows], score_norm=NORM[rows])
-    psi = masked.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
+    batch = pg.Batch(mask=MASK[rows], group=group, reward=REWARD[rows], grad_logp_sq_norm=NORM[rows])
+    psi = masked.first_valid(pg.Algorithm(advantage=(link,)).compute_advantages(batch), batch.mask)
     estimate = (psi[:, None] * SCORES[rows]).reshape(len(tuples), G, -1).mean(1)
     probability = logp_of(THETA)[tuples].sum(1).exp()
     mean = probability @ estimate
@@ -75,7 +75,7 @@ def test_b_star_has_the_least_total_variance_of_all_constants() -> None:
     """The variance is a parabola in b: its vertex is b*, below every point of a grid, the mean and the length proxy."""
 
     def variance(b: float) -> float:
-        return moments(Centred(baseline=b), 1)[1]
+        return moments(FrozenRunningMean(baseline=b), 1)[1]
 
     low, middle, high = variance(-1.0), variance(0.0), variance(1.0)
     vertex = (low - high) / (2 * (low + high - 2 * middle))
@@ -96,7 +96,7 @@ def test_estimated_from_few_siblings_its_weights_are_noise_from_more_they_pay() 
     print(
         f"total variance, b* / mean of the others: G=2 {two:.4f} / {plain_two:.4f}, G=3 {three:.4f} / {plain_three:.4f}"
     )
-    print(f"G=4 {four:.4f} / {plain_four:.4f}; with the true b* {moments(Centred(baseline=BEST), 4)[1]:.4f}")
+    print(f"G=4 {four:.4f} / {plain_four:.4f}; with the true b* {moments(FrozenRunningMean(baseline=BEST), 4)[1]:.4f}")
     assert two == pytest.approx(plain_two, rel=1e-12)
     assert three > plain_three
     assert four < plain_four
@@ -106,7 +106,7 @@ def test_estimated_from_few_siblings_its_weights_are_noise_from_more_they_pay() 
 def test_the_estimate_tends_to_b_star(leave_one_out: bool) -> None:
     rows = torch.multinomial(PROBABILITY, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
     n, R = NORM[rows].flatten(), REWARD[rows]
-    batch = pg.Batch(mask=MASK[rows], group=torch.zeros_like(rows), reward=R, score_norm=n)
+    batch = pg.Batch(mask=MASK[rows], group=torch.zeros_like(rows), reward=R, grad_logp_sq_norm=n)
     b = R - first(batch, pg.OptimalBaseline(leave_one_out=leave_one_out))
     assert b.mean().item() == pytest.approx(BEST, abs=0.02)
     assert b.std() < 1e-3
@@ -114,7 +114,7 @@ def test_the_estimate_tends_to_b_star(leave_one_out: bool) -> None:
 
 def first(batch: pg.Batch, link: pg.OptimalBaseline | pg.LeaveOneOut | pg.GroupMean) -> Tensor:
     """Ψ [B] at the first sampled token."""
-    return masked.first(pg.Algorithm(psi=(link,)).advantages(batch), batch.mask)
+    return masked.first_valid(pg.Algorithm(advantage=(link,)).compute_advantages(batch), batch.mask)
 
 
 def group_of(reward: list[float], norm: list[float], lengths: list[int] | None = None) -> pg.Batch:
@@ -124,7 +124,7 @@ def group_of(reward: list[float], norm: list[float], lengths: list[int] | None =
         mask=torch.arange(int(n.max())) < n[:, None],
         group=torch.zeros(len(n), dtype=torch.int64),
         reward=torch.tensor(reward),
-        score_norm=torch.tensor(norm),
+        grad_logp_sq_norm=torch.tensor(norm),
     )
 
 
@@ -176,7 +176,7 @@ def test_masked_from_the_gradient_is_weight_0() -> None:
     for link in (pg.OptimalBaseline(), pg.OptimalBaseline("length")):
         without = group_of([0.0, 1.0, 0.5], [1.0, 3.0, 2.0])
         torch.testing.assert_close(first(batch, link), torch.cat([first(without, link), torch.zeros(1)]))
-    silent = replace(batch, score_norm=torch.zeros(4))
+    silent = replace(batch, grad_logp_sq_norm=torch.zeros(4))
     torch.testing.assert_close(first(silent, pg.OptimalBaseline()), first(silent, pg.LeaveOneOut()))
     assert first(silent, pg.LeaveOneOut())[0] == pytest.approx(-9.5 / 3)
 
@@ -189,7 +189,7 @@ def literal(batch: pg.Batch, leave_one_out: bool) -> Tensor:
         group = [j for j in range(len(out)) if counted[j] and batch.group[j] == batch.group[i]]
         over = [j for j in group if j != i or not leave_one_out]
         if counted[i] and len({batch.reward[j].item() for j in group}) > 1:
-            n = [batch.score_norm[j].item() for j in over]  # type: ignore[index]
+            n = [batch.grad_logp_sq_norm[j].item() for j in over]  # type: ignore[index]
             out[i] = batch.reward[i] - sum(w * batch.reward[j] for w, j in zip(n, over, strict=True)) / sum(n)
     return out
 
@@ -200,27 +200,27 @@ def literal(batch: pg.Batch, leave_one_out: bool) -> Tensor:
 def test_ragged_batches_agree_with_loops(leave_one_out: bool, shape: Shape, scale: float) -> None:
     batch, _ = make(shape)
     n = 0.1 + Random(shape.seed + 1).uniform(len(batch.mask))
-    batch = replace(batch, score_norm=torch.where(batch.mask.any(1), n, torch.nan))
+    batch = replace(batch, grad_logp_sq_norm=torch.where(batch.mask.any(1), n, torch.nan))
     link = pg.OptimalBaseline(leave_one_out=leave_one_out)
     psi, one = first(batch, link), torch.ones((), dtype=torch.float64)
     close(psi, literal(batch, leave_one_out), scale=one)
-    close(first(replace(batch, score_norm=scale * batch.score_norm), link), psi, scale=one)  # type: ignore[operator]
+    close(first(replace(batch, grad_logp_sq_norm=scale * batch.grad_logp_sq_norm), link), psi, scale=one)  # type: ignore[operator]
     close(first(replace(batch, reward=batch.reward + 4), link), psi, scale=one, tolerance=1e-11)
-    flat = replace(batch, score_norm=torch.full_like(n, scale))
+    flat = replace(batch, grad_logp_sq_norm=torch.full_like(n, scale))
     close(first(flat, link), first(batch, pg.LeaveOneOut() if leave_one_out else pg.GroupMean()), scale=one)
 
 
 def test_token_rewards_count_towards_the_total_and_to_go() -> None:
     batch = replace(group_of([0.0, 1.0], [1.0, 2.0]), token_reward=torch.tensor([[0.5, 0.25], [0.0, -1.0]]))
-    psi = pg.Algorithm(psi=(pg.OptimalBaseline(),)).advantages(batch)
+    psi = pg.Algorithm(advantage=(pg.OptimalBaseline(),)).compute_advantages(batch)
     torch.testing.assert_close(psi, torch.tensor([[0.75, 0.25], [-0.75, -0.75]]))
 
 
 def test_needs_and_refusals() -> None:
-    exact, proxy = replace(pg.RLOO, psi=(pg.OptimalBaseline(),)), pg.OPO
-    assert exact.needs == {"score_norm", "logp_old", "logp_ref"}
+    exact, proxy = replace(pg.RLOO, advantage=(pg.OptimalBaseline(),)), pg.OPO
+    assert exact.needs == {"grad_logp_sq_norm", "logp_old", "logp_ref"}
     assert proxy.needs == frozenset()
-    batch = replace(group_of([0.0, 1.0], [1.0, 2.0]), score_norm=None)
+    batch = replace(group_of([0.0, 1.0], [1.0, 2.0]), grad_logp_sq_norm=None)
     with pytest.raises(ValueError, match=r"OptimalBaseline needs Batch\.score_norm.*norm='length'"):
         first(batch, pg.OptimalBaseline())
     with pytest.raises(ValueError, match=r"'exact'.*or 'length'.*not 'lenght'"):
@@ -228,4 +228,4 @@ def test_needs_and_refusals() -> None:
     with pytest.raises(ValueError, match="OptimalBaseline compares the samples of one prompt"):
         check_sampling(exact, 1, 1.0)
     with pytest.raises(ValueError, match=r"Batch\.score_norm has shape \[3\]"):
-        replace(batch, score_norm=torch.ones(3))
+        replace(batch, grad_logp_sq_norm=torch.ones(3))

@@ -13,7 +13,7 @@ from torch import Tensor
 import policygrad as pg
 from doubles.random_batches import Shape, make
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.objective import measure
+from policygrad.core.objective import measure_forward
 
 ROWS = 4
 
@@ -143,20 +143,20 @@ def square(width: int = ROWS) -> Batch:
 
 
 def loss(algorithm: pg.Algorithm, batch: Batch) -> Tensor:
-    psi = replace(algorithm, psi=()).advantages(batch)
+    psi = replace(algorithm, advantage=()).compute_advantages(batch)
     out = torch.zeros_like(psi).requires_grad_()
     return pg.surrogate(out, batch, psi, algorithm)
 
 
 BASE = replace(pg.GRPO, terms=())
 SHAPES: dict[str, tuple[Callable[[Batch], Any], str]] = {
-    "advantage": (lambda b: replace(BASE, psi=(PerCompletion(),)).advantages(b), "PerCompletion"),
+    "advantage": (lambda b: replace(BASE, advantage=(PerCompletion(),)).compute_advantages(b), "PerCompletion"),
     "gate": (lambda b: loss(replace(BASE, gate=FlatGate()), b), r"FlatGate\.weight"),
     "ratio": (lambda b: loss(replace(BASE, ratio=FlatRatio()), b), "FlatRatio"),
     "term": (lambda b: loss(replace(BASE, terms=(FlatTerm(),)), b), r"FlatTerm\.score"),
     "loss term": (lambda b: loss(replace(BASE, terms=(FlatLoss(),)), b), r"FlatLoss\.objective"),
     "correction": (lambda b: loss(replace(BASE, corrections=(FlatCorrection(),)), b), "FlatCorrection"),
-    "aggregation": (lambda b: loss(replace(BASE, aggregate=FlatAggregation()), b), "FlatAggregation"),
+    "aggregation": (lambda b: loss(replace(BASE, aggregation=FlatAggregation()), b), "FlatAggregation"),
 }
 
 
@@ -175,31 +175,31 @@ def test_a_gate_whose_value_alone_has_another_shape_is_named_by_the_metrics() ->
     batch, algorithm = square(), replace(BASE, gate=FlatGate(weight_too=False))
     out = Forward(torch.zeros(ROWS, ROWS, dtype=torch.float64))
     with pytest.raises(pg.ConfigError, match=r"^FlatGate\.value returned shape \[4\]"):
-        measure(out, batch, BASE.advantages(batch), algorithm, algorithm.all_coefficients(batch))
+        measure_forward(out, batch, BASE.compute_advantages(batch), algorithm, algorithm.all_coefficients(batch))
 
 
 def test_a_part_that_returns_nothing_is_named() -> None:
     with pytest.raises(pg.ConfigError, match=r"^Nothing returned None, expected a tensor \[B, T\] = \[4, 4\]"):
-        replace(BASE, psi=(Nothing(),)).advantages(square())
+        replace(BASE, advantage=(Nothing(),)).compute_advantages(square())
 
 
 def test_shaping_that_returns_no_batch_is_named() -> None:
     with pytest.raises(pg.ConfigError, match=r"^Rewards returned a Tensor, expected a Batch: .*replace\(batch, reward"):
-        replace(BASE, shaping=(Rewards(),)).advantages(square())
+        replace(BASE, shaping=(Rewards(),)).compute_advantages(square())
 
 
 def test_a_filter_that_leaves_rows_away_is_named() -> None:
     with pytest.raises(
         pg.ConfigError, match=r"^Half returned a batch of shape \[2, 4\], expected .*set its mask to False"
     ):
-        replace(BASE, filters=(Half(),)).filtered(square())
+        replace(BASE, filters=(Half(),)).apply_filters(square())
 
 
 @pytest.mark.parametrize("chain", [(ByZero(), pg.GroupMean()), (pg.GroupMean(), ByZero(), pg.GroupStd())])
 def test_nan_advantages_name_the_link_that_made_them(chain: tuple[pg.Advantage, ...]) -> None:
     """Every link after it returns NaN too."""
     with pytest.raises(pg.NumericsError) as caught:
-        replace(BASE, psi=chain).advantages(square())
+        replace(BASE, advantage=chain).compute_advantages(square())
     place = f"psi.{chain.index(ByZero())}"
     assert str(caught.value).startswith(
         f"ByZero in {place} returned NaN or infinite numbers although all that it reads is"
@@ -214,12 +214,12 @@ def test_a_link_that_reads_nan_is_not_blamed_for_it() -> None:
     with pytest.raises(
         pg.NumericsError, match=r"^ReadsReference in psi\.0 .*Batch\.logp_ref, which it reads, holds such"
     ):
-        replace(BASE, psi=(ReadsReference(),)).advantages(broken)
+        replace(BASE, advantage=(ReadsReference(),)).compute_advantages(broken)
 
 
 def test_rewards_that_shaping_made_infinite_name_the_shaping() -> None:
     with pytest.raises(pg.NumericsError, match=r"^Endless in shaping\.0 returned NaN or infinite numbers although"):
-        replace(BASE, shaping=(Endless(),)).advantages(square())
+        replace(BASE, shaping=(Endless(),)).compute_advantages(square())
 
 
 def test_nan_where_nothing_was_sampled_is_not_looked_at() -> None:
@@ -231,7 +231,7 @@ def test_nan_where_nothing_was_sampled_is_not_looked_at() -> None:
             return psi.masked_fill(~batch.mask, float("nan"))
 
     batch, _ = make(Shape((3, 4), 5, seed=2, binary=True))
-    psi = replace(BASE, psi=(OffTheMask(),)).advantages(batch)
+    psi = replace(BASE, advantage=(OffTheMask(),)).compute_advantages(batch)
     assert bool(psi.isfinite().all())
     assert bool((psi[~batch.mask] == 0).all())
 

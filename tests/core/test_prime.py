@@ -30,7 +30,7 @@ def hand_batch() -> pg.Batch:
 
 def test_hand_numbers() -> None:
     """Outcomes 1 − 0 and 0 − 1; process rewards less the other's mean, 0.6 and 0.2, at every token, summed to the end."""
-    psi = replace(pg.PRIME, filters=()).advantages(hand_batch())
+    psi = replace(pg.PRIME, filters=()).compute_advantages(hand_batch())
     a, b = 1 + (0.1 - 0.6) + (0.3 - 0.6), 1 + (0.3 - 0.6)
     expected = [[a, 0.0, b], [-1 + (0.6 - 0.2), 0.0, 0.0], [0.0] * 3, [0.0] * 3]
     torch.testing.assert_close(psi, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
@@ -45,9 +45,9 @@ def test_the_baseline_is_charged_per_token() -> None:
         batch = pg.Batch(
             mask=mask, group=torch.zeros(2).long(), reward=torch.zeros(2).double(), implicit_reward=implicit
         )
-        psi = pg.Algorithm(psi=(pg.LeaveOneOut(), pg.ImplicitProcess()), reward_model=pg.ImplicitReward()).advantages(
-            batch
-        )
+        psi = pg.Algorithm(
+            advantage=(pg.LeaveOneOut(), pg.ImplicitProcess()), reward_model=pg.ImplicitReward()
+        ).compute_advantages(batch)
         assert psi[0].tolist() == expected
 
 
@@ -101,7 +101,9 @@ def test_it_starts_at_nothing() -> None:
     assert part.loss(batch.logp_ref, batch)[kept].tolist() == pytest.approx([math.log(2)] * int(kept.sum()))  # type: ignore[arg-type]
     prime = replace(pg.PRIME, filters=())
     rloo = replace(pg.RLOO, shaping=())
-    assert torch.equal(prime.advantages(replace(batch, implicit_reward=implicit)), rloo.advantages(batch))
+    assert torch.equal(
+        prime.compute_advantages(replace(batch, implicit_reward=implicit)), rloo.compute_advantages(batch)
+    )
 
 
 @pytest.mark.parametrize("reward", [-0.5, 1.5, 3.0])
@@ -131,7 +133,7 @@ def test_report() -> None:
 REFUSED = {
     "no β": (lambda: pg.ImplicitReward(beta=0.0), ["ImplicitReward.beta must be above 0"]),
     "a negative rate": (lambda: pg.ImplicitReward(lr=-1.0), ["ImplicitReward.lr", "-1"]),
-    "no rate at all": (lambda: pg.ImplicitReward().rate(None), ["ImplicitReward.lr is open", "1e-6"]),
+    "no rate at all": (lambda: pg.ImplicitReward().learning_rate(None), ["ImplicitReward.lr is open", "1e-6"]),
     "a discount above 1": (lambda: pg.ImplicitProcess(1.1), ["ImplicitProcess.gamma", "[0, 1]"]),
     "rewards that nobody learns": (
         lambda: replace(pg.PRIME, reward_model=None),
@@ -143,12 +145,12 @@ REFUSED = {
     ),
     "no reference": (lambda: replace(pg.PRIME, reference=None), ["without a reference"]),
     "a moving reference": (
-        lambda: replace(pg.PRIME, reference=pg.Reference(every=5)),
+        lambda: replace(pg.PRIME, reference=pg.Reference(refresh_every=5)),
         ["measured against the reference", "every=None"],
     ),
     "a trust region": (
-        lambda: replace(pg.PRIME, step=pg.TrustRegion(0.01), filters=()),
-        ["TrustRegion moves the policy alone", "FirstOrder()"],
+        lambda: replace(pg.PRIME, update_rule=pg.TrustRegion(0.01), filters=()),
+        ["TrustRegion moves the policy alone", "GradientSteps()"],
     ),
     "another part in its place": (
         lambda: replace(pg.PRIME, reward_model=pg.Critic()),
@@ -167,7 +169,7 @@ def test_refusals(case: str) -> None:
 
 
 def test_its_rate_is_twice_the_policys_unless_given() -> None:
-    assert pg.ImplicitReward().rate(5e-7) == 1e-6
-    assert pg.ImplicitReward(lr=0.0).rate(5e-7) == 0.0
+    assert pg.ImplicitReward().learning_rate(5e-7) == 1e-6
+    assert pg.ImplicitReward(lr=0.0).learning_rate(5e-7) == 0.0
     assert pg.PRIME.equation()["r_φ"].startswith("0.05·log(π_φ/π_ref)")
     assert pg.PRIME.equation()["Ψ"].startswith("R_i − mean_{j≠i} R_j + Σ_{s≥t}".replace("R_i", "R_i"))

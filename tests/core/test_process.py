@@ -17,7 +17,7 @@ S = 3**0.5 / 2  # (1 − ½)/std of [1, 1, 0, 0] with ddof 1
 
 
 def batch(ends: list[list[int]], scores: list[list[float]], rewards: list[float], lengths: list[int]) -> pg.Batch:
-    """One group; a completion's steps end at `ends` with `scores`."""
+    """One group; a completion's steps end at `common_endpoints` with `scores`."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     step_end, token_reward = torch.zeros_like(mask), torch.zeros(mask.shape, dtype=torch.float64)
     for row, (at, score) in enumerate(zip(ends, scores, strict=True)):
@@ -58,10 +58,10 @@ def test_process_rewards_alone() -> None:
 
 
 def test_what_looks_at_the_outcome_is_refused_where_it_is_not_read() -> None:
-    pure = replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),))
+    pure = replace(pg.GRPO_PROCESS, advantage=(pg.ProcessReward(outcome=False),))
     for changes, says in (
-        ({"filters": (pg.DropNoSpread(),)}, "DropNoSpread chooses by the outcome's reward"),
-        ({"filters": (pg.Downsample(2, "spread"),)}, "Downsample chooses by the outcome's reward"),
+        ({"filters": (pg.DropZeroVariance(),)}, "DropZeroVariance chooses by the outcome's reward"),
+        ({"filters": (pg.Downsample(2, "max_variance"),)}, "Downsample chooses by the outcome's reward"),
         ({"shaping": (pg.SoftOverlong(),)}, "SoftOverlong shapes the outcome's reward"),
     ):
         with pytest.raises(pg.ConfigError, match=says):
@@ -72,7 +72,7 @@ def test_what_looks_at_the_outcome_is_refused_where_it_is_not_read() -> None:
 
 def test_one_step_each_is_the_groups_z_score() -> None:
     of = batch([[1], [2], [0], [1]], [[0.0]] * 4, [0.0, 0.0, 1.0, 0.0], [2, 3, 1, 2])
-    close(psi(pg.ProcessReward(), of), pg.GRPO.advantages(of))
+    close(psi(pg.ProcessReward(), of), pg.GRPO.compute_advantages(of))
 
 
 def test_tokens_after_the_last_end_answer_for_nothing() -> None:
@@ -160,11 +160,11 @@ def test_algorithms_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="leave a critic unread: set critic=None"):
         replace(pg.VINEPPO, critic=pg.Critic())
     with pytest.raises(ValueError, match="starts from the rewards"):
-        replace(pg.GRPO_PROCESS, psi=(pg.GroupMean(), pg.ProcessReward()))
+        replace(pg.GRPO_PROCESS, advantage=(pg.GroupMean(), pg.ProcessReward()))
     with pytest.raises(ValueError, match="2 or more"):
         check_sampling(pg.GRPO_PROCESS, 1, 1.0)
     assert pg.VINEPPO.critic is None
-    assert pg.VINEPPO.declared == {"step_end", "logp_old", "logp_ref"}
+    assert pg.VINEPPO.all_needs == {"step_end", "logp_old", "logp_ref"}
 
 
 # --- exact values, by enumeration of every completion ----------------------
@@ -215,7 +215,7 @@ def vine_batch(kind: str, noise: float = 0.0) -> pg.Batch:
     )
 
 
-VINE = replace(pg.REINFORCE, psi=(pg.PrefixValue(),))
+VINE = replace(pg.REINFORCE, advantage=(pg.PrefixValue(),))
 
 
 @pytest.mark.parametrize("kind", ["every token", "the answer", "a token", "the prefix"])
@@ -223,7 +223,7 @@ def test_exact_values_give_the_exact_gradient(kind: str) -> None:
     """Whatever decides where a step ends from what was written so far: E[Σ Ψ ∇log π] = ∇E[R]."""
     of, theta = vine_batch(kind), exact.THETA.clone().requires_grad_()
     assert int(of.step_end.sum()) != int(of.mask.sum()) or kind == "every token"
-    found = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.advantages(of), VINE), theta)[0]
+    found = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.compute_advantages(of), VINE), theta)[0]
     close(found, exact.true_gradient())
 
 
@@ -231,5 +231,5 @@ def test_the_prompts_value_is_a_baseline_whatever_it_is() -> None:
     """With one step, an error in V changes nothing in expectation; in between, an error of V biases the step before."""
     for kind, unbiased in (("the answer", True), ("every token", False)):
         of, theta = vine_batch(kind, noise=0.5), exact.THETA.clone().requires_grad_()
-        found = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.advantages(of), VINE), theta)[0]
+        found = gradients(-pg.surrogate(exact.token_logp(theta), of, VINE.compute_advantages(of), VINE), theta)[0]
         assert bool((found - exact.true_gradient()).abs().max() < 1e-12) is unbiased

@@ -15,7 +15,7 @@ from torch import Tensor
 import policygrad as pg
 from doubles.random_batches import Shape, close, make, shapes
 from policygrad.core import masked
-from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum, mean_of, merge
+from policygrad.core.metrics import Max, Mean, Metrics, Min, Sum, masked_mean, merge
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 Total = Callable[[Tensor, Tensor], float]  # (mask, group) -> what the coefficients sum to
@@ -84,12 +84,12 @@ CENTRED = {"leave-one-out": (pg.LeaveOneOut(),), "mean": (pg.GroupMean(),), "z":
 @given(shape=shapes(max_groups=5, max_size=5, max_width=8), shift=st.sampled_from([-8.0, 0.5, 4.0]))
 def test_group_baselines_are_centred_and_do_not_see_a_shift(chain, shape: Shape, shift: float) -> None:
     batch, _ = make(shape)
-    algorithm = pg.Algorithm(psi=chain)
-    psi = masked.first(algorithm.advantages(batch), batch.mask)
+    algorithm = pg.Algorithm(advantage=chain)
+    psi = masked.first_valid(algorithm.compute_advantages(batch), batch.mask)
     sums = torch.zeros(len(shape.groups), dtype=torch.float64).index_add(0, batch.group, psi)
     assert sums.abs().max() < 1e-12
-    moved = algorithm.advantages(replace(batch, reward=batch.reward + shift))
-    close(masked.first(moved, batch.mask), psi, tolerance=1e-11)
+    moved = algorithm.compute_advantages(replace(batch, reward=batch.reward + shift))
+    close(masked.first_valid(moved, batch.mask), psi, tolerance=1e-11)
 
 
 @QUICK
@@ -98,15 +98,15 @@ def test_ragged_reductions_agree_with_loops(shape: Shape) -> None:
     batch, _ = make(shape)
     x, keep = batch.reward, batch.mask.any(1)
     groups = masked.Groups(batch.group, keep)
-    assert groups.number == len({int(g) for g in batch.group[keep]})
+    assert groups.num_nonempty == len({int(g) for g in batch.group[keep]})
     for i, g in enumerate(batch.group.tolist()):
         members = x[(batch.group == g) & keep]
         assert groups.size[i] == len(members)
         if len(members) > 1:
             assert groups.mean(x)[i].item() == pytest.approx(members.mean().item(), rel=1e-12, abs=1e-12)
             assert groups.std(x, 1)[i].item() == pytest.approx(members.std().item(), rel=1e-9, abs=1e-12)
-        assert bool(groups.no_spread(x)[i]) == (len(members) == 0 or bool((members == members[0]).all()))
-    to_go = masked.to_go(batch.mask.double())
+        assert bool(groups.is_constant(x)[i]) == (len(members) == 0 or bool((members == members[0]).all()))
+    to_go = masked.reverse_cumsum(batch.mask.double())
     assert torch.equal(to_go[:, 0], batch.lengths.double())
 
 
@@ -137,12 +137,12 @@ def test_merged_shares_are_the_whole(values: list[float], cut: int) -> None:
     """No mean of means: unequal shares weigh by what they counted."""
     x = torch.tensor(values, dtype=torch.float64)
     where = torch.ones_like(x, dtype=torch.bool)
-    parts = [mean_of(part[None], keep[None]) for part, keep in ((x[:cut], where[:cut]), (x[cut:], where[cut:]))]
+    parts = [masked_mean(part[None], keep[None]) for part, keep in ((x[:cut], where[:cut]), (x[cut:], where[cut:]))]
     assert merge(*({"x": part} for part in parts))["x"].value == pytest.approx(sum(values) / len(values), abs=1e-9)
 
 
 def test_the_mean_counts_only_true_positions() -> None:
     x = torch.tensor([[1.0, 9.0], [4.0, math.nan]])
     where = torch.tensor([[True, False], [True, False]])
-    assert mean_of(x, where).value == 2.5
+    assert masked_mean(x, where).value == 2.5
     assert Mean(0.0, 0).value == 0.0

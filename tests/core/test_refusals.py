@@ -18,7 +18,7 @@ from policygrad.core.metrics import Max, Sum, merge
 from policygrad.core.objective import gate_weight
 from policygrad.core.validation import check_sampling
 
-TWO_STEPS = pg.FirstOrder(epochs=2)
+TWO_STEPS = pg.GradientSteps(epochs=2)
 
 BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "k1 in the loss": (
@@ -30,10 +30,10 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "k3 in the reward": (lambda: pg.KLInReward(form="k3"), ["k3", "sequence KL", "KLToReference"]),
     "a negative β in the loss": (lambda: pg.KLToReference(-0.1), ["KLToReference.beta", "-0.1"]),
     "a negative β in the reward": (lambda: pg.KLInReward(-0.1), ["KLInReward.beta", "-0.1"]),
-    "on-policy, several steps": (lambda: replace(pg.RLOO, step=TWO_STEPS), ["one update", "not 2", "Clip()"]),
+    "on-policy, several steps": (lambda: replace(pg.RLOO, update_rule=TWO_STEPS), ["one update", "not 2", "Clip()"]),
     "on-policy, minibatches": (
-        lambda: replace(pg.REINFORCE, step=pg.FirstOrder(minibatches=3)),
-        ["one update", "not 3", "FirstOrder(1, 1)"],
+        lambda: replace(pg.REINFORCE, update_rule=pg.GradientSteps(minibatches=3)),
+        ["one update", "not 3", "GradientSteps(1, 1)"],
     ),
     "on-policy, with a ratio": (
         lambda: pg.Algorithm(ratio=pg.Token()),
@@ -42,19 +42,19 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a gate without a ratio": (lambda: pg.Algorithm(gate=pg.Clip()), ["Clip gates a ratio", "ratio=Token()"]),
     "KL in the loss, no reference": (lambda: replace(pg.GRPO, reference=None), ["KL term without a reference"]),
     "KL in the reward, no reference": (lambda: replace(pg.RLOO, reference=None), ["KL term without a reference"]),
-    "cap, high below 1": (lambda: pg.WeightCap(0.0, 0.28), ["absolute", "high = 0.28", "1 + ε_high"]),
-    "cap, low above 1": (lambda: pg.WeightCap(1.5, 5.0), ["absolute", "low = 1.5"]),
-    "cap, low negative": (lambda: pg.WeightCap(-0.2, 5.0), ["absolute", "low = -0.2"]),
-    "cap, NaN": (lambda: pg.WeightCap(0.0, float("nan")), ["high = nan"]),
+    "cap, high below 1": (lambda: pg.ClippedImportance(0.0, 0.28), ["absolute", "high = 0.28", "1 + ε_high"]),
+    "cap, low above 1": (lambda: pg.ClippedImportance(1.5, 5.0), ["absolute", "low = 1.5"]),
+    "cap, low negative": (lambda: pg.ClippedImportance(-0.2, 5.0), ["absolute", "low = -0.2"]),
+    "cap, NaN": (lambda: pg.ClippedImportance(0.0, float("nan")), ["high = nan"]),
     "a negative clip range": (lambda: pg.Clip(0.2, -0.1), ["Clip.high", "-0.1"]),
     "dual clip's c": (lambda: pg.DualClip(c=1.0), ["DualClip.c", "greater than 1"]),
     "a soft gate's temperature": (
-        lambda: pg.SoftGate(tau_neg=0.0),
-        ["SoftGate.tau_neg must be above 0 and finite, not 0.0"],
+        lambda: pg.SigmoidGate(tau_neg=0.0),
+        ["SigmoidGate.tau_neg must be above 0 and finite, not 0.0"],
     ),
     "a soft gate's endless temperature": (
-        lambda: pg.SoftGate(math.inf),
-        ["SoftGate.tau_pos must be above 0 and finite, not inf"],
+        lambda: pg.SigmoidGate(math.inf),
+        ["SigmoidGate.tau_pos must be above 0 and finite, not inf"],
     ),
     "a clip that is no number": (lambda: pg.Clip(high=math.nan), ["Clip.high must be at least 0, not nan"]),
     "a discount above 1": (lambda: pg.GAE(gamma=1.5), ["GAE.gamma must be in [0, 1], not 1.5"]),
@@ -62,30 +62,30 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "leave the part out"]),
     "no such level": (lambda: pg.KLInReward(level="turn"), ["KLInReward.level", "'token'", "'sequence'", "'turn'"]),  # type: ignore[arg-type]
     "no cache": (lambda: pg.SoftOverlong(cache=0.0), ["SoftOverlong.cache", "(0, 1]"]),
-    "a mode of dynamic sampling": (lambda: pg.DropNoSpread("skip"), ["'refill', 'reweight' or 'drop'", "skip"]),  # type: ignore[arg-type]
+    "a mode of dynamic sampling": (lambda: pg.DropZeroVariance("skip"), ["'refill', 'reweight' or 'drop'", "skip"]),  # type: ignore[arg-type]
     "a std of something else": (lambda: pg.BatchStd(of="tokens"), ["BatchStd.of", "'rewards'", "tokens"]),  # type: ignore[arg-type]
-    "no rounds": (lambda: pg.DropNoSpread(max_rounds=0), ["max_rounds", "at least 1"]),
+    "no rounds": (lambda: pg.DropZeroVariance(max_rounds=0), ["max_rounds", "at least 1"]),
     "a mean that never moves": (lambda: pg.RunningMean(decay=1.0), ["RunningMean.decay", "[0, 1)"]),
-    "no epoch": (lambda: pg.FirstOrder(epochs=0), ["FirstOrder.epochs", "at least 1"]),
-    "no such algorithm": (lambda: pg.algorithm("grop"), ["'grop'", "did you mean 'grpo'"]),
-    "letters that changed places": (lambda: pg.algorithm("gpro"), ["did you mean 'grpo'"]),
-    "a letter too many": (lambda: pg.algorithm("Dr-GRRPO"), ["did you mean 'dr_grpo'"]),
-    "nothing near": (lambda: pg.algorithm("xyzzy"), ["unknown algorithm 'xyzzy': known: reinforce"]),
-    "letters in common": (lambda: pg.algorithm("nosuch"), ["unknown algorithm 'nosuch': known: reinforce"]),
+    "no epoch": (lambda: pg.GradientSteps(epochs=0), ["GradientSteps.epochs", "at least 1"]),
+    "no such algorithm": (lambda: pg.get_algorithm("grop"), ["'grop'", "did you mean 'grpo'"]),
+    "letters that changed places": (lambda: pg.get_algorithm("gpro"), ["did you mean 'grpo'"]),
+    "a letter too many": (lambda: pg.get_algorithm("Dr-GRRPO"), ["did you mean 'dr_grpo'"]),
+    "nothing near": (lambda: pg.get_algorithm("xyzzy"), ["unknown algorithm 'xyzzy': known: reinforce"]),
+    "letters in common": (lambda: pg.get_algorithm("nosuch"), ["unknown algorithm 'nosuch': known: reinforce"]),
     "one sample": (lambda: check_sampling(pg.GRPO, 1, 1.0), ["GroupMean", "one per prompt", "samples_per_prompt"]),
     "one sample, leave-one-out": (lambda: check_sampling(pg.RLOO, 1, 1.0), ["LeaveOneOut", "RunningMean()"]),
     "temperature 0": (lambda: check_sampling(pg.DAPO, 8, 0.0), ["temperature 0", "sampling.temperature"]),
     "dynamic sampling of single samples": (
-        lambda: check_sampling(replace(pg.REINFORCE, filters=(pg.DropNoSpread(),)), 1, 1.0),
-        ["DropNoSpread", "one per prompt"],
+        lambda: check_sampling(replace(pg.REINFORCE, filters=(pg.DropZeroVariance(),)), 1, 1.0),
+        ["DropZeroVariance", "one per prompt"],
     ),
 }
 
 
 BUILT |= {
     "a part where a tuple belongs": (
-        lambda: pg.Algorithm(psi=pg.GroupMean()),  # type: ignore[arg-type]
-        ["psi is a tuple of parts, not GroupMean", "psi=(GroupMean(),), with the comma"],
+        lambda: pg.Algorithm(advantage=pg.GroupMean()),  # type: ignore[arg-type]
+        ["psi is a tuple of parts, not GroupMean", "advantage=(GroupMean(),), with the comma"],
     ),
     "a list where a tuple belongs": (
         lambda: pg.Algorithm(terms=[pg.Entropy()]),  # type: ignore[arg-type]
@@ -96,30 +96,33 @@ BUILT |= {
         ["gate holds the class Clip, not a part: write Clip()"],
     ),
     "a class in a tuple": (
-        lambda: replace(pg.GRPO, psi=(pg.GroupMean,)),
+        lambda: replace(pg.GRPO, advantage=(pg.GroupMean,)),
         ["psi holds the class GroupMean, not a part: write GroupMean()"],
     ),
     "no gate": (lambda: replace(pg.GRPO, gate=None), ["needs a part as its gate", "OnPolicy()"]),
-    "no aggregation": (lambda: replace(pg.GRPO, aggregate=None), ["needs a part as its aggregate", "SequenceSum()"]),
-    "no step": (lambda: replace(pg.GRPO, step=None), ["needs a part as its step", "FirstOrder()"]),
+    "no aggregation": (lambda: replace(pg.GRPO, aggregation=None), ["needs a part as its aggregate", "SequenceSum()"]),
+    "no step": (lambda: replace(pg.GRPO, update_rule=None), ["needs a part as its step", "GradientSteps()"]),
     "a ratio as a gate": (lambda: replace(pg.GRPO, gate=pg.Token()), ["is not a gate", "no weight or value()"]),
     "an advantage as a term": (
         lambda: replace(pg.GRPO, terms=(pg.GroupMean(),)),
         ["GroupMean()", "is not a term", "score(out, batch, psi)"],
     ),
-    "a number as an advantage": (lambda: pg.Algorithm(psi=(3,)), ["3 is not a part that psi can hold"]),  # type: ignore[arg-type]
+    "a number as an advantage": (lambda: pg.Algorithm(advantage=(3,)), ["3 is not a part that psi can hold"]),  # type: ignore[arg-type]
     "a number as a reference": (lambda: replace(pg.GRPO, reference=3), ["3 is not a reference", "no due()"]),
     "a reference reset that never comes": (
-        lambda: Reference(reset=True),
-        ["Reference.reset", "`every` or `stall`", "never happen"],
+        lambda: Reference(reset_optimizer=True),
+        ["Reference.reset_optimizer", "`every` or `stall`", "never happen"],
     ),
     "solved prompts that nobody sees": (
-        lambda: replace(pg.SCALE_RL, filters=(pg.DropNoSpread(), pg.NoPositiveResampling())),
-        ["NoPositiveResampling", "DropNoSpread(mode='drop')"],
+        lambda: replace(pg.SCALE_RL, filters=(pg.DropZeroVariance(), pg.NoPositiveResampling())),
+        ["NoPositiveResampling", "DropZeroVariance(mode='drop')"],
     ),
-    "a negative stall": (lambda: Reference(stall=-1), ["Reference.stall", "at least 1 evaluation", "-1"]),
+    "a negative stall": (
+        lambda: Reference(refresh_after_stall=-1),
+        ["Reference.refresh_after_stall", "at least 1 evaluation", "-1"],
+    ),
     "a reference that waits and that no part reads": (
-        lambda: replace(pg.DR_GRPO, reference=Reference(stall=2)),
+        lambda: replace(pg.DR_GRPO, reference=Reference(refresh_after_stall=2)),
         ["no part reads", "stall=None"],
     ),
 }
@@ -135,9 +138,9 @@ def test_refused(build: Callable[[], Any], said: list[str]) -> None:
 def test_what_is_not_refused() -> None:
     check_sampling(pg.REINFORCE, 1, 0.0)
     check_sampling(pg.GRPO, 2, 0.5)
-    assert replace(pg.GRPO, step=TWO_STEPS).step.updates == 2
+    assert replace(pg.GRPO, update_rule=TWO_STEPS).update_rule.updates == 2
     assert replace(pg.DR_GRPO, reference=None).needs == frozenset()
-    assert pg.algorithm(" Dr-GRPO ") is pg.DR_GRPO
+    assert pg.get_algorithm(" Dr-GRPO ") is pg.DR_GRPO
 
 
 def test_needs_are_what_the_parts_declare() -> None:
@@ -146,7 +149,7 @@ def test_needs_are_what_the_parts_declare() -> None:
     assert pg.DR_GRPO.needs == frozenset()
     assert pg.DAPO.needs == {"logp_old"}
     assert pg.RLOO.needs == {"logp_old", "logp_ref"}
-    assert replace(pg.DAPO, step=TWO_STEPS).needs == {"logp_old"}
+    assert replace(pg.DAPO, update_rule=TWO_STEPS).needs == {"logp_old"}
 
 
 FIELDS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -184,16 +187,16 @@ def test_a_missing_field_says_which_part_wants_it() -> None:
     logp = policy(logits, batch.tokens, batch.mask)
     bare = replace(batch, logp_ref=None)
     with pytest.raises(ValueError, match=r"KLToReference needs Batch\.logp_ref"):
-        pg.surrogate(logp, bare, pg.GRPO.advantages(bare), pg.GRPO)
+        pg.surrogate(logp, bare, pg.GRPO.compute_advantages(bare), pg.GRPO)
     with pytest.raises(ValueError, match=r"KLInReward needs Batch\.logp_old"):
-        pg.RLOO.advantages(batch)
+        pg.RLOO.compute_advantages(batch)
 
 
 @pytest.mark.parametrize("call", [pg.surrogate, pg.objective])
 def test_a_lone_coefficient_tensor_for_terms_that_aggregate_otherwise(call) -> None:
     batch, logits = make(Shape((3,), 4, seed=0, binary=False))
-    algorithm = replace(pg.GRPO, terms=(pg.KLToReference(0.04, "k3", aggregate=pg.TokenMean()),))
-    logp, psi = policy(logits, batch.tokens, batch.mask), algorithm.advantages(batch)
+    algorithm = replace(pg.GRPO, terms=(pg.KLToReference(0.04, "k3", aggregation=pg.TokenMean()),))
+    logp, psi = policy(logits, batch.tokens, batch.mask), algorithm.compute_advantages(batch)
     with pytest.raises(ValueError, match=r"KLToReference aggregates otherwise.*all_coefficients"):
         call(logp, batch, psi, algorithm, algorithm.coefficients(batch))
     call(logp, batch, psi, algorithm, algorithm.all_coefficients(batch))
@@ -222,7 +225,7 @@ def test_an_argument_of_another_shape_is_named(call, change, said: list[str]) ->
         reward=torch.tensor([1.0, 0.0, 0.0]),
         logp_ref=torch.zeros(3, 3),
     )
-    logp, psi, c = torch.zeros(3, 3, requires_grad=True), pg.GRPO.advantages(batch), pg.GRPO.coefficients(batch)
+    logp, psi, c = torch.zeros(3, 3, requires_grad=True), pg.GRPO.compute_advantages(batch), pg.GRPO.coefficients(batch)
     call(logp, batch, psi, pg.GRPO, (c, c))
     out, psi, coef = change(logp, psi, c)
     with pytest.raises(ValueError, match=r"expected \[B, T\] = \[3, 3\] as in Batch\.mask") as error:
@@ -242,17 +245,17 @@ def test_a_reward_that_is_not_finite_is_refused_where_it_is_read(bad: float) -> 
     mask = torch.ones(4, 2, dtype=torch.bool)
     group, reward = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, bad, 1.0])
     with pytest.raises(ValueError, match=r"row 2: give a number, or leave the completion out"):
-        pg.DR_GRPO.advantages(pg.Batch(mask=mask, group=group, reward=reward))
+        pg.DR_GRPO.compute_advantages(pg.Batch(mask=mask, group=group, reward=reward))
     token_reward = torch.tensor([[0.0, 0.0], [0.0, bad], [0.0, 0.0], [bad, 0.0]])
     with pytest.raises(ValueError, match="in rows 1, 3:"):
-        pg.DR_GRPO.advantages(pg.Batch(mask=mask, group=group, reward=torch.ones(4), token_reward=token_reward))
+        pg.DR_GRPO.compute_advantages(pg.Batch(mask=mask, group=group, reward=torch.ones(4), token_reward=token_reward))
     mask[2] = False
     out = pg.Batch(mask=mask, group=group, reward=reward)
-    psi = pg.DR_GRPO.advantages(out)  # a failed reward, never read
+    psi = pg.DR_GRPO.compute_advantages(out)  # a failed reward, never read
     assert psi.isfinite().all()
     counted = torch.ones(4, dtype=torch.bool)
     with pytest.raises(ValueError, match="in row 2"):  # masked, but its group's statistics read it
-        pg.DR_GRPO.advantages(replace(out, in_statistics=counted))
+        pg.DR_GRPO.compute_advantages(replace(out, in_statistics=counted))
 
 
 def test_one_metric_name_has_one_reduction() -> None:
@@ -266,4 +269,4 @@ def test_a_reference_is_there_by_default() -> None:
 
 def test_filters_in_an_order_that_cannot_be_meant() -> None:
     with pytest.raises(ValueError, match="put it first in filters"):
-        replace(pg.DAPO, filters=(pg.MaskTruncated(), pg.DropNoSpread()))
+        replace(pg.DAPO, filters=(pg.MaskTruncated(), pg.DropZeroVariance()))

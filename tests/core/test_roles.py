@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["Duck, as a gate, does not say", "class Duck(policygrad.Gate)", "or declare it"],
     ),
     "a function-like advantage": (
-        lambda: replace(pg.GRPO, psi=(Plain(),)),  # type: ignore[arg-type]
+        lambda: replace(pg.GRPO, advantage=(Plain(),)),  # type: ignore[arg-type]
         ["Plain, as an advantage, does not say", "class Plain(policygrad.Advantage)"],
     ),
     "a method that is not written": (
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a term that is not written": (lambda: replace(pg.GRPO, terms=(Silent(),)), ["without score(), value()"]),
     "a gate among the advantages": (
-        lambda: replace(pg.GRPO, psi=(pg.Clip(),)),  # type: ignore[arg-type]
+        lambda: replace(pg.GRPO, advantage=(pg.Clip(),)),  # type: ignore[arg-type]
         ["Clip(low=0.2, high=0.2) is not an advantage", "It is a gate: put it into gate"],
     ),
     "a ratio as a gate": (
@@ -130,15 +130,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["is not reward shaping", "It is a filter: put it into filters"],
     ),
     "an update rule as a critic": (
-        lambda: replace(pg.GRPO, critic=pg.FirstOrder()),  # type: ignore[arg-type]
+        lambda: replace(pg.GRPO, critic=pg.GradientSteps()),  # type: ignore[arg-type]
         ["is not a critic", "It is an update rule: put it into step"],
     ),
     "a field that there is not": (
-        lambda: replace(pg.GRPO, psi=(Doubled({"logp_reff"}),)),
+        lambda: replace(pg.GRPO, advantage=(Doubled({"logp_reff"}),)),
         ["Doubled.needs names 'logp_reff'", "no field of Batch: did you mean 'logp_ref'?"],
     ),
     "a word in place of a set": (
-        lambda: replace(pg.GRPO, psi=(Doubled("logp_ref"),)),
+        lambda: replace(pg.GRPO, advantage=(Doubled("logp_ref"),)),
         ["Doubled.needs is a set of names", "not 'logp_ref'"],
     ),
     "a quantity that no forward pass gives": (
@@ -202,13 +202,13 @@ class Momentum(pg.Advantage):
     share: float = 0.5
     seen: float = field(default=0.0, repr=False)
 
-    def init(self) -> dict[str, Any]:
+    def init_state(self) -> dict[str, Any]:
         return {"seen": 0.0}
 
-    def update(self, state: dict[str, Any], batch: pg.Batch, metrics: Any) -> dict[str, Any]:
+    def update_state(self, state: dict[str, Any], batch: pg.Batch, metrics: Any) -> dict[str, Any]:
         return {"seen": float(batch.reward[batch.counted].mean())}
 
-    def at(self, state: dict[str, Any]) -> Momentum:
+    def with_state(self, state: dict[str, Any]) -> Momentum:
         return replace(self, seen=state["seen"])
 
     def __call__(self, psi: Tensor, batch: pg.Batch) -> Tensor:
@@ -216,12 +216,12 @@ class Momentum(pg.Advantage):
 
 
 def test_a_users_part_remembers_too() -> None:
-    algorithm = replace(pg.REINFORCE, psi=(pg.BatchMean(), Momentum()))
+    algorithm = replace(pg.REINFORCE, advantage=(pg.BatchMean(), Momentum()))
     batch, _ = make(Shape((4,), 3, seed=1, binary=True))
-    state = algorithm.update(algorithm.init(), batch)
+    state = algorithm.update_state(algorithm.init_state(), batch)
     mean = float(batch.reward[batch.counted].mean())
-    assert state == {"psi.1": {"seen": mean}}
-    moved = algorithm.at(state).advantages(batch) - algorithm.advantages(batch)
+    assert state == {"advantage.1": {"seen": mean}}
+    moved = algorithm.with_state(state).compute_advantages(batch) - algorithm.compute_advantages(batch)
     torch.testing.assert_close(moved[batch.mask], torch.full_like(moved[batch.mask], -0.5 * mean))
 
 
@@ -236,10 +236,12 @@ class Budgeted(pg.Aggregation):
 
 
 def test_an_open_length_of_a_users_part_is_the_budget() -> None:
-    algorithm = replace(pg.GRPO, aggregate=Budgeted(), terms=(pg.KLToReference(aggregate=Budgeted()),)).with_budget(32)
-    assert algorithm.aggregate.length == 32
+    algorithm = replace(
+        pg.GRPO, aggregation=Budgeted(), terms=(pg.KLToReference(aggregation=Budgeted()),)
+    ).with_max_tokens(32)
+    assert algorithm.aggregation.length == 32
     (term,) = algorithm.terms
-    assert term.aggregate == Budgeted(32)
+    assert term.aggregation == Budgeted(32)
     assert pg.TokenMean().length == 0
 
 
@@ -258,9 +260,9 @@ class Gradients:
 
 def test_an_update_rule_asks_for_the_piece_that_it_needs() -> None:
     assert isinstance(Gradients(), pg.GradientProblem)
-    assert pg.FirstOrder(2, 2)(Gradients()) == {}
+    assert pg.GradientSteps(2, 2)(Gradients()) == {}
     with pytest.raises(
-        pg.ConfigError, match=r"TrustRegion asks .* CurvatureProblem, and Gradients lacks .*fisher.*FirstOrder"
+        pg.ConfigError, match=r"TrustRegion asks .* CurvatureProblem, and Gradients lacks .*fisher.*GradientSteps"
     ):
         pg.TrustRegion()(Gradients())
     with pytest.raises(
@@ -276,4 +278,4 @@ def test_an_update_rule_asks_for_the_piece_that_it_needs() -> None:
         pass
 
     with pytest.raises(pg.ConfigError, match="GradientProblem, and TheirLearner lacks accumulate, descend, split"):
-        pg.FirstOrder()(Owned(TheirLearner()))
+        pg.GradientSteps()(Owned(TheirLearner()))

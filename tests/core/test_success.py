@@ -28,7 +28,7 @@ def psi_of(chain: tuple[pg.Advantage, ...], rewards: list[float], **fields: Tens
         reward=torch.tensor(rewards, dtype=torch.float64),
         **fields,  # type: ignore[arg-type]
     )
-    return pg.Algorithm(psi=chain).advantages(batch).flatten().tolist()
+    return pg.Algorithm(advantage=chain).compute_advantages(batch).flatten().tolist()
 
 
 def approx(values: list[float]) -> list[float]:
@@ -74,7 +74,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(rewards: list[float], k: int, no
 
 
 def expected_score(chain: tuple[pg.Advantage, ...], p: float, size: int) -> float:
-    """E[mean_i Ψ_i ∂log π(o_i)/∂p] over all groups of `size` answers that are right with probability p, exactly."""
+    """E[mean_i Ψ_i ∂log π(o_i)/∂p] over all groups of `parse_size` answers that are right with probability p, exactly."""
     total = 0.0
     for rewards in itertools.product([0.0, 1.0], repeat=size):
         chance = math.prod(p if r else 1 - p for r in rewards)
@@ -89,7 +89,7 @@ def test_maximum_likelihood_to_the_order_of_the_group(p: float) -> None:
     mean score is not subtracted where nothing is right."""
     for size in (2, 3, 5):
         truncated = sum((1 - p) ** (k - 1) for k in range(1, size))
-        assert expected_score((pg.GroupMean(), pg.OverGroupMean()), p, size) == pytest.approx(truncated, rel=1e-12)
+        assert expected_score((pg.GroupMean(), pg.DivideByGroupMean()), p, size) == pytest.approx(truncated, rel=1e-12)
     assert abs(sum((1 - p) ** k for k in range(400)) - 1 / p) < 1e-9
 
 
@@ -103,14 +103,14 @@ def test_pass_at_k_without_its_scale_follows_the_gradient_of_pass_at_k(p: float)
 
 
 def test_rejection_sampling() -> None:
-    assert psi_of((pg.Accepted(),), [1, 0, 1, 0.5]) == [1, 0, 1, 0]
-    assert psi_of((pg.Accepted(threshold=0.5),), [1, 0, 1, 0.5]) == [1, 0, 1, 1]
-    assert psi_of((pg.Accepted("best"),), [0.2, 0.7, 0.7, -1]) == [0, 1, 1, 0]
-    assert psi_of((pg.Accepted("best"),), [0.0, 0.0]) == [1, 1]
+    assert psi_of((pg.RejectionSampling(),), [1, 0, 1, 0.5]) == [1, 0, 1, 0]
+    assert psi_of((pg.RejectionSampling(threshold=0.5),), [1, 0, 1, 0.5]) == [1, 0, 1, 1]
+    assert psi_of((pg.RejectionSampling("best"),), [0.2, 0.7, 0.7, -1]) == [0, 1, 1, 0]
+    assert psi_of((pg.RejectionSampling("best"),), [0.0, 0.0]) == [1, 1]
 
 
 def test_maximum_likelihood_by_hand() -> None:
-    chain = (pg.GroupMean(), pg.OverGroupMean())
+    chain = (pg.GroupMean(), pg.DivideByGroupMean())
     assert psi_of(chain, [1, 0, 0, 0]) == approx([3, -1, -1, -1])
     assert psi_of(chain, [0, 0, 0, 0]) == [0, 0, 0, 0]
     assert psi_of(chain, [0.5, 0.25, 0, 0.25]) == approx([1, 0, -1, 0])
@@ -118,10 +118,10 @@ def test_maximum_likelihood_by_hand() -> None:
 
 def test_a_likelihood_of_success_takes_no_reward_below_0() -> None:
     """mean_g = 0.125 would make of a punishment of −0.5 and a success an advantage of 7; mean_g = −0.25 nothing at all."""
-    refused = r"OverGroupMean follows .* the reward of row 1 is -0\.5: give a reward of 0 or more.*such as grpo"
+    refused = r"DivideByGroupMean follows .* the reward of row 1 is -0\.5: give a reward of 0 or more.*such as grpo"
     for rewards in ([1, -0.5, 0, 0], [0, -0.5, 0, 0]):
         with pytest.raises(pg.ConfigError, match=refused):
-            psi_of((pg.GroupMean(), pg.OverGroupMean()), rewards)
+            psi_of((pg.GroupMean(), pg.DivideByGroupMean()), rewards)
     for part in (pg.SoftOverlong(), pg.KLInReward()):
         with pytest.raises(pg.ConfigError, match=f"{type(part).__name__} would lower rewards below 0: set shaping="):
             replace(pg.MAXRL, shaping=(part,), reference=pg.Reference())
@@ -145,20 +145,28 @@ def test_what_is_masked_or_not_counted_moves_nothing(shape: Shape) -> None:
     """A row that does not count may hold any reward."""
     batch, _ = make(shape, extra="successes")
     nobody = ~batch.mask.any(1)
-    for chain in ((pg.PassAtK(2),), (pg.GroupMean(), pg.OverGroupMean()), (pg.Accepted("best"),), (pg.Accepted(),)):
-        a = pg.Algorithm(psi=chain)
-        close(a.advantages(replace(batch, reward=torch.where(nobody, -9.0, batch.reward))), a.advantages(batch))
+    for chain in (
+        (pg.PassAtK(2),),
+        (pg.GroupMean(), pg.DivideByGroupMean()),
+        (pg.RejectionSampling("best"),),
+        (pg.RejectionSampling(),),
+    ):
+        a = pg.Algorithm(advantage=chain)
+        close(
+            a.compute_advantages(replace(batch, reward=torch.where(nobody, -9.0, batch.reward))),
+            a.compute_advantages(batch),
+        )
 
 
 def test_a_ratio_of_a_completion_is_tapered_on_one_side() -> None:
     batch, _ = make(Shape((2,), 3, seed=1, binary=True))
     psi = torch.tensor([[1.0, -1.0, -1.0, 0.0]])
     ratio = torch.tensor([[0.5, 0.5, 2.0, 0.5]])
-    assert pg.Taper().weight(ratio, psi, batch).tolist() == [[1, 0.5, 1, 1]]
-    below, above = pg.Taper().clipped(ratio, psi, batch)
+    assert pg.TaperedImportance().weight(ratio, psi, batch).tolist() == [[1, 0.5, 1, 1]]
+    below, above = pg.TaperedImportance().clipped(ratio, psi, batch)
     assert not below.any()
     assert above.tolist() == [[False, False, True, False]]
-    assert pg.Unweighted().weight(ratio, psi, batch).tolist() == [[1, 1, 1, 1]]
+    assert pg.UnitWeight().weight(ratio, psi, batch).tolist() == [[1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -166,28 +174,31 @@ def test_the_taper_weighs_by_the_derivative_of_its_value(sign: float) -> None:
     batch, _ = make(Shape((2,), 3, seed=1, binary=True))
     log_ratio = torch.linspace(-3, 3, 25, dtype=torch.float64).requires_grad_()
     psi = torch.full_like(log_ratio, 0.7 * sign).detach()
-    for gate in (pg.Taper(), pg.Unweighted()):
+    for gate in (pg.TaperedImportance(), pg.UnitWeight()):
         value = gate.value(log_ratio.exp(), psi, batch)
         (slope,) = torch.autograd.grad(value.sum(), log_ratio)
         torch.testing.assert_close(slope, gate.weight(log_ratio.exp(), psi, batch).detach() * psi)
     if sign < 0:
-        far = pg.Taper().value(torch.tensor([math.exp(-40)]), torch.tensor([-1.0]), batch)
+        far = pg.TaperedImportance().value(torch.tensor([math.exp(-40)]), torch.tensor([-1.0]), batch)
         assert -1e-12 < float(far) <= 0, "a failure that is gone has nothing left to give"
 
 
 REFUSED = {
     "a k of none": (lambda: pg.PassAtK(0), ["PassAtK.k", "at least 1"]),
     "too few samples": (lambda: check_sampling(pg.PASSK, 2, 1.0), ["PassAtK(k=2)", "samples_per_prompt to 3"]),
-    "another thing to keep": (lambda: pg.Accepted("worst"), ["'right'", "'best'", "worst"]),  # type: ignore[arg-type]
-    "the best of one": (lambda: check_sampling(replace(pg.RAFT, psi=(pg.Accepted("best"),)), 1, 1.0), ["Accepted"]),
+    "another thing to keep": (lambda: pg.RejectionSampling("worst"), ["'right'", "'best'", "worst"]),  # type: ignore[arg-type]
+    "the best of one": (
+        lambda: check_sampling(replace(pg.RAFT, advantage=(pg.RejectionSampling("best"),)), 1, 1.0),
+        ["RejectionSampling"],
+    ),
     "no number": (lambda: pg.ConstantBaseline(math.nan), ["ConstantBaseline.value", "finite"]),
     "a chain after": (
-        lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.PassAtK())),
+        lambda: replace(pg.GRPO, advantage=(pg.GroupMean(), pg.PassAtK())),
         ["PassAtK starts from the rewards", "put it first in psi"],
     ),
     "the sampler's policy and a gate that takes no ratio": (
-        lambda: replace(pg.ASYMRE, gate=pg.OnPolicy(), ratio=None, step=pg.FirstOrder()),
-        ["behaviour='sampler'", "OnPolicy ignores"],
+        lambda: replace(pg.ASYMRE, gate=pg.OnPolicy(), ratio=None, update_rule=pg.GradientSteps()),
+        ["old_policy='sampler'", "OnPolicy ignores"],
     ),
 }
 
@@ -206,11 +217,11 @@ def test_equal_rewards_give_exactly_zero_to_what_compares_them(dtype: torch.dtyp
         mask=torch.ones(8, 2, dtype=torch.bool),
         group=torch.zeros(8, dtype=torch.int64),
         reward=torch.full((8,), reward, dtype=dtype),
-        example=torch.zeros(8, dtype=torch.int64),
+        example_id=torch.zeros(8, dtype=torch.int64),
     )
     for name in ("maxrl",) * (reward >= 0) + ("passk", "gpg", "reinforce_pp_baseline", "lite_ppo", "scale_rl"):
-        algorithm = pg.algorithm(name)
-        psi = algorithm.advantages(algorithm.filtered(batch))
+        algorithm = pg.get_algorithm(name)
+        psi = algorithm.compute_advantages(algorithm.apply_filters(batch))
         assert psi.dtype == dtype
         assert (psi == 0).all(), name
 
@@ -219,9 +230,9 @@ def test_flat_prompts_leave_the_step_or_scale_it() -> None:
     """Of three prompts one is solved: ScaleRL's step is of the other two, GPG's of all three, times 3/2."""
     mask = torch.ones(6, 2, dtype=torch.bool)
     prompt, reward = torch.arange(6) // 2, torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
-    batch = pg.Batch(mask=mask, group=prompt, reward=reward, example=prompt)
-    dropped, scaled = pg.SCALE_RL.filtered(batch), pg.GPG.filtered(batch)
+    batch = pg.Batch(mask=mask, group=prompt, reward=reward, example_id=prompt)
+    dropped, scaled = pg.SCALE_RL.apply_filters(batch), pg.GPG.apply_filters(batch)
     assert dropped.counted.tolist() == [False, False, True, True, True, True]
     assert pg.SCALE_RL.coefficients(dropped).sum(1).tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25, 0.25])
     assert pg.GPG.coefficients(scaled).sum(1).tolist() == pytest.approx([0, 0, 0.25, 0.25, 0.25, 0.25])
-    assert pg.GPG.advantages(scaled)[2:, 0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert pg.GPG.compute_advantages(scaled)[2:, 0].tolist() == [0.5, -0.5, -0.5, 0.5]

@@ -20,7 +20,7 @@ from doubles.transcriptions.steps import STEPS, process_alone
 from doubles.transcriptions.trust import TRUST, TRUST_FIELDS, TRUST_PARTS
 from doubles.transcriptions.turns import TURN_FIELDS, TURN_PARTS
 from doubles.transcriptions.vine import VINE, VINE_FIELDS, VINE_PARTS
-from policygrad.core.objective import with_selected
+from policygrad.core.objective import with_selected_tokens
 
 # The spread of log π_θ − log π_old: none, inside and around GSPO's range, around PPO's, far outside on both sides.
 OFF_POLICY = {"on-policy": None, "slightly off": 3e-4, "off": 0.15, "strongly off": 1.5}
@@ -34,8 +34,10 @@ EXTRA_FIELDS = (
     | TURN_FIELDS
     | VINE_FIELDS
 )
-CORRECTED = replace(pg.PPO_PENALTY, psi=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
-ALONE = {"process rewards alone": (replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=False),)), process_alone)}
+CORRECTED = replace(pg.PPO_PENALTY, advantage=(pg.NStep(0),), terms=(), corrections=(pg.TruncatedIS(2.0),))
+ALONE = {
+    "process rewards alone": (replace(pg.GRPO_PROCESS, advantage=(pg.ProcessReward(outcome=False),)), process_alone)
+}
 TABLE = (
     ALONE
     | {name: (pg.ALGORITHMS[name], f) for name, f in NAMED.items()}
@@ -59,12 +61,12 @@ def both(name: str, shape: Shape, off_policy: float | None) -> tuple[list[Tensor
     algorithm, transcription = TABLE[name]
     batch, logits = make(shape, off_policy, EXTRA_FIELDS.get(name))
     logp = policy(logits, batch.tokens, batch.mask)
-    rollout = algorithm.filtered(known(batch, algorithm, logp))
-    psi = algorithm.advantages(rollout)
+    rollout = algorithm.apply_filters(known(batch, algorithm, logp))
+    psi = algorithm.compute_advantages(rollout)
     kept = algorithm.corrections or "logp_old" in algorithm.gate.needs
     step = rollout if kept else replace(rollout, logp_old=batch.logp_old)
     out = passed(logp, step)
-    step = with_selected(out, step, psi, algorithm)
+    step = with_selected_tokens(out, step, psi, algorithm)
     given = replace(known(batch, algorithm, logp), selected=step.selected)  # what a paper leaves to chance
     paper = transcription(objectives.read(given, logp), shape.width)
     expected = [paper.detach(), *gradients(paper, logp, logits)]
@@ -100,10 +102,10 @@ def test_the_comparison_has_something_to_compare(name: str) -> None:
     algorithm = TABLE[name][0]
     if isinstance(algorithm.gate, pg.Clip):
         batch, logits = make(shape, 1.5, EXTRA_FIELDS.get(name))
-        batch = algorithm.filtered(batch)
+        batch = algorithm.apply_filters(batch)
         change = (policy(logits, batch.tokens, batch.mask) - batch.logp_old).detach()
         ratio = algorithm.ratio(change, batch.mask)  # type: ignore[misc]
-        below, above = algorithm.gate.clipped(ratio, algorithm.advantages(batch), batch)
+        below, above = algorithm.gate.clipped(ratio, algorithm.compute_advantages(batch), batch)
         assert (below & batch.mask).any()
         assert (above & batch.mask).any()
 
@@ -117,8 +119,8 @@ def test_a_bare_leaf_of_log_probabilities(name: str) -> None:
     grads = []
     for padding in (float("nan"), 0.0):
         leaf = torch.where(batch.mask, logp, padding).requires_grad_()
-        rollout = algorithm.filtered(padded_with(batch, padding))
-        loss = pg.surrogate(passed(leaf, rollout), rollout, algorithm.advantages(rollout), algorithm)
+        rollout = algorithm.apply_filters(padded_with(batch, padding))
+        loss = pg.surrogate(passed(leaf, rollout), rollout, algorithm.compute_advantages(rollout), algorithm)
         grads.append(gradients(loss, leaf)[0])
     assert torch.equal(*grads)
     assert grads[0][~batch.mask].abs().sum() == 0
@@ -136,9 +138,9 @@ def padded_with(batch: pg.Batch, padding: float) -> pg.Batch:
 def test_a_gate_with_another_ratio_is_still_the_chain_rule() -> None:
     """Ratio and gate are independent: a capped weight on the sequence ratio is sg[clip(s)] Ψ log π."""
     batch, _ = make(Shape((4, 4), 5, seed=3, binary=False), 0.5)
-    algorithm = replace(pg.CISPO, ratio=pg.Sequence(), gate=pg.WeightCap(0.9, 1.1), filters=())
+    algorithm = replace(pg.CISPO, ratio=pg.Sequence(), gate=pg.ClippedImportance(0.9, 1.1), filters=())
     logp = torch.where(batch.mask, Random(5).normal(*batch.mask.shape), 0.0).requires_grad_()
-    psi = algorithm.advantages(batch)
+    psi = algorithm.compute_advantages(batch)
     expected = torch.zeros((), dtype=torch.float64)
     for i in range(len(logp)):
         where = batch.mask[i]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, make, policy, shapes
-from policygrad.core.objective import with_selected
+from policygrad.core.objective import with_selected_tokens
 
 NAN = math.nan
-PLAIN = replace(pg.DR_GRPO, name="plain", psi=(pg.GroupMean(),), gate=pg.Importance(), aggregate=pg.TokenMean())
+PLAIN = replace(pg.DR_GRPO, name="plain", advantage=(pg.GroupMean(),), gate=pg.Importance(), aggregation=pg.TokenMean())
 
 
 def numbers(*rows: list[float]) -> Tensor:
@@ -121,7 +121,7 @@ def test_the_drift_pulls_no_harder_than_its_cap() -> None:
     """k is the derivative of the value, also where it bends, at r = 3."""
     change = torch.linspace(-3, 3, 61, dtype=torch.float64)[None]
     batch = batch_of(torch.full_like(change, -1.0), [1.0])
-    term, h = pg.PolicyDrift(0.5, 2.0), 1e-6
+    term, h = pg.DriftPenalty(0.5, 2.0), 1e-6
     k = term.score(pg.Forward(change - 1), batch, change)
     ahead, behind = (term.value(pg.Forward(change - 1 + d), batch, change) for d in (h, -h))
     torch.testing.assert_close(k, (ahead - behind) / (2 * h), rtol=0, atol=1e-6)
@@ -130,44 +130,47 @@ def test_the_drift_pulls_no_harder_than_its_cap() -> None:
 
 
 def selected(algorithm: pg.Algorithm, batch: pg.Batch, out: pg.Forward, psi: Tensor) -> list[list[int]]:
-    return with_selected(out, batch, psi, algorithm).selected.int().tolist()  # type: ignore[union-attr]
+    return with_selected_tokens(out, batch, psi, algorithm).selected.int().tolist()  # type: ignore[union-attr]
 
 
 def test_the_second_moment_leaves_out_the_fewest_furthest_tokens() -> None:
     """Squares of those that moved with Ψ: 0.01, 0.04, 0.09 and 1; with three of them the mean is 0.0467, with two 0.025."""
     change = numbers([0.1, 0.3, -5.0], [-0.2, -1.0, 5.0])
     batch, psi = batch_of(torch.full_like(change, -6.0), [2.0, 0.0]), numbers([1.0] * 3, [-1.0] * 3)
-    algorithm = replace(PLAIN, gate=pg.SecondMoment(0.04))
+    algorithm = replace(PLAIN, gate=pg.SecondMomentFilter(0.04))
     assert selected(algorithm, batch, pg.Forward(change - 6), psi) == [[0, 1, 0], [0, 1, 0]]
-    wider = replace(PLAIN, gate=pg.SecondMoment(0.05))
+    wider = replace(PLAIN, gate=pg.SecondMomentFilter(0.05))
     assert selected(wider, batch, pg.Forward(change - 6), psi) == [[0, 0, 0], [0, 1, 0]]
-    chosen = with_selected(pg.Forward(change - 6), batch, psi, algorithm)
+    chosen = with_selected_tokens(pg.Forward(change - 6), batch, psi, algorithm)
     r = change.exp()
     kept = numbers([1, 0, 1], [1, 0, 1])
-    torch.testing.assert_close(pg.SecondMoment().weight(r, psi, chosen), r * kept)
-    torch.testing.assert_close(pg.SecondMoment().value(r, psi, chosen), r * kept * psi)
+    torch.testing.assert_close(pg.SecondMomentFilter().weight(r, psi, chosen), r * kept)
+    torch.testing.assert_close(pg.SecondMomentFilter().value(r, psi, chosen), r * kept * psi)
 
 
 def test_on_policy_no_token_is_left_out() -> None:
     change = numbers([0.0, 0.0], [0.0, 0.0])
     batch, psi = batch_of(change - 1, [2.0, 0.0]), numbers([1.0] * 2, [-1.0] * 2)
-    assert selected(replace(PLAIN, gate=pg.SecondMoment(0.0)), batch, pg.Forward(change - 1), psi) == [[0, 0], [0, 0]]
+    assert selected(replace(PLAIN, gate=pg.SecondMomentFilter(0.0)), batch, pg.Forward(change - 1), psi) == [
+        [0, 0],
+        [0, 0],
+    ]
 
 
 def test_the_band_of_covariances_and_what_is_drawn_from_it() -> None:
     """log π = 0, −1, −2, −3 and 0, −1, −2, −3 with Ψ = ±1: covariances ±1.5, ±0.5; four in (0.4, 2), two of each size."""
     logp = numbers([0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -2.0, -3.0])
     batch, psi = batch_of(logp, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
-    gate = pg.ClipCov(share=1e-9, least=0.4, most=2.0)
+    gate = pg.ClipCov(fraction=1e-9, cov_low=0.4, cov_high=2.0)
     assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [
         [1, 0, 0, 0],
         [0, 0, 0, 1],
     ]  # 1.5 twice
-    gate = replace(gate, share=0.25)  # two of eight
+    gate = replace(gate, fraction=0.25)  # two of eight
     assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[1, 1, 0, 0], [0, 0, 1, 1]]
-    gate = replace(gate, most=1.0)
+    gate = replace(gate, cov_high=1.0)
     assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[0, 1, 0, 0], [0, 0, 1, 0]]
-    gate = replace(gate, least=5.0, most=6.0)
+    gate = replace(gate, cov_low=5.0, cov_high=6.0)
     assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[0] * 4, [0] * 4]
 
 
@@ -176,10 +179,10 @@ def test_a_token_that_the_ratio_drops_is_not_drawn() -> None:
     old = logp.clone()
     old[0, 0] = -2.0  # r = e² and Ψ > 0
     batch, psi = batch_of(old, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
-    gate = pg.ClipCov(share=1e-9, least=1.0, most=2.0)
+    gate = pg.ClipCov(fraction=1e-9, cov_low=1.0, cov_high=2.0)
     algorithm, out = replace(PLAIN, gate=gate), pg.Forward(logp)
     assert selected(algorithm, batch, out, psi) == [[0, 0, 0, 0], [0, 0, 0, 1]]
-    chosen = with_selected(out, batch, psi, algorithm)
+    chosen = with_selected_tokens(out, batch, psi, algorithm)
     weight = gate.weight((logp - old).exp(), psi, chosen)
     assert weight.tolist() == [[0, 1, 1, 1], [1, 1, 1, 0]]
 
@@ -187,10 +190,10 @@ def test_a_token_that_the_ratio_drops_is_not_drawn() -> None:
 def test_the_kl_holds_the_tokens_of_highest_covariance_alone() -> None:
     logp = numbers([0.0, -1.0, -2.0, -4.0], [0.0, -1.0, -2.0, -3.0])
     batch, psi = batch_of(logp - 0.5, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
-    term = pg.KLCov(2.0, share=0.25)
+    term = pg.KLCov(2.0, fraction=0.25)
     algorithm = replace(pg.KL_COV, filters=(), terms=(term,))
     assert selected(algorithm, batch, pg.Forward(logp), psi) == [[1, 0, 0, 0], [0, 0, 0, 1]]
-    chosen = with_selected(pg.Forward(logp), batch, psi, algorithm)
+    chosen = with_selected_tokens(pg.Forward(logp), batch, psi, algorithm)
     assert term.score(pg.Forward(logp), chosen, psi).tolist() == [[-2, 0, 0, 0], [0, 0, 0, -2]]
     assert term.value(pg.Forward(logp), chosen, psi).tolist() == [[-1, 0, 0, 0], [0, 0, 0, -1]]
     smooth = replace(term, form="k3").score(pg.Forward(logp), chosen, psi)
@@ -206,8 +209,8 @@ def test_kl_cov_holds_its_share_where_half_of_the_tokens_tie() -> None:
         torch.stack([torch.ones(26), torch.where(k < 20, 1.0, -1.0)]).double(),
     )
     for share, count in ((2e-3, 1), (0.1, 5)):
-        algorithm = replace(pg.KL_COV, filters=(), terms=(pg.KLCov(share=share),))
-        chosen = with_selected(pg.Forward(logp), batch, psi, algorithm).selected
+        algorithm = replace(pg.KL_COV, filters=(), terms=(pg.KLCov(fraction=share),))
+        chosen = with_selected_tokens(pg.Forward(logp), batch, psi, algorithm).selected
         assert chosen is not None
         assert int(chosen.sum()) == count
         assert chosen[0, :count].all()
@@ -226,14 +229,14 @@ def test_the_share_of_highest_entropy_learns_and_the_rest_does_not() -> None:
 
 def test_the_old_policys_entropy_costs_no_pass_of_its_own() -> None:
     now, old = pg.HighEntropy(), pg.HighEntropy(of="old")
-    assert (now.select_needs, old.select_needs) == ({"entropy"}, set())
+    assert (now.forward_needs, old.forward_needs) == ({"entropy"}, set())
     assert "entropy" in replace(PLAIN, corrections=(old,)).needs
     assert "entropy" not in replace(PLAIN, corrections=(now,)).needs
 
 
 SELECTING = {
-    "second moment": replace(PLAIN, gate=pg.SecondMoment(0.1)),
-    "clip-cov": replace(PLAIN, gate=pg.ClipCov(share=0.3, least=-0.5, most=2.0)),
+    "second moment": replace(PLAIN, gate=pg.SecondMomentFilter(0.1)),
+    "clip-cov": replace(PLAIN, gate=pg.ClipCov(fraction=0.3, cov_low=-0.5, cov_high=2.0)),
     "high entropy": replace(PLAIN, corrections=(pg.HighEntropy(0.3),)),
 }
 
@@ -244,11 +247,13 @@ SELECTING = {
 def test_what_is_chosen_does_not_depend_on_the_order(name: str, shape: Shape, seed: int) -> None:
     algorithm = SELECTING[name]
     batch, logits = make(shape, 0.5, "entropy")
-    logp, psi = policy(logits, batch.tokens, batch.mask).detach(), algorithm.advantages(batch)
+    logp, psi = policy(logits, batch.tokens, batch.mask).detach(), algorithm.compute_advantages(batch)
     order = torch.randperm(len(logp), generator=torch.Generator().manual_seed(seed))
-    chosen = with_selected(pg.Forward(logp, entropy=batch.entropy), batch, psi, algorithm).selected
+    chosen = with_selected_tokens(pg.Forward(logp, entropy=batch.entropy), batch, psi, algorithm).selected
     shuffled = batch.select(order)
-    again = with_selected(pg.Forward(logp[order], entropy=shuffled.entropy), shuffled, psi[order], algorithm).selected
+    again = with_selected_tokens(
+        pg.Forward(logp[order], entropy=shuffled.entropy), shuffled, psi[order], algorithm
+    ).selected
     assert chosen is not None
     assert again is not None
     assert torch.equal(again, chosen[order])
@@ -261,12 +266,12 @@ REFUSED = [
     (lambda: pg.DivergenceClip("js"), "DivergenceClip.measure must be 'tv'"),  # type: ignore[arg-type]
     (lambda: pg.GammaKernel(k_pos=-1.0), "GammaKernel.k_pos must be above 0"),
     (lambda: pg.LogClip(low=1.0), "LogClip.low must be below 1"),
-    (lambda: pg.PolicyDrift(cap=0.0), "PolicyDrift.cap must be above 0"),
-    (lambda: pg.SecondMoment(-1.0), "SecondMoment.threshold must be at least 0"),
-    (lambda: pg.ClipCov(share=0.0), "ClipCov.share must be above 0"),
-    (lambda: pg.ClipCov(least=5.0, most=5.0), "ClipCov needs least < most"),
+    (lambda: pg.DriftPenalty(cap=0.0), "DriftPenalty.cap must be above 0"),
+    (lambda: pg.SecondMomentFilter(-1.0), "SecondMomentFilter.threshold must be at least 0"),
+    (lambda: pg.ClipCov(fraction=0.0), "ClipCov.fraction must be above 0"),
+    (lambda: pg.ClipCov(cov_low=5.0, cov_high=5.0), "ClipCov needs least < most"),
     (lambda: pg.KLCov(form="k1"), "KLCov.form must be 'abs'"),  # type: ignore[arg-type]
-    (lambda: pg.HighEntropy(1.5), "HighEntropy.share must be above 0 and at most 1"),
+    (lambda: pg.HighEntropy(1.5), "HighEntropy.fraction must be above 0 and at most 1"),
     (lambda: pg.HighEntropy(of="new"), "HighEntropy.of must be 'current'"),  # type: ignore[arg-type]
     (
         lambda: replace(pg.GMPO, ratio=pg.Sequence()),
@@ -274,8 +279,11 @@ REFUSED = [
     ),
     (lambda: replace(pg.DPPO, ratio=pg.SequenceProduct()), "DivergenceClip reads the tokens' own ratios"),
     (lambda: replace(pg.CLIP_COV, terms=(pg.KLCov(),)), "would each choose tokens of an update"),
-    (lambda: replace(pg.M2PO, step=pg.TrustRegion()), "SecondMoment chooses among the tokens of one gradient step"),
-    (lambda: replace(pg.DPPO, gate=pg.OnPolicy(), ratio=None, step=pg.FirstOrder()), "behaviour='sampler'"),
+    (
+        lambda: replace(pg.M2PO, update_rule=pg.TrustRegion()),
+        "SecondMomentFilter chooses among the tokens of one gradient step",
+    ),
+    (lambda: replace(pg.DPPO, gate=pg.OnPolicy(), ratio=None, update_rule=pg.GradientSteps()), "old_policy='sampler'"),
 ]
 
 

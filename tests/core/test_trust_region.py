@@ -48,7 +48,7 @@ class Quadratic:
         self.asked.append("sampled" if sampled else "exact")
         return self.F @ v
 
-    def some(self, share: float) -> Quadratic:
+    def subsample(self, share: float) -> Quadratic:
         self.asked.append(f"some {share}")
         return self
 
@@ -62,7 +62,7 @@ class Quadratic:
     def commit(self, delta: Tensor) -> None:
         self.theta = self.theta + delta
 
-    def fit(self) -> Metrics:
+    def fit_critic(self) -> Metrics:
         self.asked.append("fit")
         return {"value_loss": Mean(1.0)}
 
@@ -120,7 +120,7 @@ def test_conjugate_gradient_ends_early_and_survives_what_is_no_fisher_matrix() -
 @given(seed=st.integers(0, 10**6), delta=st.floats(1e-4, 1.0), damping=st.sampled_from([0.0, 0.1, 3.0]))
 def test_the_full_step_has_the_quadratic_kl_delta_whatever_the_damping(seed: int, delta: float, damping: float) -> None:
     p = problem(seed, 8)
-    metrics = run(p, pg.TrustRegion(delta, iterations=16, damping=damping, line_search=False))
+    metrics = run(p, pg.TrustRegion(delta, cg_iters=16, damping=damping, line_search=False))
     assert p.kl(p.theta) == pytest.approx(delta, rel=1e-9)
     x = torch.linalg.solve(p.F + damping * torch.eye(8, dtype=torch.float64), p.g)
     assert torch.allclose(p.theta, math.sqrt(2 * delta / float(x @ p.F @ x)) * x, rtol=1e-6, atol=1e-9)
@@ -247,10 +247,10 @@ def test_a_gradient_of_zero_asks_for_nothing() -> None:
 
 def test_how_often_each_thing_is_asked_for() -> None:
     p = problem(size=12)
-    run(p, pg.TrustRegion(iterations=4, fisher="sampled", value_steps=3))
+    run(p, pg.TrustRegion(cg_iters=4, fisher="sampled", critic_steps=3))
     assert p.asked == ["sampled"] * 5 + ["fit"] * 3  # one more product, for the step's length
-    step = pg.TrustRegion(value_steps=3)
-    assert (step.updates, step.value_updates, pg.TrustRegion().value_updates) == (1, 3, 5)
+    step = pg.TrustRegion(critic_steps=3)
+    assert (step.updates, step.critic_updates, pg.TrustRegion().critic_updates) == (1, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -260,16 +260,16 @@ def test_how_often_each_thing_is_asked_for() -> None:
         ({"delta": -0.1}, "delta must be above 0 nats"),
         ({"delta": NAN}, "delta must be above 0 nats"),
         ({"delta": INF}, "finite"),
-        ({"iterations": 0}, "iterations must be at least 1"),
-        ({"tries": 0}, "tries must be at least 1"),
-        ({"value_steps": 0}, "value_steps must be at least 1"),
+        ({"cg_iters": 0}, "iterations must be at least 1"),
+        ({"backtrack_iters": 0}, "tries must be at least 1"),
+        ({"critic_steps": 0}, "value_steps must be at least 1"),
         ({"damping": -1.0}, "damping must be at least 0"),
         ({"damping": NAN}, "damping must be at least 0"),
-        ({"backtrack": 1.0}, "backtrack must be between 0 and 1"),
-        ({"backtrack": 0.0}, "backtrack must be between 0 and 1"),
+        ({"backtrack_coeff": 1.0}, "backtrack must be between 0 and 1"),
+        ({"backtrack_coeff": 0.0}, "backtrack must be between 0 and 1"),
         ({"fisher": "full"}, "'exact' or 'sampled', not 'full'"),
         ({"candidates": "last"}, "'first' or 'best', not 'last'"),
-        ({"line_search": False, "tries": 3}, "tries shapes the line search"),
+        ({"line_search": False, "backtrack_iters": 3}, "tries shapes the line search"),
         ({"line_search": False, "candidates": "best"}, "candidates shapes the line search"),
     ],
 )
@@ -280,19 +280,19 @@ def test_refuses(options: dict[str, object], says: str) -> None:
 
 def test_refuses_algorithms_it_cannot_serve() -> None:
     with pytest.raises(ValueError, match="without a ratio it is the same at all"):
-        replace(pg.REINFORCE, step=pg.TrustRegion())
+        replace(pg.REINFORCE, update_rule=pg.TrustRegion())
     with pytest.raises(ValueError, match=r"value_steps are the critic's, and there is none.*critic=Critic"):
-        replace(pg.DR_GRPO, step=pg.TrustRegion(value_steps=5))
+        replace(pg.DR_GRPO, update_rule=pg.TrustRegion(critic_steps=5))
     with pytest.raises(ValueError, match="forgets AdamW's moments"):
-        replace(pg.PRORL, step=pg.TrustRegion())
-    assert replace(pg.REINFORCE, step=pg.TrustRegion(line_search=False)).needs == {"logp_old"}
-    assert replace(pg.DR_GRPO, step=pg.TrustRegion()).step.updates == 1
+        replace(pg.PRORL, update_rule=pg.TrustRegion())
+    assert replace(pg.REINFORCE, update_rule=pg.TrustRegion(line_search=False)).needs == {"logp_old"}
+    assert replace(pg.DR_GRPO, update_rule=pg.TrustRegion()).update_rule.updates == 1
 
 
 def test_the_rows_differ_in_the_line_search_alone() -> None:
-    assert replace(pg.NATURAL, name="trpo", step=pg.TRPO.step) == pg.TRPO
-    assert pg.NATURAL.step == pg.TrustRegion(line_search=False)
-    assert pg.TRPO.step == pg.TrustRegion(0.01, 10, 0.1, 0.8, 10)
+    assert replace(pg.NATURAL, name="trpo", update_rule=pg.TRPO.update_rule) == pg.TRPO
+    assert pg.NATURAL.update_rule == pg.TrustRegion(line_search=False)
+    assert pg.TRPO.update_rule == pg.TrustRegion(0.01, 10, 0.1, 0.8, 10)
     assert "0.8^j" in pg.TRPO.equation()["step"]
     assert "0.8^j" not in pg.NATURAL.equation()["step"]
 
@@ -303,26 +303,26 @@ def test_conjugate_gradient_may_see_a_share_of_the_groups_and_the_length_is_of_a
     few.F = 0.01 * few.F
     few.g = p.g
     asked: list[float] = []
-    p.some = lambda share: asked.append(share) or few  # type: ignore[method-assign, assignment, func-returns-value]
-    metrics = run(p, pg.TrustRegion(0.01, fisher_share=0.25, iterations=12, damping=0.0, line_search=False))
+    p.subsample = lambda share: asked.append(share) or few  # type: ignore[method-assign, assignment, func-returns-value]
+    metrics = run(p, pg.TrustRegion(0.01, fisher_fraction=0.25, cg_iters=12, damping=0.0, line_search=False))
     assert asked == [0.25]
     assert (few.asked.count("exact") > 1, p.asked.count("exact")) == (True, 1)
     assert metrics["trust_region/kl"] == pytest.approx(0.01, rel=1e-9)
     direction = torch.linalg.solve(few.F, p.g)
     assert float(p.theta @ direction / (p.theta.norm() * direction.norm())) == pytest.approx(1, abs=1e-9)
     whole = problem()
-    whole.some = lambda share: pytest.fail("nothing to leave out")  # type: ignore[method-assign, assignment]
-    run(whole, pg.TrustRegion(iterations=2))
+    whole.subsample = lambda share: pytest.fail("nothing to leave out")  # type: ignore[method-assign, assignment]
+    run(whole, pg.TrustRegion(cg_iters=2))
     for share in (0.0, -1.0, 1.5, NAN):
         with pytest.raises(ValueError, match="fisher_share"):
-            pg.TrustRegion(fisher_share=share)
+            pg.TrustRegion(fisher_fraction=share)
 
 
 @dataclass
 class Half(Quadratic):
     """One of two equal processes, each with half of every vector: the other has the same numbers."""
 
-    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+    def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
         return 2 * (a @ b)
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
@@ -336,7 +336,7 @@ def test_vectors_that_are_spread_over_processes_make_the_step_of_the_whole(seed:
     F, g = torch.block_diag(half.F, half.F), torch.cat([half.g, half.g])
     whole = Quadratic(F, g, excess=lambda delta: 1e-3)
     mine = Half(half.F, half.g, excess=lambda delta: 5e-4)
-    step = pg.TrustRegion(iterations=4)  # fewer than would leave rounding alone of the residual
+    step = pg.TrustRegion(cg_iters=4)  # fewer than would leave rounding alone of the residual
     expected, found = run(whole, step), run(mine, step)
     assert torch.allclose(torch.cat([mine.theta, mine.theta]), whole.theta, rtol=1e-9, atol=0)
     assert float(mine.theta.norm()) > 1e-3

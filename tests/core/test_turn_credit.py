@@ -32,7 +32,7 @@ def conversation(turns: list[list[tuple[list[float], float]]], outcome: list[flo
             worth[i, at + len(values) - 1] = reward
             at += len(values) + 1
     group, reward = torch.zeros(len(turns), dtype=torch.int64), torch.tensor(outcome, dtype=torch.float64)
-    return pg.Batch(mask=mask, group=group, reward=reward, anchor=anchor, token_reward=worth, values=value)
+    return pg.Batch(mask=mask, group=group, reward=reward, turn_state=anchor, token_reward=worth, values=value)
 
 
 TALK = conversation([[([0.5, 0.25], 1.0), ([2.0, 3.0], 2.0)]], [4.0])
@@ -78,7 +78,7 @@ def test_by_hand(links: tuple[pg.Advantage, ...], expected: list[float]) -> None
 def test_the_outcome_is_every_turns_without_a_part_that_reads_turns() -> None:
     """What a rollout then says: one reward, of the whole episode."""
     whole = replace(TALK, reward=TALK.reward + 3.0, token_reward=None)
-    assert replace(pg.GRPO, psi=(), terms=()).advantages(whole)[0][TALK.mask[0]].tolist() == [7.0] * 4
+    assert replace(pg.GRPO, advantage=(), terms=()).compute_advantages(whole)[0][TALK.mask[0]].tolist() == [7.0] * 4
 
 
 def test_siblings_are_compared_turn_by_turn() -> None:
@@ -123,7 +123,7 @@ def test_one_turn_is_the_sequence(shape: Shape) -> None:
     mask = torch.arange(shape.width) < batch.lengths[:, None]
     values = torch.where(mask, Random(shape.seed).normal(*mask.shape), math.nan)
     nothing = torch.zeros(mask.shape, dtype=torch.float64)
-    batch = replace(batch, mask=mask, values=values, anchor=nothing.long(), token_reward=nothing)
+    batch = replace(batch, mask=mask, values=values, turn_state=nothing.long(), token_reward=nothing)
     assert torch.equal(psi(batch, pg.TurnReturn(0.3)), torch.where(mask, batch.reward[:, None], 0.0))
     assert torch.equal(psi(batch, pg.TurnReturn(), pg.TurnDiscount(0.1)), psi(batch, pg.TurnReturn()))
     close(psi(batch, pg.BiLevelGAE(0.9, 0.8, 0.3, 0.2)), psi(batch, pg.GAE(0.9, 0.8)), tolerance=1e-12)
@@ -164,7 +164,7 @@ def test_an_episode_that_was_cut_off_goes_on_in_the_critics_value_where_asked() 
     assert row(cut, pg.MultiTurnGAE(lam=0.0, turn_gamma=0.5, bootstrap=True))[3] == 6 + 4 - 3
     assert row(cut, pg.BiLevelGAE(turn_gamma=0.5, turn_lam=0.0, bootstrap=True))[3] == 6 + 4 - 3
     for link in (pg.TurnGAE(bootstrap=True), pg.MultiTurnGAE(bootstrap=True), pg.BiLevelGAE(bootstrap=True)):
-        assert link.needs == {"values", "anchor", "token_reward", "bootstrap"}
+        assert link.needs == {"values", "turn_state", "token_reward", "bootstrap"}
         with pytest.raises(pg.ConfigError, match=rf"{type(link).__name__} needs Batch\.bootstrap"):
             psi(TALK, link)
 
@@ -185,21 +185,23 @@ def test_a_batch_without_a_token_has_no_credit(link: pg.Advantage) -> None:
         (lambda: pg.MultiTurnGAE(turn_gamma=2.0), "MultiTurnGAE.turn_gamma must be in"),
         (lambda: pg.BiLevelGAE(turn_lam=-1.0), "BiLevelGAE.turn_lam must be in"),
         (lambda: pg.Critic(turn_gamma=1.5), "Critic.turn_gamma must be in"),
-        (lambda: replace(pg.GRPO, psi=(pg.TurnGAE(),)), "an advantage from values without a critic"),
+        (lambda: replace(pg.GRPO, advantage=(pg.TurnGAE(),)), "an advantage from values without a critic"),
         (
-            lambda: replace(pg.PPO, psi=(pg.TurnGAE(0.9),)),
+            lambda: replace(pg.PPO, advantage=(pg.TurnGAE(0.9),)),
             r"TurnGAE discounts by 0.9 per turn .* by 1, .* turn_gamma=0.9",
         ),
         (
             lambda: replace(pg.PPO, critic=pg.Critic(turn_gamma=0.9)),
             "GAE discounts by 1 per turn and the critic's targets by 0.9",
         ),
-        (lambda: replace(pg.GRPO, psi=(pg.GroupMean(), pg.TurnReturn())), "TurnReturn starts from the rewards"),
+        (lambda: replace(pg.GRPO, advantage=(pg.GroupMean(), pg.TurnReturn())), "TurnReturn starts from the rewards"),
         (
-            lambda: replace(pg.GRPO, psi=(pg.TurnReturn(), pg.TurnLeaveOneOut()), filters=(pg.MaskTruncated(True),)),
+            lambda: replace(
+                pg.GRPO, advantage=(pg.TurnReturn(), pg.TurnLeaveOneOut()), filters=(pg.MaskTruncated(True),)
+            ),
             "the advantage compares turns, and a masked completion has none left",
         ),
-        (lambda: psi(replace(TALK, anchor=None), pg.TurnReturn()), r"TurnReturn needs Batch\.anchor"),
+        (lambda: psi(replace(TALK, turn_state=None), pg.TurnReturn()), r"TurnReturn needs Batch\.anchor"),
         (lambda: psi(replace(TALK, token_reward=None), pg.TurnGAE()), r"TurnGAE needs Batch\.token_reward"),
         (lambda: psi(replace(TALK, values=None), pg.BiLevelGAE()), r"BiLevelGAE needs Batch\.values"),
     ],
@@ -211,9 +213,9 @@ def test_what_is_refused(make_it: Callable[[], object], says: str) -> None:
 
 def test_a_mask_without_statistics_and_returns_of_turns_go_together() -> None:
     """Only what compares turns needs them of everybody."""
-    replace(pg.GRPO, psi=(pg.TurnReturn(),), filters=(pg.MaskTruncated(True),))
-    assert replace(pg.PPO, psi=(pg.TurnGAE(0.9),), critic=pg.Critic(turn_gamma=0.9)).declared >= {
-        "anchor",
+    replace(pg.GRPO, advantage=(pg.TurnReturn(),), filters=(pg.MaskTruncated(True),))
+    assert replace(pg.PPO, advantage=(pg.TurnGAE(0.9),), critic=pg.Critic(turn_gamma=0.9)).all_needs >= {
+        "turn_state",
         "token_reward",
     }
     assert pg.Critic().needs == frozenset()

@@ -93,7 +93,7 @@ def test_the_range_of_lambda_is_reported_over_the_completions_that_take_part() -
     """α = 0.5: 2 tokens have λ = 0, 4 have 0.5, 8 have 0.75; an empty completion has no length to speak of."""
     mask = torch.arange(8) < torch.tensor([2, 4, 8, 0])[:, None]
     batch = pg.Batch(mask=mask, group=torch.zeros(4, dtype=torch.int64), reward=torch.zeros(4, dtype=torch.float64))
-    algorithm = replace(pg.VAPO, psi=(pg.LengthAdaptiveGAE(0.5),))
+    algorithm = replace(pg.VAPO, advantage=(pg.LengthAdaptiveGAE(0.5),))
     told = {name: metric.value for name, metric in algorithm.report(batch).items()}
     assert told == {"lambda/min": 0.0, "lambda/max": 0.75, "lambda/mean": pytest.approx(1.25 / 3)}
     assert algorithm.report(replace(batch, mask=torch.zeros_like(mask))) == {}
@@ -216,10 +216,11 @@ def test_ppo_penalty_adapts_beta_by_ppos_rule() -> None:
 
     term = pg.KLToOld(1.0, target=0.01)
     betas = [
-        term.update({"beta": 1.0}, ANY, {"kl_old/last": Mean(kl)})["beta"] for kl in (0.0151, 0.0149, 0.0067, 0.0066)
+        term.update_state({"beta": 1.0}, ANY, {"kl_old/last": Mean(kl)})["beta"]
+        for kl in (0.0151, 0.0149, 0.0067, 0.0066)
     ]
     assert betas == [2.0, 1.0, 1.0, 0.5]
-    assert pg.KLToOld(1.0).init() is None
+    assert pg.KLToOld(1.0).init_state() is None
 
 
 def test_masked_correction_drops_what_lies_outside_its_band() -> None:
@@ -232,11 +233,11 @@ def test_masked_correction_drops_what_lies_outside_its_band() -> None:
 @pytest.mark.parametrize(
     ("make_it", "says"),
     [
-        (lambda: replace(pg.GRPO, psi=(pg.GAE(),)), "without a critic"),
+        (lambda: replace(pg.GRPO, advantage=(pg.GAE(),)), "without a critic"),
         (lambda: replace(pg.GRPO, critic=pg.Critic()), "a critic that no advantage reads"),
-        (lambda: replace(pg.PPO, psi=(pg.GroupMean(), pg.GAE())), "put it first in psi"),
+        (lambda: replace(pg.PPO, advantage=(pg.GroupMean(), pg.GAE())), "put it first in psi"),
         (
-            lambda: replace(pg.PPO, psi=(pg.GAE(bootstrap=True),), filters=(pg.MaskTruncated(),)),
+            lambda: replace(pg.PPO, advantage=(pg.GAE(bootstrap=True),), filters=(pg.MaskTruncated(),)),
             "MaskTruncated leaves those answers out",
         ),
         (lambda: pg.GAE(lam=1.5), "GAE.lam"),

@@ -37,7 +37,7 @@ def state(q: list[float], old: list[float], weight: list[float] | None = None) -
 def test_hand_numbers() -> None:
     """Two tokens of probability 0.6 and 0.2, worth 1 and 0: ŵ = ¾, ¼; the policy now gives them 0.3 and 0.4."""
     batch = state([1.0, 0.0], [0.6, 0.2], [1.5, 0.5])
-    psi = VINE.advantages(batch)
+    psi = VINE.compute_advantages(batch)
     torch.testing.assert_close(psi[:, 0], torch.tensor([0.25, -0.75]).double())
     logp = torch.tensor([[0.3], [0.4]]).double().log().requires_grad_()
     weight, ratio = gate_weight(pg.Forward(logp), batch, psi, VINE)
@@ -53,24 +53,24 @@ def test_a_constant_moves_nothing_and_neither_does_a_lone_token() -> None:
     batch = state([0.3, 0.9, 0.1], [0.5, 0.2, 0.1], [2.0, 0.7, 0.3])
     logp = torch.tensor([[-1.0], [-2.0], [-0.5]]).double().requires_grad_()
     higher = replace(batch, reward=batch.reward + 100)
-    found = [gradients(pg.surrogate(logp, b, VINE.advantages(b), VINE), logp)[0] for b in (batch, higher)]
+    found = [gradients(pg.surrogate(logp, b, VINE.compute_advantages(b), VINE), logp)[0] for b in (batch, higher)]
     close(found[1], found[0], tolerance=1e-11)
     assert found[0].abs().max() > 0.01
-    raw = replace(VINE, psi=())  # the paper's: no baseline at all
+    raw = replace(VINE, advantage=())  # the paper's: no baseline at all
     close(gradients(pg.surrogate(logp, batch, batch.reward[:, None], raw), logp)[0], found[0])
     for b in (state([0.3], [0.5]), replace(batch, reward=torch.full((3,), 0.7).double())):
-        assert (VINE.advantages(b) == 0).all()
+        assert (VINE.compute_advantages(b) == 0).all()
 
 
 @pytest.mark.parametrize("weights", ["weights", None])
 @pytest.mark.parametrize("off_policy", [None, 0.15, 1.5])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_quotient_as_it_is_printed(weights: str | None, off_policy: float | None, seed: int) -> None:
-    algorithm = replace(VINE, psi=())
+    algorithm = replace(VINE, advantage=())
     batch, logits = make(Shape((4, 3, 4), 3, seed=seed, binary=False), off_policy, weights)
     logp = policy(logits, batch.tokens, batch.mask)
     paper = without_baseline(objectives.read(batch, logp), 3)
-    psi = algorithm.advantages(batch)
+    psi = algorithm.compute_advantages(batch)
     mine = gradients(-pg.surrogate(logp, batch, psi, algorithm), logp, logits)
     for got, expected in zip(mine, gradients(paper, logp, logits), strict=True):
         close(got, expected)
@@ -88,7 +88,7 @@ def test_draws_with_repeats_are_one_row_that_weighs_as_many() -> None:
     batch = state(q.tolist(), old.tolist(), (times.double() * 3 / 5).tolist())
     theta = now.clone().requires_grad_()
     logp = torch.log_softmax(theta, 0)[:, None]
-    close(gradients(-pg.surrogate(logp, batch, VINE.advantages(batch), VINE), theta)[0], expected)
+    close(gradients(-pg.surrogate(logp, batch, VINE.compute_advantages(batch), VINE), theta)[0], expected)
 
 
 def test_all_tokens_of_all_states_are_the_policy_gradient() -> None:
@@ -122,7 +122,7 @@ def test_all_tokens_of_all_states_are_the_policy_gradient() -> None:
     theta = THETA.clone().requires_grad_()
     now = torch.log_softmax(theta, -1)
     logp = torch.stack([now[len(s), s[-1] if s else EOS, a] for s, a in places])[:, None]
-    gradient = gradients(-pg.surrogate(logp, batch, VINE.advantages(batch), VINE), theta)[0]
+    gradient = gradients(-pg.surrogate(logp, batch, VINE.compute_advantages(batch), VINE), theta)[0]
     close(gradient, true_gradient())
     assert gradient.abs().max() > 0.01
 
@@ -134,7 +134,7 @@ def test_extreme_ratios_stay_finite_and_add_up(change: float) -> None:
     batch = replace(batch, logp_old=batch.logp_old.float())  # type: ignore[union-attr]
     for shift in (torch.full((3, 1), change), torch.tensor([[change], [0.0], [-change]])):
         leaf = (batch.logp_old + shift).requires_grad_()
-        psi = VINE.advantages(batch)
+        psi = VINE.compute_advantages(batch)
         weight, _ = gate_weight(pg.Forward(leaf), batch, psi, VINE)
         assert weight.isfinite().all()
         assert float(weight.mean()) == pytest.approx(1.0, abs=1e-5)
@@ -144,7 +144,7 @@ def test_extreme_ratios_stay_finite_and_add_up(change: float) -> None:
 def test_no_micro_batch_may_split_a_state() -> None:
     """Half of a state's tokens normalise by themselves: another gradient, so that a learner is told (`whole_groups`)."""
     batch = state([1.0, 0.0, 0.5, 0.2], [0.4, 0.3, 0.2, 0.1])
-    psi, coef = VINE.advantages(batch), VINE.all_coefficients(batch)
+    psi, coef = VINE.compute_advantages(batch), VINE.all_coefficients(batch)
     logp = Random(1).normal(4, 1).requires_grad_()
     whole = gradients(pg.surrogate(logp, batch, psi, VINE, coef), logp)[0]
     halves = torch.zeros_like(whole)
@@ -152,8 +152,8 @@ def test_no_micro_batch_may_split_a_state() -> None:
         part = pg.surrogate(logp[rows], batch.select(rows), psi[rows], VINE, tuple(c[rows] for c in coef))
         halves = halves + gradients(part, logp)[0]
     assert (halves - whole).abs().max() > 0.01
-    assert VINE.gate.whole_groups
-    assert not pg.GRPO.gate.whole_groups
+    assert VINE.gate.requires_full_groups
+    assert not pg.GRPO.gate.requires_full_groups
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
@@ -161,19 +161,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "one action": (lambda: pg.Vine(actions=1), ["Vine.actions must be at least 2", "not 1"]),
     "no completion": (lambda: pg.Vine(samples=0), ["Vine.samples must be at least 1"]),
     "a filter": (
-        lambda: replace(VINE, filters=(pg.DropNoSpread(),)),
-        ["DropNoSpread looks at whole ones", "filters=()"],
+        lambda: replace(VINE, filters=(pg.DropZeroVariance(),)),
+        ["DropZeroVariance looks at whole ones", "filters=()"],
     ),
     "shaping": (
         lambda: replace(VINE, shaping=(pg.SoftOverlong(),)),
         ["SoftOverlong looks at whole ones", "shaping=()"],
     ),
     "something of whole answers": (
-        lambda: replace(VINE, psi=(pg.Vine(), pg.GreedyBaseline())),
+        lambda: replace(VINE, advantage=(pg.Vine(), pg.GreedyBaseline())),
         ["Batch.baseline of whole answers"],
     ),
     "not first": (
-        lambda: replace(VINE, psi=(pg.GroupMean(), pg.Vine())),
+        lambda: replace(VINE, advantage=(pg.GroupMean(), pg.Vine())),
         ["Vine starts from the rewards", "put it first"],
     ),
     "a critic": (lambda: replace(VINE, critic=pg.Critic()), ["a critic that no advantage reads", "critic=None"]),
@@ -184,10 +184,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a derivative of nothing": (lambda: replace(VINE, gate=pg.Importance()), ["set gate=SelfNormalised()"]),
     "another ratio": (lambda: replace(VINE, ratio=pg.Sequence()), ["SelfNormalised reads the tokens' own ratios"]),
     "a correction": (
-        lambda: replace(VINE, behaviour="recomputed", corrections=(pg.TruncatedIS(),)),
-        ["TruncatedIS would weigh", "numerator alone", "behaviour='sampler'"],
+        lambda: replace(VINE, old_policy="learner", corrections=(pg.TruncatedIS(),)),
+        ["TruncatedIS would weigh", "numerator alone", "old_policy='sampler'"],
     ),
-    "a mean by length": (lambda: replace(VINE, aggregate=pg.SequenceMean()), ["SequenceMean by length"]),
+    "a mean by length": (lambda: replace(VINE, aggregation=pg.SequenceMean()), ["SequenceMean by length"]),
     "nothing drawn but the likeliest": (
         lambda: check_sampling(VINE, 4, 0.0),
         ["at temperature 0 only one is ever drawn"],
@@ -204,7 +204,9 @@ def test_refused(build: Callable[[], Any], said: list[str]) -> None:
 
 def test_not_refused() -> None:
     check_sampling(VINE, 1, 1.0)  # the states of a single completion
-    replace(VINE, psi=(pg.Vine(distinct=False),))
-    clipped = replace(VINE, gate=pg.Clip(), terms=(), step=pg.FirstOrder(epochs=2))  # Σ ŵ r Ψ, its weights fixed
-    assert not clipped.gate.whole_groups
-    replace(VINE, step=pg.FirstOrder(epochs=4))
+    replace(VINE, advantage=(pg.Vine(distinct=False),))
+    clipped = replace(
+        VINE, gate=pg.Clip(), terms=(), update_rule=pg.GradientSteps(epochs=2)
+    )  # Σ ŵ r Ψ, its weights fixed
+    assert not clipped.gate.requires_full_groups
+    replace(VINE, update_rule=pg.GradientSteps(epochs=4))

@@ -34,9 +34,9 @@ def test_a_save_in_place_does_not_hold(tmp_path: Path, monkeypatch: pytest.Monke
     """What the promise is for: a save that first takes the old checkpoint away is found."""
 
     def bare(directory: Path, step: int, content: disk_faults.Content, mark: int) -> None:
-        for old in format.found_in(directory):
-            format.remove(old)
-        checkpoint.save(directory, step, content[0], content[1] | {"mark": mark}, keep=1)
+        for old in format.list_checkpoints(directory):
+            format.remove_checkpoint(old)
+        checkpoint.save_checkpoint(directory, step, content[0], content[1] | {"mark": mark}, keep=1)
 
     monkeypatch.setattr(disk_faults, "save", bare)
     assert "neither the one before nor this one" in " ".join(disk_faults.kills(CONTENT, tmp_path, times=1)["wrong"])
@@ -50,7 +50,7 @@ def test_bits_are_turned_and_turned_back(tmp_path: Path, monkeypatch: pytest.Mon
         "files": ["manifest.json", "state.json", "tensors.safetensors"],
         "wrong": [],
     }
-    load = checkpoint.load
+    load = checkpoint.load_checkpoint
     blind = load(tmp_path / "flips" / "step-000001")
     monkeypatch.setattr(checkpoint, "load", lambda path: blind)
     assert len(disk_faults.flips(CONTENT, tmp_path / "blind", 30)["wrong"]) == 30

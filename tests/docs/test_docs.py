@@ -17,9 +17,9 @@ import policygrad as pg
 from pages import algorithm as algorithm_pages
 from pages import architecture, checked, index, picture, probe, tables
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT, PAPERS, USUAL
-from policygrad.commands.render import describe, difference, settings
-from policygrad.training.config.serialization import part_names
+from policygrad.catalog import ABOUT, DEFAULT_SOURCES, PAPERS
+from policygrad.commands.render import describe_algorithm, diff_algorithms, list_settings
+from policygrad.training.config.serialization import list_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -103,13 +103,13 @@ def test_every_algorithm_is_described(name: str) -> None:
     about, paper = ABOUT[name], PAPERS[name]
     assert all(getattr(about, f.name) for f in fields(about) if f.name != "parent")
     assert about.parent is None or about.parent in ALGORITHMS
-    shown = " ".join("".join(text for text, _ in line) for line in describe(ALGORITHMS[name], 400))
+    shown = " ".join("".join(text for text, _ in line) for line in describe_algorithm(ALGORITHMS[name], 400))
     assert paper.objective.strip()
     assert all(line in shown for line in paper.objective.split("\n"))
-    assert f"Departs  {paper.departs or 'nowhere that we know'}" in shown
-    assert (paper.departs or "nowhere that we know") in index.departures().replace("\\|", "|")
-    assert "\n" not in paper.departs
-    held = {f"{type(p).__name__}.{setting}" for _, p in ALGORITHMS[name].parts() for setting, _ in settings(p)}
+    assert f"Departs  {paper.deviations or 'nowhere that we know'}" in shown
+    assert (paper.deviations or "nowhere that we know") in index.departures().replace("\\|", "|")
+    assert "\n" not in paper.deviations
+    held = {f"{type(p).__name__}.{setting}" for _, p in ALGORITHMS[name].parts() for setting, _ in list_settings(p)}
     assert set(paper.defaults) <= held | {"samples_per_prompt"}, (
         "a source for a default that the algorithm does not have"
     )
@@ -117,9 +117,9 @@ def test_every_algorithm_is_described(name: str) -> None:
 
 def test_no_text_is_left_over() -> None:
     assert set(PAPERS) == set(ABOUT) == set(ALGORITHMS)
-    parts = [getattr(pg, name) for name in part_names()]
+    parts = [getattr(pg, name) for name in list_parts()]
     known = {f"{kind.__name__}.{f.name}" for kind in parts for f in fields(kind)}
-    assert set(USUAL) <= known
+    assert set(DEFAULT_SOURCES) <= known
 
 
 def test_origins_are_inherited_only_with_the_value() -> None:
@@ -132,30 +132,30 @@ def test_origins_are_inherited_only_with_the_value() -> None:
         name,
         a,
     ) in ALGORITHMS.items():  # how often a rollout is used is each paper's own, also where the number is a parent's
-        for setting in ("epochs", "minibatches") if isinstance(a.step, pg.FirstOrder) else ():
-            found = algorithm_pages.origin(a, a.step, setting, getattr(a.step, setting))
+        for setting in ("epochs", "minibatches") if isinstance(a.update_rule, pg.GradientSteps) else ():
+            found = algorithm_pages.origin(a, a.update_rule, setting, getattr(a.update_rule, setting))
             assert not found.startswith("as ["), (name, setting, found)
-            assert a.step.updates == 1 or found != algorithm_pages.OURS, (name, setting)
-    assert algorithm_pages.origin(pg.MAGISTRAL, pg.MAGISTRAL.psi[1], "ddof", 1) == algorithm_pages.OURS
+            assert a.update_rule.updates == 1 or found != algorithm_pages.OURS, (name, setting)
+    assert algorithm_pages.origin(pg.MAGISTRAL, pg.MAGISTRAL.advantage[1], "ddof", 1) == algorithm_pages.OURS
     assert algorithm_pages.origin(pg.PRORL, pg.PRORL.terms[0], "beta", 1e-4) == algorithm_pages.OURS
 
 
 def test_differences_from_the_parent() -> None:
-    assert difference(pg.GRPO, pg.DAPO) == {
-        "filters": ("–", "DropNoSpread(refill, 4, True) MaskTruncated(False)"),
+    assert diff_algorithms(pg.GRPO, pg.DAPO) == {
+        "filters": ("–", "DropZeroVariance(refill, 4, True) MaskTruncated(False)"),
         "shaping": ("–", "SoftOverlong(0.2, 1)"),
         "gate": ("Clip(high=0.2)", "Clip(high=0.28)"),
         "average": ("SequenceMean", "TokenMean"),
         "terms": ("KLToReference(0.04, k3)", "–"),
-        "step": ("FirstOrder(minibatches=1)", "FirstOrder(minibatches=16)"),
+        "step": ("GradientSteps(minibatches=1)", "GradientSteps(minibatches=16)"),
         "reference": ("Reference", "–"),
     }
-    assert difference(pg.GRPO, pg.ITERATIVE_GRPO) == {
-        "step": ("FirstOrder(epochs=1)", "FirstOrder(epochs=2)"),
+    assert diff_algorithms(pg.GRPO, pg.ITERATIVE_GRPO) == {
+        "step": ("GradientSteps(epochs=1)", "GradientSteps(epochs=2)"),
         "reference": ("Reference(every=None)", "Reference(every=100)"),
     }
-    assert difference(pg.RLOO, replace(pg.RLOO, samples_per_prompt=5)) == {"samples": ("4", "5")}
-    assert difference(pg.GSPO, pg.GSPO_TOKEN) == {}
+    assert diff_algorithms(pg.RLOO, replace(pg.RLOO, samples_per_prompt=5)) == {"samples": ("4", "5")}
+    assert diff_algorithms(pg.GSPO, pg.GSPO_TOKEN) == {}
 
 
 def test_pseudo_code() -> None:
@@ -190,8 +190,8 @@ def test_the_papers_own_updates_per_rollout() -> None:
         "ppo": 4,
     }
     once = ("reinforce", "rloo", "opo", "a2c", "grpo", "grpo_process", "dr_grpo", "magistral")
-    assert {name: ALGORITHMS[name].step.updates for name in own} == own
-    assert all(ALGORITHMS[name].step.updates == 1 for name in once)
+    assert {name: ALGORITHMS[name].update_rule.updates for name in own} == own
+    assert all(ALGORITHMS[name].update_rule.updates == 1 for name in once)
     lines = algorithm_pages.pseudo_code(pg.DAPO)
     assert any("for each of 16 shares of whole groups:" in line for line in lines)
     assert pg.DAPO.equation()["step"] == "16 minibatches"
@@ -200,7 +200,7 @@ def test_the_papers_own_updates_per_rollout() -> None:
 def test_every_row_that_departs_says_so() -> None:
     """One line each, a phrase that a full stop can follow, naming what the spec page knows to be other than published."""
     for name in ALGORITHMS:
-        assert not PAPERS[name].departs.endswith("."), name
+        assert not PAPERS[name].deviations.endswith("."), name
     for name, words in {
         "dapo": "doubles",
         "magistral": "format",
@@ -208,7 +208,7 @@ def test_every_row_that_departs_says_so() -> None:
         "prorl": "200",
         "dr_grpo": "8",
     }.items():
-        assert words in PAPERS[name].departs
+        assert words in PAPERS[name].deviations
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_every_row_that_departs_says_so() -> None:
     ],
 )
 def test_units_and_lengths(name: str, unit: str, ratio: str, length: str) -> None:
-    a = pg.algorithm(name)
+    a = pg.get_algorithm(name)
     assert (probe.advantage_unit(a), probe.ratio_unit(a)) == (unit, ratio)
     assert probe.length_handling(a) == f"twice as long: {length}"
     assert probe.ratio_unit(replace(pg.GSPO, ratio=pg.SequenceProduct())) == "completion, product"
@@ -259,7 +259,7 @@ SMALL: dict[str, Any] = {
     "steps": 2,
     "prompts_per_step": 4,
     "samples_per_prompt": 4,
-    "evaluation": pg.Evaluation(problems=0),
+    "evaluation": pg.EvaluationConfig(problems=0),
 }
 
 

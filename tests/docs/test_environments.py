@@ -33,7 +33,7 @@ SMALL = {  # what makes seconds of minutes; an option that is given twice is the
         "24",
         "--evaluation.problems",
         "2",
-        "--evaluation.samples",
+        "--evaluation.samples-per-prompt",
         "1",
     ),
     "eval": ("--problems", "2", "--samples", "1", "--max-tokens", "24"),

@@ -82,7 +82,8 @@ def test_the_table() -> None:
     text = extras_block(found)
     assert "| `lora` | `a`; `b` | peft 1 | 12 | 4 | refused by its name | works |" in text
     assert (
-        "| `data` | `a`; `b` | peft 1 | 12 | 4 | policygrad brings it along | works, **not as it should be** |" in text
+        "| `comparison_data` | `a`; `b` | peft 1 | 12 | 4 | policygrad brings it along | works, **not as it should be** |"
+        in text
     )
     assert "Not tried by it yet: `math`, `qlora`, `control`," in text
     assert "1,500 MiB and 60 s to install, on Python 3.11 (policygrad 0.1.0)" in text

@@ -27,7 +27,7 @@ FILES: dict[str, str] = dict(re.findall(r"```python (\w+\.py)\n(.*?)```", PAGE, 
 SCRIPT = "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", " ")
 COMMANDS = SCRIPT.splitlines()
 SMALL = {  # what makes seconds of a minute; an option that is given twice is the last
-    "train": "--prompts-per-step 2 --samples-per-prompt 4 --evaluation.problems 4 --evaluation.samples 1",
+    "train": "--prompts-per-step 2 --samples-per-prompt 4 --evaluation.problems 4 --evaluation.samples-per-prompt 1",
     "eval": "--problems 4 --samples 2",
 }
 Run = Callable[..., tuple[int, str, str]]
@@ -123,7 +123,7 @@ def followed(last: int) -> None:
 
 def test_the_model_asks_as_its_template_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's model ends a question with its own token, and is closed by the end token."""
-    from policygrad.models.chat_template import prompt_ids
+    from policygrad.models.chat_template import encode_prompt
     from policygrad.models.loading import load_model
     from policygrad.models.tokenizer import load_tokenizer
 
@@ -133,6 +133,6 @@ def test_the_model_asks_as_its_template_says(tmp_path: Path, monkeypatch: pytest
     model = load_model("my-model")
     tokenizer = load_tokenizer("my-model", model)
     reply = tokenizer.hf.convert_tokens_to_ids("<|reply|>")
-    ids = prompt_ids(tokenizer, ({"role": "user", "content": "1 + 1 ="},))
+    ids = encode_prompt(tokenizer, ({"role": "user", "content": "1 + 1 ="},))
     assert ids[-1] == reply == model.get_input_embeddings().weight.shape[0] - 1
     assert json.loads(Path("my-model/config.json").read_text())["vocab_size"] == reply + 1

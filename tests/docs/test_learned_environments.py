@@ -29,7 +29,7 @@ def played(number: int, guess: list[int]) -> tuple[float, str, int]:
         for turn, said in enumerate(guess, 1):
             step = await game.step(pg.Action(str(said)))
             if step.observation is None:
-                return float(step.reward or 0.0), step.ended, turn
+                return float(step.reward or 0.0), step.stop_reason, turn
         raise AssertionError("it goes on")
 
     return asyncio.run(play())
@@ -45,7 +45,7 @@ def test_halving_finds_every_number_in_time() -> None:
         assert played(number, said) == (1.0, "found", len(said))
     assert played(9, [1, 2, 3, 4]) == (0.0, "turns", 4)
     game = Guess(pg.Example("a number", {"number": "9"}))
-    assert asyncio.run(game.step(pg.Action("nine"))).ended == "malformed"
+    assert asyncio.run(game.step(pg.Action("nine"))).stop_reason == "malformed"
 
 
 def test_games_are_shown_by_the_rules() -> None:
@@ -76,7 +76,7 @@ def test_one_program_in_three_passes_its_tests() -> None:
 
 
 def test_the_block_says_what_was_measured() -> None:
-    run = {"before": 0.25, "after": 0.75, "tokens": 12345, "held_out": [], "ends": {"environment/turns": [3.0, 2.5]}}
+    run = {"before": 0.25, "after": 0.75, "tokens": 12345, "eval/reward": [], "ends": {"environment/turns": [3.0, 2.5]}}
     versions = {"policygrad": "1", "torch": "2"}
     task = {
         "title": "a game",

@@ -18,8 +18,8 @@ from pages import measured, reports
 from pages.curves import curves
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS
-from policygrad.compare.report import report
-from policygrad.compare.runner import Work
+from policygrad.compare.report import build_report
+from policygrad.compare.runner import ComparisonRun
 
 GRID = (3e-4, 1e-3)
 
@@ -31,7 +31,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     rows.append(row("vineppo", GRID, measure=MEASURE | {"task": "embedded_steps"}))
     runner = StubRunner({"grpo": 0.9, "ppo": 0.7, "trpo": 0.5}, fails=lambda words: words[1] == "vapo")
     made = plan(*rows, seeds=5)
-    done = report(made, Work(made, tmp_path_factory.mktemp("c"), runner, 1, lambda text: None).do()).to_dict()
+    done = build_report(
+        made, ComparisonRun(made, tmp_path_factory.mktemp("c"), runner, 1, lambda text: None).run()
+    ).to_dict()
     return done | {"measured_by": "python scripts/measure_algorithms.py -- --jobs 1"}
 
 
@@ -40,7 +42,9 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     rungs = LADDERS["dapo"].rows()
     made = plan(*(row(label, change=says) for label, _, says in rungs), seeds=5, ladder=LADDERS["dapo"].to_dict())
     runner = StubRunner({label: 0.5 + 0.05 * i for i, (label, _, _) in enumerate(rungs)})
-    done = report(made, Work(made, tmp_path_factory.mktemp("l"), runner, 1, lambda text: None).do()).to_dict()
+    done = build_report(
+        made, ComparisonRun(made, tmp_path_factory.mktemp("l"), runner, 1, lambda text: None).run()
+    ).to_dict()
     return done | {"measured_by": "python scripts/measure_algorithms.py --ladder dapo -- --jobs 1"}
 
 
@@ -103,7 +107,7 @@ def test_the_regime_is_handed_to_every_row(tmp_path: Path, found: dict[str, Any]
     (words,) = asked
     rows = words[: words.index("--budget-tokens")]
     assert [row.partition("=")[0] for row in rows] == [*measure_algorithms.GATED, measure_algorithms.UNGATED]
-    assert all("--staleness 4" in row and "--algorithm.step.minibatches 16" in row for row in rows)
+    assert all("--max-staleness 4" in row and "--algorithm.update-rule.minibatches 16" in row for row in rows)
     assert (tmp_path / "results" / "gates.json").exists()
 
 

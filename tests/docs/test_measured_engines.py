@@ -19,7 +19,7 @@ def finished(folder: Path, after: float, probes: list[float]) -> Path:
         {"step": k, "publication/probe_max": p, "publication/seconds": 0.5 * k, "publication/bytes": 2.0**21}
         for k, p in enumerate(probes, 1)
     ]
-    write_rows(folder / "metrics.jsonl", [{"step": 0, "held_out": 0.2}, *steps])
+    write_rows(folder / "metrics.jsonl", [{"step": 0, "eval/reward": 0.2}, *steps])
     return folder
 
 
@@ -34,7 +34,7 @@ def test_what_is_read_off_a_run(tmp_path: Path) -> None:
         "seconds": 1.0,
         "mib": 2.0,
     }
-    write_rows(tmp_path / "run" / "metrics.jsonl", [{"step": 0, "held_out": 0.2}, {"step": 1, "reward": 0.5}])
+    write_rows(tmp_path / "run" / "metrics.jsonl", [{"step": 0, "eval/reward": 0.2}, {"step": 1, "reward": 0.5}])
     assert "probe_max" not in measure_engines.accuracy(folder)
 
 

@@ -64,10 +64,10 @@ def test_its_gradients_are_the_librarys(one_file: ModuleType, name: str, seed: i
     roll = one_file.Rollout(mask, group, reward, old, ref, truncated)
     (mine,) = torch.autograd.grad(one_file.surrogate(logp, roll, one_file.ALGORITHMS[name]), logp)
 
-    algorithm = pg.algorithm(name)
+    algorithm = pg.get_algorithm(name)
     batch = pg.Batch(mask=mask, group=group, reward=reward, logp_old=old, logp_ref=ref, truncated=truncated)
-    batch = algorithm.filtered(batch)
-    (theirs,) = torch.autograd.grad(pg.surrogate(logp, batch, algorithm.advantages(batch), algorithm), logp)
+    batch = algorithm.apply_filters(batch)
+    (theirs,) = torch.autograd.grad(pg.surrogate(logp, batch, algorithm.compute_advantages(batch), algorithm), logp)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()))
     assert theirs.abs().max() > 0
 

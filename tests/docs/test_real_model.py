@@ -11,13 +11,13 @@ import pytest
 import train_smollm2
 from doubles.runs import row, run_folder
 from pages import real_model
-from policygrad.commands.train import asked
+from policygrad.commands.train import parse_run
 
 STEPS = [
-    (0, {"held_out": 0.25, "held_out_stderr": 0.02}),
+    (0, {"eval/reward": 0.25, "eval/reward_stderr": 0.02}),
     (1, {"reward": 0.2, "completions/mean_length": 7.0}),
     (2, {"reward": 0.6, "completions/mean_length": 3.0}),
-    (2, {"held_out": 0.5, "held_out_stderr": 0.01}),
+    (2, {"eval/reward": 0.5, "eval/reward_stderr": 0.01}),
 ]
 
 
@@ -31,7 +31,7 @@ def found(tmp_path: Path) -> dict[str, Any]:
     return told | {
         "made_by": "python scripts/train_smollm2.py --steps 2",
         "weights": "",
-        "problems": {"trained_on": 800, "held_out": 200},
+        "problems": {"trained_on": 800, "eval/reward": 200},
         "versions": {"torch": "2.0"},
         "machine": "one",
         "processor_seconds": 600,
@@ -49,13 +49,18 @@ def test_no_question_is_both_trained_on_and_held_out() -> None:
 
 
 def test_the_command_is_one_that_can_be_given() -> None:
-    run, _ = asked(train_smollm2.words("tiny", 20)[1:])
-    assert (run.algorithm.name, run.prompts_per_step, run.group_size, run.steps) == ("dr_grpo", 16, 8, 20)
+    run, _ = parse_run(train_smollm2.words("tiny", 20)[1:])
+    assert (run.algorithm.name, run.prompts_per_step, run.effective_samples_per_prompt, run.steps) == (
+        "dr_grpo",
+        16,
+        8,
+        20,
+    )
     assert (run.lr, run.sampling.max_tokens, run.reward) == (1e-5, 12, ("gsm8k:last",))
 
 
 def test_what_is_told_of_a_run_and_the_page_of_it(found: dict[str, Any]) -> None:
-    assert found["held_out"] == [[0, 0.25, 0.02], [2, 0.5, 0.01]]
+    assert found["eval/reward"] == [[0, 0.25, 0.02], [2, 0.5, 0.01]]
     assert found["curve"] == [[1, 0.2], [2, 0.6]]
     assert [(a["step"], a["completion"]) for a in found["answers"]] == [
         *((1, f"4 | 7 = 1{i}") for i in (0, 2, 4, 6)),

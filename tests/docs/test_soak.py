@@ -118,7 +118,7 @@ def made(folder: Path) -> Path:
     save_file({"w": torch.ones(3), "n": torch.tensor(1)}, folder / "model" / "model.safetensors")
     save_file({"adam": torch.ones(3)}, folder / "checkpoints" / "step-000002" / "tensors.safetensors")
     steps = [{"step": k, "reward": 0.5 * k, "time/rollout": random.random()} for k in (1, 2)]
-    write_rows(folder / "metrics.jsonl", [{"step": 0, "held_out": 0.1}, *steps])
+    write_rows(folder / "metrics.jsonl", [{"step": 0, "eval/reward": 0.1}, *steps])
     write_rows(folder / "completions.jsonl", [{"step": k, "completion": "x"} for k in (1, 2)])
     (folder / "result.json").write_text(json.dumps({"steps": 2, "seconds": random.random()}))
     return folder
@@ -183,7 +183,7 @@ def test_what_a_kill_may_not_cost_is_found(
 def test_a_checkpoint_that_would_be_passed_over_is_found(tmp_path: Path) -> None:
     assert soaked.damaged(tmp_path) == []
     for step in (1, 2):
-        checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.ones(3)}, {"a": step}, keep=2)
+        checkpoint.save_checkpoint(tmp_path / "checkpoints", step, {"w": torch.ones(3)}, {"a": step}, keep=2)
     assert soaked.damaged(tmp_path) == []
     state = tmp_path / "checkpoints" / "step-000002" / "state.json"
     state.write_bytes(state.read_bytes()[:-1])

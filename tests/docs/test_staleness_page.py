@@ -12,9 +12,9 @@ import clocked
 import measure_staleness
 from doubles.comparison import StubRunner, plan, row
 from pages import staleness
-from policygrad.commands.compare import rows_of
-from policygrad.compare.report import report
-from policygrad.compare.runner import Work
+from policygrad.commands.compare import build_rows
+from policygrad.compare.report import build_report
+from policygrad.compare.runner import ComparisonRun
 
 RATES = dict.fromkeys(measure_staleness.NAMES, 3e-4)
 
@@ -23,8 +23,8 @@ def test_its_rows_are_runs_of_the_staleness_that_they_say() -> None:
     specs = measure_staleness.specs(RATES)
     assert len(specs) == len({spec.partition("=")[0] for spec in specs}) == 5 * (1 + 5 * 2)
     some = [spec for spec in specs if spec.startswith(("m2po.0=", "m2po.16.", "dapo.4."))]
-    found = rows_of(some, None, (), (), lr_grid=(), delta_grid=(), tokens=1000, overrides=True)
-    words = {row.label: " ".join(row.words) for row in found}
+    found = build_rows(some, None, (), (), lr_grid=(), delta_grid=(), tokens=1000, overrides=True)
+    words = {row.label: " ".join(row.argv) for row in found}
     assert list(words) == [
         "dapo.4.corrected",
         "dapo.4.uncorrected",
@@ -32,9 +32,9 @@ def test_its_rows_are_runs_of_the_staleness_that_they_say() -> None:
         "m2po.16.corrected",
         "m2po.16.uncorrected",
     ]
-    assert "--staleness 16" in words["m2po.16.corrected"]
-    assert "--algorithm.behaviour recomputed" in words["m2po.16.corrected"]
-    assert "--algorithm.behaviour sampler" in words["dapo.4.uncorrected"]
+    assert "--max-staleness 16" in words["m2po.16.corrected"]
+    assert "--algorithm.old-policy learner" in words["m2po.16.corrected"]
+    assert "--algorithm.old-policy sampler" in words["dapo.4.uncorrected"]
 
 
 def test_rates_are_those_that_were_measured() -> None:
@@ -79,8 +79,8 @@ def test_what_is_read_off_a_run() -> None:
     assert learner([6, 4]) == pytest.approx(0.5)
     assert learner.publish == 0.25
     told = clocked.predicted(alone.lengths, alone, 0, 0)
-    assert told.step == pytest.approx(alone.step)
-    assert clocked.predicted(alone.lengths, alone, 1, 0).ended[0] == pytest.approx(1.0 + 1.0 + 0.25)
+    assert told.step_seconds == pytest.approx(alone.step)
+    assert clocked.predicted(alone.lengths, alone, 1, 0).step_ends[0] == pytest.approx(1.0 + 1.0 + 0.25)
 
 
 def test_the_last_steps_are_left_out_beside_which_nothing_is_left_to_draw() -> None:
@@ -93,7 +93,7 @@ def test_the_last_steps_are_left_out_beside_which_nothing_is_left_to_draw() -> N
 
 def test_a_clock_that_was_broken_off_begins_anew_and_what_is_whole_is_read(tmp_path: Path) -> None:
     made = clocked.configured("tiny", 3, 2, 8, tmp_path)
-    assert (made.staleness, made.sampler.piece, made.sampler.parallel) == (2, 8, clocked.PARALLEL)
+    assert (made.max_staleness, made.sampler.chunk_tokens, made.sampler.max_concurrency) == (2, 8, clocked.PARALLEL)
     calls = list[bool]()
 
     def train(run: object, *, display: bool, overwrite: bool) -> None:
@@ -126,7 +126,7 @@ def test_the_page(tmp_path: Path) -> None:
     rows = [row("grpo.0"), row("grpo.4.corrected"), row("grpo.4.uncorrected")]
     made = plan(*rows, seeds=3)
     runner = StubRunner({"grpo.0": 0.9, "grpo.4.corrected": 0.8, "grpo.4.uncorrected": 0.6})
-    found = report(made, Work(made, tmp_path, runner, 1, lambda text: None).do()).to_dict() | {
+    found = build_report(made, ComparisonRun(made, tmp_path, runner, 1, lambda text: None).run()).to_dict() | {
         "measured_by": "python x"
     }
     speed = {"step": 2.0, "learner_idle": 0.5, "sampler_idle": 0.25}

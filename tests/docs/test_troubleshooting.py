@@ -9,7 +9,7 @@ import pytest
 import make_docs
 from policygrad.cli import HELP
 from policygrad.commands.foreign_options import LIBRARIES
-from policygrad.trackers.glossary import glossary
+from policygrad.trackers.glossary import load_glossary
 
 PAGE = (make_docs.DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in (make_docs.ROOT / "src").rglob("*.py"))
@@ -26,7 +26,7 @@ def quoted() -> list[str]:
 
 @pytest.mark.parametrize("words", quoted())
 def test_the_program_says_so(words: str) -> None:
-    metrics = {metric.name for chapter in glossary() for metric in chapter.metrics}
+    metrics = {metric.name for chapter in load_glossary() for metric in chapter.metrics}
     known = words in metrics or words in ("rewards/NAME", "/high", "metrics.jsonl") or words in NOT_OURS
     assert known or words in SOURCE, words
 

@@ -9,5 +9,5 @@ import policygrad as pg
 
 def runnable(name: str, teacher: str = "tiny") -> pg.Algorithm:
     """The row; where it learns from a teacher, with that model for one. The embedded and the random model have one tokenizer."""
-    algorithm = pg.algorithm(name)
+    algorithm = pg.get_algorithm(name)
     return algorithm if algorithm.reads_reward else replace(algorithm, reference=pg.Reference(model=teacher))

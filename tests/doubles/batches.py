@@ -48,7 +48,7 @@ def branching(batch: pg.Batch, seed: int = 0) -> pg.Batch:
             depth[row, t], at = at, at + 1
         same = row > 0 and torch.equal(batch.tokens[row], batch.tokens[row - 1])
         depth[row] = depth[row - 1] if same and group == int(batch.group[row - 1]) else depth[row]
-    return replace(batch, depth=depth)
+    return replace(batch, positions=depth)
 
 
 def written(batch: pg.Batch, row: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -56,7 +56,7 @@ def written(batch: pg.Batch, row: int) -> Iterator[tuple[int, int, Tensor]]:
     assert batch.tokens is not None
     assert batch.prompts is not None
     ids, tokens = batch.prompts[int(batch.group[row])], batch.tokens[row]
-    depth = len(ids) + torch.arange(len(tokens)) if batch.depth is None else batch.depth[row]
+    depth = len(ids) + torch.arange(len(tokens)) if batch.positions is None else batch.positions[row]
     starts = [0, *(t for t in range(1, len(tokens)) if int(depth[t]) != int(depth[t - 1]) + 1)]
     for first, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
         ids = torch.cat([ids[: int(depth[first])], tokens[first:end]])

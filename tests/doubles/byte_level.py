@@ -107,4 +107,4 @@ def changed(own: Tokenizer, **parts: Any) -> Tokenizer:
     model = written["model"] | parts.pop("model", {})
     backend = Backend.from_str(json.dumps(written | parts | {"model": model}))
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=own.hf.eos_token, bos_token=own.hf.bos_token)
-    return Tokenizer(hf, own.end, own.name, None)
+    return Tokenizer(hf, own.end_ids, own.name, None)

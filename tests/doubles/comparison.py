@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from policygrad.compare.plan import TUNING, Plan, Row
+from policygrad.compare.plan import FIRST_TUNING_SEED, ComparisonPlan, ComparisonRow
 from policygrad.errors import RunError
 
 MEASURE = {"model": "tiny", "task": "embedded", "max_tokens": 32, "problems": 256, "samples": 2}
@@ -19,19 +19,19 @@ STEPS, EVERY, TOKENS = 12, 4, 1000
 """Of a run of the stub: steps, steps between evaluations, sampled tokens a step."""
 
 
-def row(label: str, grid: Sequence[float] = (), updates: int = 1, **changes: Any) -> Row:
+def row(label: str, grid: Sequence[float] = (), updates: int = 1, **changes: Any) -> ComparisonRow:
     settings = {"updates_per_rollout": updates, "samples_per_prompt": 8, "prompts_per_step": 64, "lr": 3e-4}
     given = {"words": (label,), "algorithm": label, "measure": MEASURE, "settings": settings} | changes
-    return Row(label=label, knob="--lr" if grid else "", grid=tuple(grid), **given)
+    return ComparisonRow(label=label, tuned_option="--lr" if grid else "", grid=tuple(grid), **given)
 
 
-def plan(*rows: Row, seeds: int = 2, tuning: int = 2, ladder: dict[str, str] | None = None) -> Plan:
+def plan(*rows: ComparisonRow, seeds: int = 2, tuning: int = 2, ladder: dict[str, str] | None = None) -> ComparisonPlan:
     """Of the stub's budget."""
-    return Plan(
+    return ComparisonPlan(
         rows=rows,
         tokens=STEPS * TOKENS,
         seeds=tuple(range(seeds)),
-        tuning_seeds=tuple(range(TUNING, TUNING + tuning)),
+        tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + tuning)),
         command="policygrad compare " + " ".join(r.label for r in rows),
         version="0",
         ladder=ladder or {},
@@ -74,13 +74,13 @@ def write_run(folder: Path, height: float, lr: float | None, seed: int, updates:
         0.2 + (height - 0.2) * (1 - math.exp(-4 * step / steps)) + draw.uniform(-0.02, 0.02)
         for step in range(steps + 1)
     ]
-    lines: list[dict[str, Any]] = [{"step": 0, "held_out": score[0], "held_out_stderr": 0.02}]
+    lines: list[dict[str, Any]] = [{"step": 0, "eval/reward": score[0], "eval/reward_stderr": 0.02}]
     for step in range(1, steps + 1):
         signs = {"completions/mean_length": 9.0 + step, "completions/truncated_ratio": 0.1, "entropy": 0.5, "kl": 0.02}
         times = {"time/rollout": 0.5, "time/update": 0.5 * updates, "updates/taken": float(updates)}
         lines.append({"step": step, "tokens/sampled": float(TOKENS), **times, **signs})
         if step % EVERY == 0 or step == steps:
-            lines.append({"step": step, "held_out": score[step], "held_out_stderr": 0.02})
+            lines.append({"step": step, "eval/reward": score[step], "eval/reward_stderr": 0.02})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "result.json").write_text(json.dumps({"steps": steps, "tokens": steps * TOKENS}))

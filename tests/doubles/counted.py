@@ -7,11 +7,11 @@ from policygrad.learners.local.optimizer import Optimizer
 
 def counted(optimizer: Optimizer) -> list[int]:
     """One entry for each time, from now on."""
-    calls, collect = list[int](), optimizer.collect
+    calls, collect = list[int](), optimizer.accumulate_master_grads
 
     def counting() -> None:
         calls.append(1)
         collect()
 
-    optimizer.collect = counting  # type: ignore[method-assign]
+    optimizer.accumulate_master_grads = counting  # type: ignore[method-assign]
     return calls

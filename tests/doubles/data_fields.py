@@ -43,7 +43,7 @@ def with_turns(batch: pg.Batch, random: Draws) -> pg.Batch:
     anchor = torch.where(mask, (random.integers(3, *shape) * (random.uniform(*shape) < 0.5)).cummax(1).values, 99)
     ends = mask & ~torch.nn.functional.pad(mask & (anchor == anchor.roll(1, 1)), (0, 1))[:, 1:]
     worth = torch.where(ends, random.integers(3, *shape).double(), 0.0)
-    return replace(batch, anchor=anchor, token_reward=torch.where(mask, worth, NAN))
+    return replace(batch, turn_state=anchor, token_reward=torch.where(mask, worth, NAN))
 
 
 def with_demonstrations(batch: pg.Batch, random: Draws) -> pg.Batch:
@@ -74,7 +74,7 @@ FILL: dict[str, Callable[[pg.Batch, Draws], pg.Batch]] = {
     "successes": with_successes,
     "weights": with_weights,
 }
-READ_BY = {"rewards": "rewards", "anchor": "turns", "demonstration": "demonstrations"}
+READ_BY = {"rewards": "rewards", "turn_state": "turns", "demonstration": "demonstrations"}
 """A field that an algorithm declares -> what to fill."""
 
 
@@ -85,7 +85,7 @@ def blank(like: Tensor) -> dict[str, Any]:
         "rewards": torch.full((rows, 1), NAN, dtype=torch.float64),
         "reward_names": ("silent",),
         "reward_weights": (1.0,),
-        "anchor": torch.zeros(like.shape, dtype=torch.int64),
+        "turn_state": torch.zeros(like.shape, dtype=torch.int64),
         "demonstration": torch.zeros(rows, dtype=torch.bool),
     }
 
@@ -97,8 +97,8 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
     if "rewards" in declared:
         table = torch.stack([batch.reward, batch.lengths.to(batch.reward.dtype)], 1)
         batch = replace(batch, rewards=table, reward_names=("reward", "length"), reward_weights=(1.0, -0.1))
-    if "anchor" in declared:
-        batch = replace(batch, anchor=tokens % 2, token_reward=(tokens % 3).double() * batch.mask)
+    if "turn_state" in declared:
+        batch = replace(batch, turn_state=tokens % 2, token_reward=(tokens % 3).double() * batch.mask)
     if "demonstration" in declared:
         shown = rows % 4 == 2
         said = torch.where(
@@ -107,6 +107,6 @@ def by_tokens(batch: pg.Batch, declared: frozenset[str]) -> pg.Batch:
         batch = replace(batch, demonstration=shown, logp_sampler=said)
     if "baseline" in declared:
         batch = replace(batch, baseline=(batch.group % 2).to(batch.reward.dtype))
-    if "example" in declared:
-        batch = replace(batch, example=batch.group)
+    if "example_id" in declared:
+        batch = replace(batch, example_id=batch.group)
     return batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policygrad.samplers.base import Generation, Request, Sampler, Sampling
+from policygrad.samplers.base import Generation, Request, Sampler, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,11 +20,11 @@ class Context:
     max_tokens: int | None = None
     """None = what the sampling allows."""
 
-    def budget(self, sampling: Sampling) -> int:
+    def budget(self, sampling: SamplingParams) -> int:
         return sampling.max_tokens if self.max_tokens is None else self.max_tokens
 
 
-def sample(sampler: Sampler, contexts: Sequence[Context], n: int, sampling: Sampling) -> list[list[Generation]]:
+def sample(sampler: Sampler, contexts: Sequence[Context], n: int, sampling: SamplingParams) -> list[list[Generation]]:
     """n completions of each context, in their order."""
     requests = [Request(c.tokens, (*c.key, j), sampling, c.budget(sampling)) for c in contexts for j in range(n)]
     found = asyncio.run(_ask(sampler, requests))

@@ -18,12 +18,12 @@ from policygrad.errors import EngineError
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.base import Request
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.base import Drawn, EngineSampler
-from policygrad.samplers.engines.http import AwayError
+from policygrad.samplers.engines.base import EngineCompletion, EngineSampler
+from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.local.sampling import log_probabilities
-from policygrad.weight_sync.folder import Publication, Write
+from policygrad.weight_sync.folder import WeightVersion, WeightWriter
 
-Fault = Callable[["Standin", Request, Drawn], Drawn]
+Fault = Callable[["Standin", Request, EngineCompletion], EngineCompletion]
 
 
 class Bigram(nn.Module):
@@ -62,7 +62,7 @@ class Standin:
 class Standins(EngineSampler):
     """A sampler whose servers are stand-ins."""
 
-    name, way_out = "stand-in", "Start it as it should be"
+    name, launch_hint = "stand-in", "Start it as it should be"
 
     def __init__(
         self, model: nn.Module, tokenizer: Tokenizer, config: SamplerConfig, folder: Path, **more: Any
@@ -72,53 +72,55 @@ class Standins(EngineSampler):
         for url in config.urls:
             self.standins[url] = Standin(copy.deepcopy(model))
 
-    def writer(self) -> Write:
+    def weight_writer(self) -> WeightWriter:
         def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
             torch.save({name: tensor.detach() for name, tensor in tensors.items()}, folder / "weights.pt")
 
         return write
 
-    async def load(self, url: str, publication: Publication) -> None:
+    async def load_weights(self, url: str, publication: WeightVersion) -> None:
         server = self._there(url)
         server.loaded += 1
         if not server.stale:
             server.model.load_state_dict(self.model.state_dict())
 
-    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
+    async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         server = self._there(url)
         server.drawn += 1
         await asyncio.sleep(0)  # others are asked meanwhile
         asked = replace(request, sampling=replace(request.sampling, top_k=server.top_k))
-        return server.fault(server, request, walk(server.model.table, asked, seed, self.tokenizer.end))
+        return server.fault(server, request, walk(server.model.table, asked, seed, self.tokenizer.end_ids))
 
     def _there(self, url: str) -> Standin:
         server = self.standins[url]
         if server.away > 0:
             server.away -= 1
-            raise AwayError("not there")
+            raise ServerUnavailableError("not there")
         return server
 
 
-def walk(table: Tensor, request: Request, seed: int, end: frozenset[int]) -> Drawn:
+def walk(table: Tensor, request: Request, seed: int, end: frozenset[int]) -> EngineCompletion:
     """A completion drawn token by token from the logits [V, V]."""
-    rng, token, tokens, logps = np.random.default_rng(seed), int(request.tokens[-1]), [], []
+    rng, token, tokens, logps = np.random.default_rng(seed), int(request.prompt_ids[-1]), [], []
     while len(tokens) < request.max_tokens and not (tokens and token in end):
         logp = log_probabilities(table[None, token].detach(), request.sampling)[0]
         token = int((logp.double().exp().cumsum(0) < rng.random()).sum().clamp(max=len(logp) - 1))
         tokens, logps = [*tokens, token], [*logps, float(logp[token])]
-    return Drawn(tokens, logps)
+    return EngineCompletion(tokens, logps)
 
 
-def whole(server: Standin, request: Request, drawn: Drawn, temperature: float | None = None) -> Drawn:
+def whole(
+    server: Standin, request: Request, drawn: EngineCompletion, temperature: float | None = None
+) -> EngineCompletion:
     """The same tokens with the log-probabilities of the whole distribution, at the temperature asked for, or another."""
-    ids = torch.cat([request.tokens, torch.tensor(drawn.tokens)])
+    ids = torch.cat([request.prompt_ids, torch.tensor(drawn.tokens)])
     heat = request.sampling.temperature if temperature is None else temperature
     with torch.no_grad():
-        logits = server.model(input_ids=ids[None]).logits[0, len(request.tokens) - 1 : -1]
+        logits = server.model(input_ids=ids[None]).logits[0, len(request.prompt_ids) - 1 : -1]
     logp = (logits / heat).log_softmax(-1)
-    return Drawn(drawn.tokens, logp.gather(-1, torch.tensor(drawn.tokens)[:, None])[:, 0].tolist())
+    return EngineCompletion(drawn.tokens, logp.gather(-1, torch.tensor(drawn.tokens)[:, None])[:, 0].tolist())
 
 
-def refused(server: Standin, request: Request, drawn: Drawn) -> Drawn:
+def refused(server: Standin, request: Request, drawn: EngineCompletion) -> EngineCompletion:
     """An id that it does not know."""
     raise EngineError("400: token id out of vocabulary")

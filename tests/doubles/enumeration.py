@@ -68,7 +68,7 @@ def true_gradient(reward: Tensor = REWARD) -> Tensor:
 def expected_gradient(
     algorithm: pg.Algorithm, G: int, sampler: Tensor = THETA, psi: Tensor | None = None, off_policy: bool = False
 ) -> Tensor:
-    """E over all G-tuples from `sampler` of the library's gradient at θ; `psi` [15, T] replaces the algorithm's Ψ."""
+    """E over all G-tuples from `sampler_memory` of the library's gradient at θ; `psi` [15, T] replaces the algorithm's Ψ."""
     tuples = torch.cartesian_prod(*[torch.arange(len(COMPLETIONS))] * G).reshape(-1, G)
     rows = tuples.flatten()
     probability = logp_of(sampler)[tuples].sum(1).exp()
@@ -81,7 +81,7 @@ def expected_gradient(
         weight=(probability * len(tuples)).repeat_interleave(G)[:, None].expand(-1, LONGEST),
     )
     theta = THETA.clone().requires_grad_()
-    advantages = algorithm.advantages(batch) if psi is None else psi[rows]
+    advantages = algorithm.compute_advantages(batch) if psi is None else psi[rows]
     batch = batch if off_policy else replace(batch, logp_old=None)
     return gradients(-pg.surrogate(token_logp(theta)[rows], batch, advantages, algorithm), theta)[0]
 

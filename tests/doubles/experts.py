@@ -42,13 +42,13 @@ def drawn(model: nn.Module, batch: pg.Batch) -> pg.Batch:
     """The batch's own texts with the experts that reading them takes, in float64 and one at a time."""
     assert batch.tokens is not None
     assert batch.prompts is not None
-    routing, answers, prompts = Routing.of(model), list[Tensor](), list[Tensor]()
+    routing, answers, prompts = Routing.for_model(model), list[Tensor](), list[Tensor]()
     for row, group in enumerate(batch.group.tolist()):
         prompt = batch.prompts[group]
         with torch.no_grad(), routing.recording():
             model(input_ids=torch.cat([prompt, batch.tokens[row]])[None])
-            routes = routing.take()
+            routes = routing.pop_recorded()
         answers.append(routes[len(prompt) :])
         if len(prompts) == group:
             prompts.append(routes[: len(prompt)])
-    return replace(batch, experts=torch.stack(answers), prompt_experts=tuple(prompts))
+    return replace(batch, routed_experts=torch.stack(answers), prompt_routed_experts=tuple(prompts))

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.config.run import Run
-from policygrad.training.trainer import local_learner
+from policygrad.training.trainer import make_local_learner
 
 
 class FailingSampler(LocalSampler):
-    """Its `at`-th call raises."""
+    """Its `interpolate`-th call raises."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, at: int, error: BaseException) -> None:
-        super().__init__(model, tokenizer.end, padding_id(tokenizer))
+        super().__init__(model, tokenizer.end_ids, pad_token_id(tokenizer))
         self.left, self.error = at, error
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -31,8 +31,8 @@ class FailingSampler(LocalSampler):
 
 
 def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `at`-th update finds a gradient of NaN."""
-    learner = local_learner(model, run)
+    """Its `interpolate`-th update finds a gradient of NaN."""
+    learner = make_local_learner(model, run)
     step, left = learner.optimizer.step, [at]
 
     def bad(*arguments: Any) -> tuple[float | None, float]:
@@ -47,8 +47,8 @@ def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLea
 
 
 def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `at`-th update is cut short in its midst."""
-    learner = local_learner(model, run)
+    """Its `interpolate`-th update is cut short in its midst."""
+    learner = make_local_learner(model, run)
     step, left = learner.optimizer.adam.step, [at]
 
     def broken() -> None:
@@ -62,8 +62,8 @@ def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
 
 
 def learner_with_a_spike(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `at`-th update has a gradient ten thousand times too large."""
-    learner = local_learner(model, run)
+    """Its `interpolate`-th update has a gradient ten thousand times too large."""
+    learner = make_local_learner(model, run)
     step, left = learner.optimizer.step, [at]
 
     def spiking(*arguments: Any) -> tuple[float | None, float]:

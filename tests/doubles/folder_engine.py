@@ -5,25 +5,25 @@ from __future__ import annotations
 from transformers import AutoModelForCausalLM
 
 from policygrad.samplers.base import Request
-from policygrad.samplers.engines.base import Drawn, EngineSampler
+from policygrad.samplers.engines.base import EngineCompletion, EngineSampler
 from policygrad.samplers.local.sampler import LocalSampler
-from policygrad.weight_sync.folder import Publication, Write, safetensors_writer
+from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 
 
 class FolderEngine(EngineSampler):
     """One server, whose weights are those of the folder."""
 
-    name, way_out = "a folder's engine", "There is no other way to start it"
+    name, launch_hint = "a folder's engine", "There is no other way to start it"
     served: LocalSampler
 
-    def writer(self) -> Write:
-        return safetensors_writer(self.model, self.tokenizer.hf)
+    def weight_writer(self) -> WeightWriter:
+        return make_safetensors_writer(self.model, self.tokenizer.hf)
 
-    async def load(self, url: str, publication: Publication) -> None:
+    async def load_weights(self, url: str, publication: WeightVersion) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(publication.path)
-        self.served = LocalSampler.of(loaded.eval(), self.tokenizer)
+        self.served = LocalSampler.from_tokenizer(loaded.eval(), self.tokenizer)
 
-    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
-        asked = Request(request.tokens, (seed,), request.sampling, request.max_tokens)
+    async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
+        asked = Request(request.prompt_ids, (seed,), request.sampling, request.max_tokens)
         [found] = await self.served.generate([asked])
-        return Drawn(found.tokens.tolist(), found.logp.tolist())
+        return EngineCompletion(found.tokens.tolist(), found.logp.tolist())

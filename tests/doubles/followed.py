@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from policygrad.trackers import RunInfo, Tracker, change
+from policygrad.trackers import RunInfo, Tracker, format_change
 
 
 class Clock:
@@ -43,13 +43,13 @@ def follow(
         for step in range(first, total + 1):
             clock.now += seconds
             tracker.log(step, metrics(step, **more), [SAMPLE])
-        tracker.finish({"held-out accuracy": change(0.31, 0.74), "model": "runs/a/model"})
+        tracker.finish({"held-out accuracy": format_change(0.31, 0.74), "model": "runs/a/model"})
 
 
 def budgeted(tracker: Tracker, clock: Clock, tokens: int = 1000, steps: int = 500, sampled: int = 0) -> None:
     """10 tokens a step and a second a step: a budget of 1000 ends the run after 100 of its 500 steps."""
     with tracker:
-        tracker.start(RunInfo("a run", {}, steps, tokens=tokens, sampled=sampled))
+        tracker.start(RunInfo("a run", {}, steps, token_budget=tokens, sampled_tokens=sampled))
         for step in range(1, (tokens - sampled) // 10 + 1):
             clock.now += 1
             tracker.log(step, metrics(step, **{"tokens/sampled": 10.0}), [SAMPLE])

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, Store
 
-from policygrad.weight_sync.nccl import UNIQUE_ID, GroupError, as_sent, joining, store, within
+from policygrad.weight_sync.nccl import (
+    UNIQUE_ID,
+    GroupError,
+    create_store,
+    make_contiguous,
+    make_init_request,
+    prefix_store,
+)
 
 WAIT = timedelta(seconds=60)
 
@@ -37,18 +44,18 @@ class GlooGroup:
 
     def __init__(self, size: int, address: str, name: str) -> None:
         self._size, self._address, self._name = size, address, name
-        self._store, self._group = store(address), None  # type: ProcessGroup | None
+        self._store, self._group = create_store(address), None  # type: ProcessGroup | None
 
     def invitation(self) -> Mapping[str, Any]:
-        return joining(self._store, self._size, self._address, self._name, "gloo")
+        return make_init_request(self._store, self._size, self._address, self._name, "gloo")
 
     def join(self) -> None:
-        self._group = gloo(within(self._store, self._name, "cpu"), 0, self._size)
+        self._group = gloo(prefix_store(self._store, self._name, "cpu"), 0, self._size)
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         assert self._group is not None
         try:
-            for tensor in as_sent(tensors, torch.device("cpu")):
+            for tensor in make_contiguous(tensors, torch.device("cpu")):
                 broadcast(self._group, tensor)
         except RuntimeError as error:  # gloo's: the other side is gone
             raise GroupError(str(error)) from error

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from doubles.engine import walk
-from policygrad.samplers.base import Request, Sampling
-from policygrad.samplers.engines.base import Drawn
+from policygrad.samplers.base import Request, SamplingParams
+from policygrad.samplers.engines.base import EngineCompletion
 
 
 class FormServer:
-    """Keeps what it was asked; `table` is what it draws from, as long as nobody gives it another."""
+    """Keeps what it was asked; `select_completions` is what it draws from, as long as nobody gives it another."""
 
     def __init__(self, table: Tensor, end: frozenset[int]) -> None:
         self.table, self.end, self.version = table.detach().clone(), end, "default"
@@ -47,8 +47,10 @@ class FormServer:
     def load(self, folder: str) -> None:
         self.table = load_file(Path(folder) / "model.safetensors")["table"]
 
-    def draw(self, tokens: list[int], temperature: float, max_tokens: int, seed: int) -> Drawn:
-        asked = Request(torch.tensor(tokens), (), Sampling(temperature=temperature, max_tokens=max_tokens), max_tokens)
+    def draw(self, tokens: list[int], temperature: float, max_tokens: int, seed: int) -> EngineCompletion:
+        asked = Request(
+            torch.tensor(tokens), (), SamplingParams(temperature=temperature, max_tokens=max_tokens), max_tokens
+        )
         return walk(self.table, asked, seed, self.end)
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.engines.base import joined
+from policygrad.samplers.engines.base import concat_generations
 from policygrad.samplers.local.sampler import LocalSampler
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PublishedWeights
 
 PIECE = 3
 """Tokens that are drawn before the weights may change, and so on."""
@@ -44,7 +44,7 @@ class InFlight:
         told: Callable[[str, int], object] = lambda what, number: None,
     ) -> None:
         """last: the run's last step."""
-        self.inner, self.told = LocalSampler.of(model, tokenizer), told
+        self.inner, self.told = LocalSampler.from_tokenizer(model, tokenizer), told
         self.last, self.alone, self.held = last, alone, held
         self.asked: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         """By step, the keys of what was asked for, in its order."""
@@ -56,7 +56,7 @@ class InFlight:
         self._begun = {step: asyncio.Event() for step in steps}
         self._updated = {step: asyncio.Event() for step in steps}
 
-    async def update(self, weights: Published) -> None:
+    async def update(self, weights: PublishedWeights) -> None:
         if self.alone < weights.version + 1 <= self.last:
             await self._begun[weights.version + 1].wait()
         self.told("published", weights.version)
@@ -74,7 +74,7 @@ class InFlight:
                 parts[i].append(part)
             if not self.begun[step].is_set():
                 await self._have_begun(step)
-        self.drawn |= {request.key: joined(parts[i]) for i, request in enumerate(requests)}
+        self.drawn |= {request.key: concat_generations(parts[i]) for i, request in enumerate(requests)}
         return [self.drawn[request.key] for request in requests]
 
     async def _have_begun(self, step: int) -> None:
@@ -98,4 +98,4 @@ def _next(request: Request, parts: Sequence[Generation]) -> Request:
     tokens = [part.tokens for part in parts]
     left = request.max_tokens - sum(map(len, tokens))
     key = (*request.key, 0, len(parts)) if parts else request.key
-    return replace(request, tokens=torch.cat([request.tokens, *tokens]), key=key, max_tokens=min(PIECE, left))
+    return replace(request, prompt_ids=torch.cat([request.prompt_ids, *tokens]), key=key, max_tokens=min(PIECE, left))

@@ -46,7 +46,7 @@ class Needy(pg.Advantage):
 
 
 LIKE_GRPO = replace(pg.GRPO, gate=Tent(0.3))
-NAMELESS = pg.Algorithm(psi=(pg.LeaveOneOut(), Asym()), ratio=pg.Token(), gate=Tent(), aggregate=pg.TokenMean())
+NAMELESS = pg.Algorithm(advantage=(pg.LeaveOneOut(), Asym()), ratio=pg.Token(), gate=Tent(), aggregation=pg.TokenMean())
 TENTED = replace(NAMELESS, name="tented")
 NUMBER = 3
 '''

@@ -72,7 +72,7 @@ def passed(logp: Tensor, batch: pg.Batch) -> pg.Forward:
 
 
 def make(shape: Shape, off_policy: float | None = None, extra: str | None = None) -> tuple[pg.Batch, Tensor]:
-    """(batch, logits): `off_policy` is the spread of log π_θ − log π_old, None = on-policy.
+    """(batch, logits): `move_off_policy` is the spread of log π_θ − log π_old, None = on-policy.
 
     `extra` names a field to fill, or "steps": step ends and their rewards; or what `data_fields` fills.
     """
@@ -96,7 +96,7 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
         implicit_reward=torch.where(mask, Random(shape.seed + 1).normal(rows, shape.width), NAN),
     )
     greedy = Random(shape.seed + 1).normal(len(shape.groups))  # from draws of its own: what else is drawn stays
-    batch = replace(batch, baseline=greedy[batch.group], example=100 + 3 * batch.group)
+    batch = replace(batch, baseline=greedy[batch.group], example_id=100 + 3 * batch.group)
     if off_policy is not None:
         batch = replace(batch, logp_old=logp + off_policy * random.normal(rows, shape.width))
     if extra == "steps":
@@ -110,13 +110,13 @@ def make(shape: Shape, off_policy: float | None = None, extra: str | None = None
 
 def extra_of(algorithm: pg.Algorithm) -> str | None:
     """What `make` is to fill for it."""
-    if "step_end" in algorithm.declared:
+    if "step_end" in algorithm.all_needs:
         return "steps"
-    if any(isinstance(link, pg.OverGroupMean) for link in algorithm.psi):
+    if any(isinstance(link, pg.DivideByGroupMean) for link in algorithm.advantage):
         return "successes"
-    if algorithm.select_needs:
+    if algorithm.selection_needs:
         return "entropy"
-    return next((extra for field, extra in READ_BY.items() if field in algorithm.declared), None)
+    return next((extra for field, extra in READ_BY.items() if field in algorithm.all_needs), None)
 
 
 def with_steps(batch: pg.Batch, random: Random) -> pg.Batch:

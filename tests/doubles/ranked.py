@@ -16,9 +16,9 @@ import policygrad as pg
 from doubles.batches import VOCABULARY, make_batch, naive_logp
 from doubles.data_fields import by_tokens
 from policygrad.core.metrics import Metrics
-from policygrad.core.staleness import behaviour
-from policygrad.learners.fsdp.controller import RankedLearner
-from policygrad.learners.fsdp.processes import Ranks
+from policygrad.core.staleness import resolve_old_policy
+from policygrad.learners.fsdp.controller import FsdpController
+from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.local.learner import LocalLearner
 
 BATCH = make_batch(5, groups=5)
@@ -43,13 +43,13 @@ HOW: dict[str, Any] = {
 
 
 @contextmanager
-def started(size: int) -> Iterator[Ranks]:
+def started(size: int) -> Iterator[WorkerGroup]:
     """So many processes, until the end of the block, and this one's threads as they were."""
-    threads, found = torch.get_num_threads(), Ranks.start(size)
+    threads, found = torch.get_num_threads(), WorkerGroup.start(size)
     try:
         yield found
     finally:
-        found.close(whole=False)
+        found.close(in_sync=False)
         torch.set_num_threads(threads)
 
 
@@ -66,15 +66,15 @@ def model(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> nn
 def learned(learner: Any, algorithm: pg.Algorithm, batch: pg.Batch = BATCH) -> Metrics:
     """A step as the loop takes it."""
     if batch.logp_sampler is not None:
-        algorithm, batch = behaviour(algorithm, batch, learner.version)
+        algorithm, batch = resolve_old_policy(algorithm, batch, learner.version)
     batch = learner.evaluate(batch, algorithm.needs)
-    shaped = algorithm.shaped(batch)
-    psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
+    shaped = algorithm.shape_rewards(batch)
+    psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
     found: Metrics = learner.update(batch, psi, algorithm)
     return found
 
 
-def agree(local: LocalLearner, ranked: RankedLearner, tolerance: float = 1e-12) -> None:
+def agree(local: LocalLearner, ranked: FsdpController, tolerance: float = 1e-12) -> None:
     """Weights and moments, which are the gradients' averages, relative to each tensor's largest number."""
     (expected, values), (found, said) = local.state(), ranked.state()
     assert values == said
@@ -90,8 +90,8 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def pair(
-    ranks: Ranks, algorithm: pg.Algorithm, make: Any = model, **changes: Any
-) -> tuple[LocalLearner, RankedLearner, nn.Module]:
+    ranks: WorkerGroup, algorithm: pg.Algorithm, make: Any = model, **changes: Any
+) -> tuple[LocalLearner, FsdpController, nn.Module]:
     """A learner in this process, one in all, and the model that the second publishes into. make: the model; a reference that the
     algorithm names is a smaller one."""
     how, one, whole = HOW | changes, make(), make()
@@ -100,12 +100,12 @@ def pair(
     torch.manual_seed(1)  # of a critic's head
     local = LocalLearner(one, algorithm, reference=teachers[0], **how)
     torch.manual_seed(1)
-    return local, RankedLearner.of(ranks, whole, algorithm, reference=teachers[1], **how), whole
+    return local, FsdpController.of(ranks, whole, algorithm, reference=teachers[1], **how), whole
 
 
 @cache
 def _near() -> Tensor:
-    """log μ [B, T], near the model's, of `BATCH`: equal completions have equal ones."""
+    """log μ [B, T], near the model's, of `SCORING_TIMEOUT`: equal completions have equal ones."""
     noise = torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
         near = naive_logp(model(), BATCH, HOW["temperature"]) + 0.1 * noise
@@ -114,12 +114,12 @@ def _near() -> Tensor:
 
 
 def filled(algorithm: pg.Algorithm, dtype: torch.dtype = torch.float64) -> pg.Batch:
-    """`BATCH` with all that the algorithm reads and no learner fills, after its filters."""
+    """`SCORING_TIMEOUT` with all that the algorithm reads and no learner fills, after its filters."""
     near = _near().to(dtype)
     batch = replace(BATCH, reward=BATCH.reward.to(dtype), logp_old=near, logp_sampler=near)
-    batch = by_tokens(replace(batch, truncated=batch.lengths == batch.mask.shape[1]), algorithm.declared)
-    if "step_end" in algorithm.declared:
+    batch = by_tokens(replace(batch, truncated=batch.lengths == batch.mask.shape[1]), algorithm.all_needs)
+    if "step_end" in algorithm.all_needs:
         batch = replace(batch, step_end=batch.mask, token_reward=(BATCH.tokens % 3).to(dtype) * batch.mask)  # type: ignore[operator]
         if algorithm.critic is None:  # V that a rollout has estimated
             batch = replace(batch, values=near / 9)
-    return algorithm.filtered(replace(batch, logp_old=None))
+    return algorithm.apply_filters(replace(batch, logp_old=None))

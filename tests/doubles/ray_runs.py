@@ -15,7 +15,7 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.ray_cluster import PATIENCE, RayCluster
 from policygrad.cluster.config import ClusterConfig
-from policygrad.training.config.serialization import dumps
+from policygrad.training.config.serialization import dump_config
 
 LOOSE = 2e-4
 """Sums are taken in another order where others draw."""
@@ -28,9 +28,9 @@ def on(cluster: RayCluster, **changes: object) -> ClusterConfig:
 def command(run: pg.Run, folder: Path) -> list[str]:
     """What begins the run in this folder, without a cluster; its file lies beside the folder."""
     file = folder.with_suffix(".toml")
-    file.write_text(dumps(replace(run, output=str(folder))))
+    file.write_text(dump_config(replace(run, output=str(folder))))
     code = str(Path(str(run.reward[0]).partition(":")[0]))
-    return [sys.executable, "-m", "policygrad", "train", "--config", str(file), "--allow", code]
+    return [sys.executable, "-m", "policygrad", "train", "--config", str(file), "--allow-code", code]
 
 
 def begin(words: list[str], log: Path) -> subprocess.Popen[bytes]:

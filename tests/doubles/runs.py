@@ -9,7 +9,7 @@ from typing import Any
 
 from policygrad.trackers import JsonlTracker
 
-ALGORITHM = '[algorithm]\nname = "{name}"\npsi = [{{ part = "GroupMean" }}]\nterms = []\ncritic = "none"\n'
+ALGORITHM = '[algorithm]\nname = "{name}"\nadvantage = [{{ part = "GroupMean" }}]\nterms = []\ncritic = "none"\n'
 GATE = '[algorithm.gate]\npart = "Clip"\nlow = 0.2\n'
 
 
@@ -23,12 +23,12 @@ def run_folder(
     lr: float = 0.1,
     result: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A run of `train`. steps: (step, metrics), held-out ones with them. result: None = it is not over."""
+    """A run of `train_control`. steps: (step, metrics), held-out ones with them. result: None = it is not over."""
     with JsonlTracker(folder) as files:
         for step, metrics in steps:
             files.log(step, metrics)
         for step, rows in completions:
-            files.completions(step, rows)
+            files.append_completions(step, rows)
     options = f'model = "tiny"\ntask = "embedded"\nsteps = 8\nseed = {seed}\nlr = {lr}\noutput = "{folder}"\n'
     (folder / "run.toml").write_text(options + ALGORITHM.format(name=name) + GATE, encoding="utf-8")
     if result is not None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.rollout.episodes import play
-from policygrad.rollout.trajectory import TRAIN, Group, Start
-from policygrad.samplers.base import Generation, Request, Sampling
+from policygrad.rollout.episodes import run_episodes
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
+from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.tasks.base import Example
 
 
@@ -27,8 +27,8 @@ class ScriptedSampler:
         return [self._one(request) for request in requests]
 
     def _one(self, request: Request) -> Generation:
-        text = self.say(request.key, self.tokenizer.hf.decode(request.tokens))
-        ids = [*self.tokenizer.hf(text, add_special_tokens=False)["input_ids"], min(self.tokenizer.end)]
+        text = self.say(request.key, self.tokenizer.hf.decode(request.prompt_ids))
+        ids = [*self.tokenizer.hf(text, add_special_tokens=False)["input_ids"], min(self.tokenizer.end_ids)]
         cut = len(ids) > request.max_tokens
         tokens = torch.tensor(ids[: request.max_tokens])
         return Generation(tokens, torch.zeros(len(tokens)), "length" if cut else "stop", 0)
@@ -45,11 +45,16 @@ def conversation(
     *,
     max_tokens: int = 1000,
     samples: int = 1,
-) -> tuple[Group, ScriptedSampler]:
+) -> tuple[EpisodeGroup, ScriptedSampler]:
     """The group of episodes in which the policy says these turns."""
     sampler = ScriptedSampler(tokenizer, lambda key, context: turns[key[5] if len(key) > 5 else 0])
-    starts = [Start(example, (0, TRAIN, 1, 0), max_tokens)]
-    work = play(
-        starts, samples, Sampling(max_tokens=max_tokens), sampler=sampler, encoder=tokenizer, environment=environment
+    starts = [EpisodeSpec(example, (0, TRAIN, 1, 0), max_tokens)]
+    work = run_episodes(
+        starts,
+        samples,
+        SamplingParams(max_tokens=max_tokens),
+        sampler=sampler,
+        encoder=tokenizer,
+        environment=environment,
     )
     return asyncio.run(work)[0], sampler

@@ -16,10 +16,10 @@ class Loudest(pg.Correction):
     """× 2 on the half of the update's tokens with the largest |Ψ·log π_θ|."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"selected"})
-    select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
-    weighs_sampler: ClassVar[bool] = False
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    corrects_sampler: ClassVar[bool] = False
 
-    def select(self, out: pg.Forward | None, batch: pg.Batch, psi: Tensor) -> Tensor:
+    def select_tokens(self, out: pg.Forward | None, batch: pg.Batch, psi: Tensor) -> Tensor:
         assert out is not None
         loud = torch.where(batch.mask, (psi * out.logp).abs(), -1.0)
         return loud >= torch.where(batch.mask, loud, torch.nan).nanmedian()
@@ -33,8 +33,8 @@ class Loudest(pg.Correction):
 class OfTheGroup(pg.Gate):
     """w = r over the mean r of the group's tokens, whatever their Ψ."""
 
-    token_ratio: ClassVar[bool] = True
-    whole_groups: ClassVar[bool] = True
+    requires_token_ratio: ClassVar[bool] = True
+    requires_full_groups: ClassVar[bool] = True
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: pg.Batch) -> Tensor:
         same = (batch.group[:, None] == batch.group).to(ratio)

@@ -11,12 +11,12 @@ from torch import nn
 
 from doubles.trackers import Record
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.base_trainer import Callback
 from policygrad.training.config.run import Run
-from policygrad.training.trainer import local_learner
+from policygrad.training.trainer import make_local_learner
 
 
 def send(number: signal.Signals) -> None:
@@ -55,10 +55,10 @@ class AtUpdate(Callback):
 
 
 class AtDecoding(LocalSampler):
-    """Sends a signal at its `at`-th call's second forward pass, and counts what passes there are after it."""
+    """Sends a signal at its `interpolate`-th call's second forward pass, and counts what passes there are after it."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, at: int, number: signal.Signals) -> None:
-        super().__init__(model, tokenizer.end, padding_id(tokenizer))
+        super().__init__(model, tokenizer.end_ids, pad_token_id(tokenizer))
         self.left, self.number, self.passes = at, number, 0
         self.over = False
 
@@ -78,8 +78,8 @@ class AtDecoding(LocalSampler):
 
 
 def learner_that_sends(model: nn.Module, run: Run, where: str, at: int, number: signal.Signals) -> LocalLearner:
-    """Sends a signal at the `at`-th call of the learner's `update` or `state`."""
-    learner = local_learner(model, run)
+    """Sends a signal at the `interpolate`-th call of the learner's `update` or `state`."""
+    learner = make_local_learner(model, run)
     inner, left = getattr(learner, where), [at]
 
     def call(*args: Any) -> Any:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.kl_controllers import re_adapted
-from policygrad.core.metrics import Max, Metrics, mean_of
-from policygrad.core.objective import measure, objective, surrogate
-from policygrad.learners.local.curvature import middle
+from policygrad.core.kl_controllers import adapt_penalties
+from policygrad.core.metrics import Max, Metrics, masked_mean
+from policygrad.core.objective import measure_forward, objective, surrogate
+from policygrad.learners.local.curvature import output_hessian_product
 from policygrad.learners.local.updates import average_objective
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PublishedWeights
 
 
 class TabularLearner:
@@ -54,10 +54,10 @@ class TabularLearner:
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """The algorithm's steps on this rollout."""
         self.old = self.table.detach().clone()
-        return algorithm.step(TabularProblem(self, batch, psi, algorithm))
+        return algorithm.update_rule(TabularProblem(self, batch, psi, algorithm))
 
-    def publish(self) -> Published:
-        return Published(self.version, {"table": self.table})
+    def publish(self) -> PublishedWeights:
+        return PublishedWeights(self.version, {"table": self.table})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {"table": self.table.detach().clone()}, {"version": self.version}
@@ -81,7 +81,7 @@ class TabularProblem:
         """Whole groups, in order."""
         return [self._of(share) for share in self.batch.group.unique().tensor_split(minibatches) if len(share)]
 
-    def some(self, share: float) -> TabularProblem:
+    def subsample(self, share: float) -> TabularProblem:
         """The first groups."""
         groups = self.batch.group.unique()
         return self._of(groups[: max(1, round(share * len(groups)))])
@@ -97,13 +97,13 @@ class TabularProblem:
 
     def _measure(self, out: Forward) -> Metrics:
         coef = self.algorithm.all_coefficients(self.batch)
-        return average_objective(measure(out, self.batch, self.psi, self.algorithm, coef))
+        return average_objective(measure_forward(out, self.batch, self.psi, self.algorithm, coef))
 
-    def measured(self) -> Metrics:
+    def measure(self) -> Metrics:
         return self._measure(self.learner.forward(self.batch, self.algorithm.forward_needs))
 
-    def adapted(self, metrics: Metrics) -> TabularProblem | None:
-        algorithm = re_adapted(self.algorithm, self.batch, metrics)
+    def adapt(self, metrics: Metrics) -> TabularProblem | None:
+        algorithm = adapt_penalties(self.algorithm, self.batch, metrics)
         return None if algorithm is None else replace(self, algorithm=algorithm)
 
     def descend(self) -> Metrics:
@@ -129,7 +129,9 @@ class TabularProblem:
         assert self.batch.tokens is not None
         logp, change = (self.learner.scores(x, self.batch)[mask] for x in (table, v.view_as(table)))
         each = torch.full((len(logp),), 1 / max(1, len(logp)), dtype=logp.dtype)
-        weighted = middle(logp.detach(), change, torch.arange(len(logp)), self.batch.tokens[mask], each, sampled)
+        weighted = output_hessian_product(
+            logp.detach(), change, torch.arange(len(logp)), self.batch.tokens[mask], each, sampled
+        )
         return torch.autograd.grad(logp, table, weighted)[0].flatten()
 
     @torch.no_grad()
@@ -139,7 +141,7 @@ class TabularProblem:
         out = self.learner.forward(self.batch, self.algorithm.forward_needs | {"kl_old"}, moved)
         assert out.kl_old is not None
         value = objective(out, self.batch, self.psi, self.algorithm)
-        return float(value), mean_of(out.kl_old, self.batch.mask).value
+        return float(value), masked_mean(out.kl_old, self.batch.mask).value
 
     @torch.no_grad()
     def commit(self, delta: Tensor) -> None:
@@ -147,6 +149,6 @@ class TabularProblem:
         self.learner.table += delta.view_as(self.learner.table)
         self.learner.version += 1
 
-    def fit(self) -> Metrics:
+    def fit_critic(self) -> Metrics:
         """A table has no critic."""
         return {}

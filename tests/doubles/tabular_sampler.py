@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.models.tool_calls import TAGGED
+from policygrad.models.tool_calls import TAGGED_PARSER
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.local.sampling import draw, uniforms
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.local.sampling import philox_uniforms, sample_tokens
+from policygrad.weight_sync.base import PublishedWeights
 
 
 class TabularSampler:
@@ -23,7 +23,7 @@ class TabularSampler:
     def __init__(self, prompts: int, length: int, vocabulary: int) -> None:
         self.table, self.version = torch.zeros(prompts, length, vocabulary, dtype=torch.float64), 0
 
-    async def update(self, weights: Published) -> None:
+    async def update(self, weights: PublishedWeights) -> None:
         """The learner's table."""
         self.table, self.version = weights.tensors["table"].detach().clone(), weights.version
 
@@ -31,13 +31,15 @@ class TabularSampler:
         return [self._one(request) for request in requests]
 
     def _one(self, request: Request) -> Generation:
-        start = len(request.tokens) - 1
+        start = len(request.prompt_ids) - 1
         budget = min(request.max_tokens, self.table.shape[1] - start)
-        u = uniforms([request.key], budget)[0]
+        u = philox_uniforms([request.key], budget)[0]
         tokens: list[Tensor] = []
         logps: list[Tensor] = []
         for t in range(budget):
-            token, logp = draw(self.table[request.tokens[0], start + t][None], u[t : t + 1], request.sampling)
+            token, logp = sample_tokens(
+                self.table[request.prompt_ids[0], start + t][None], u[t : t + 1], request.sampling
+            )
             tokens.append(token)
             logps.append(logp)
             if int(token) == 0:
@@ -49,17 +51,17 @@ class TabularSampler:
 class TabularTokenizer:
     """Prompts and completions are written as numbers: "3" is prompt 3, tokens are joined by spaces."""
 
-    context = None
-    form = TAGGED
+    context_length = None
+    tool_call_parser = TAGGED_PARSER
 
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> Tensor:
         return torch.tensor([int(word) for word in prompt.split()])
 
-    def answer(self, prompt: Tensor, said: Any, text: str, source: str = "") -> list[int]:
+    def encode_answer(self, prompt: Tensor, said: Any, text: str, source: str = "") -> list[int]:
         return [*(int(word) for word in text.split()), 0]
 
     def decode(self, tokens: Tensor) -> str:
         return " ".join(str(int(t)) for t in tokens if int(t) != 0)
 
-    def continuation(self, so_far: Any, reply: str, new: Any, source: str = "", tools: Any = None) -> Tensor:
+    def encode_continuation(self, so_far: Any, reply: str, new: Any, source: str = "", tools: Any = None) -> Tensor:
         return self.encode(new, 0)

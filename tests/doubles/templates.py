@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from policygrad.models.loading import resolve
+from policygrad.models.loading import resolve_model
 from policygrad.models.tokenizer import Tokenizer
 
 ENDS = {  # the template's name, and the token that ends its turns
@@ -41,7 +41,7 @@ MARKS = (
 def template(name: str) -> str:
     """The model's own, one of those beside this test, or the one that a module of transformers writes out."""
     if name == "embedded":
-        return (Path(resolve("tiny")) / "chat_template.jinja").read_text()
+        return (Path(resolve_model("tiny")) / "chat_template.jinja").read_text()
     place, _, file = name.partition(":")
     if not file:
         return (Path(__file__).parents[1] / "models" / "templates" / f"{name}.jinja").read_text()
@@ -58,7 +58,7 @@ def tokenizer(name: str) -> Tokenizer:
     """The embedded model's, with another template and its special tokens."""
     from transformers import AutoTokenizer
 
-    hf = AutoTokenizer.from_pretrained(resolve("tiny"))
+    hf = AutoTokenizer.from_pretrained(resolve_model("tiny"))
     hf.add_special_tokens({"additional_special_tokens": [*MARKS, *(set(ENDS.values()) - {"<eos>"})]})
     hf.chat_template = template(name)
     return Tokenizer(hf, frozenset([hf.convert_tokens_to_ids((ENDS | REWRITING)[name])]), name, None)

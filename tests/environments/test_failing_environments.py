@@ -23,13 +23,13 @@ from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rollout import environment_calls
-from policygrad.rollout.batching import measure, to_batch
-from policygrad.rollout.environment_calls import Calls
-from policygrad.rollout.episodes import play
-from policygrad.rollout.scoring import judge
-from policygrad.rollout.trajectory import TRAIN, Group, Start
-from policygrad.samplers.base import Sampling
-from policygrad.utils.async_runner import OverdueError, Waiter, within
+from policygrad.rollout.batching import batch_groups, measure_rollout
+from policygrad.rollout.environment_calls import EnvironmentCalls
+from policygrad.rollout.episodes import run_episodes
+from policygrad.rollout.scoring import score_groups
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec
+from policygrad.samplers.base import SamplingParams
+from policygrad.utils.async_runner import AsyncRunner, OverdueError, await_with_timeout
 
 ASKED = pg.Example("1 + 2 =\n", {"answer": "3"}, "sums.jsonl:7")
 CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
@@ -42,24 +42,24 @@ def tokenizer() -> Tokenizer:
 
 def played(
     tokenizer: Tokenizer, environment: Any, turns: tuple[str, ...] = ("3",), samples: int = 2, **options: Any
-) -> Group:
-    """The episodes of one example; the policy says these turns. options: of `Calls`, whose clock stands still."""
+) -> EpisodeGroup:
+    """The episodes of one example; the policy says these turns. options: of `EnvironmentCalls`, whose clock stands still."""
     sampler = ScriptedSampler(tokenizer, lambda key, context: turns[key[5] if len(key) > 5 else 0])
-    work = play(
-        [Start(ASKED, (0, TRAIN, 1, 0), 1500)],
+    work = run_episodes(
+        [EpisodeSpec(ASKED, (0, TRAIN, 1, 0), 1500)],
         samples,
-        Sampling(max_tokens=1500),
+        SamplingParams(max_tokens=1500),
         sampler=sampler,
         encoder=tokenizer,
         environment=environment,
-        calls=Calls(**{"clock": lambda: 0.0} | options),
+        calls=EnvironmentCalls(**{"clock": lambda: 0.0} | options),
     )
-    with Waiter() as waiter:
+    with AsyncRunner() as waiter:
         return waiter(work)[0]
 
 
 class World:
-    """One turn, worth 1; `made` says which of the group's episodes it is."""
+    """One turn, worth 1; `call_factory` says which of the group's episodes it is."""
 
     made = 0
 
@@ -102,11 +102,11 @@ def test_every_kind_of_number_is_a_reward(tokenizer: Tokenizer, reward: Any) -> 
         return a
 
     group = played(tokenizer, Scored)
-    batch = to_batch([group])
+    batch = batch_groups([group])
     assert batch.reward.dtype == torch.float32
     assert batch.reward.tolist() == [0.0, 1.0]
     assert [t.metrics["right"] for t in group.trajectories] == [1.0, 1.0]
-    tools = pg.ToolUse((add,), lambda answer, example: reward, lambda call, answer: reward, describe=False)
+    tools = pg.ToolUse((add,), lambda answer, example: reward, lambda call, answer: reward, tools_in_prompt=False)
     (trajectory,) = played(tokenizer, tools, (CALL % ("add", '"a": 1'), "3"), samples=1).trajectories
     assert (trajectory.turn_rewards, trajectory.reward) == ((1.0, 1.0), 2.0)
     assert all(type(value) is float for value in trajectory.turn_rewards)
@@ -124,13 +124,13 @@ def test_what_is_no_finite_number_costs_an_episode_of_tools_and_is_named_in_a_st
         pg.EngineError, match=r"Scored\.step: Step has reward = .*: give a finite number.*sums\.jsonl:7"
     ):
         played(tokenizer, Scored)
-    ((lost, _), judged) = judged_alone(played(tokenizer, pg.ToolUse((), lambda a, e: reward, describe=False)))
+    ((lost, _), judged) = judged_alone(played(tokenizer, pg.ToolUse((), lambda a, e: reward, tools_in_prompt=False)))
     assert lost.reward is None
     assert "reward returned" in judged.messages[0]
 
 
-def judged_alone(group: Group) -> tuple[tuple[Any, ...], Any]:
-    (found,), judged = judge([group], None)
+def judged_alone(group: EpisodeGroup) -> tuple[tuple[Any, ...], Any]:
+    (found,), judged = score_groups([group], None)
     return found.trajectories, judged
 
 
@@ -179,8 +179,8 @@ def test_an_environment_that_raises_costs_its_episode_alone(tokenizer: Tokenizer
     assert message.startswith("the environment's Fails")
     assert "(completion of sums.jsonl:7" in message
     assert ("KeyError: 'x17'" in message) is (how not in ("cancelled", "exit"))
-    batch = to_batch([group])
-    assert measure([([group], batch)])["environment/ended_failed"].value == 0.5
+    batch = batch_groups([group])
+    assert measure_rollout([([group], batch)])["environment/ended_failed"].value == 0.5
 
 
 def test_a_rollout_of_which_nothing_is_left_is_a_batch(tokenizer: Tokenizer) -> None:
@@ -188,10 +188,10 @@ def test_a_rollout_of_which_nothing_is_left_is_a_batch(tokenizer: Tokenizer) -> 
         async def reset(self) -> pg.Observation:
             raise OSError("no display")
 
-    (group,), judged = judge([played(tokenizer, Broken)], None)
-    batch = to_batch([group])
+    (group,), judged = score_groups([played(tokenizer, Broken)], None)
+    batch = batch_groups([group])
     assert not batch.mask.any()
-    assert "entropy" not in measure([([group], batch)])
+    assert "entropy" not in measure_rollout([([group], batch)])
     assert judged.failed == 2
 
 
@@ -229,9 +229,9 @@ def test_reward_functions_are_not_called_on_what_an_environment_has_lost(tokeniz
         heard.extend(texts)
         return pg_scores([2.0] * len(texts))
 
-    (group,), judged = judge([played(tokenizer, raising("step"))], score)
+    (group,), judged = score_groups([played(tokenizer, raising("step"))], score)
     assert [t.reward for t in group.trajectories] == [None, 3.0]
-    assert [t.parts for t in group.trajectories] == [(None, None), (2.0, 1.0)]
+    assert [t.reward_parts for t in group.trajectories] == [(None, None), (2.0, 1.0)]
     assert heard == ["3"]
     assert judged.failed == 1
 
@@ -297,13 +297,13 @@ def test_an_environment_that_raises_everywhere_ends_the_run_resumably_as_a_rewar
     ):
         pg.train(run, display=False)
     (tmp_path / "mended").touch()
-    assert pg.train(resume=tmp_path / "run", display=False, allow=[str(tmp_path)]).steps == 3
+    assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 3
 
 
 def test_half_a_surrogate_pair_of_tools_and_calls_ends_nothing_and_the_run_resumes(run: pg.Run, tmp_path: Path) -> None:
-    run = replace(run, environment=f"{tmp_path}/mine.py:HALVES", sampling=pg.Sampling(max_tokens=24))
+    run = replace(run, environment=f"{tmp_path}/mine.py:HALVES", sampling=pg.SamplingParams(max_tokens=24))
     assert pg.train(run, stop_after=1, display=False).steps == 1
-    assert pg.train(resume=tmp_path / "run", display=False, allow=[str(tmp_path)]).steps == 3
+    assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 3
     said = [
         words
         for row in rows(tmp_path / "run" / "completions.jsonl")
@@ -323,11 +323,11 @@ def test_text_of_environments_is_made_encodable(tokenizer: Tokenizer) -> None:
         async def step(self, action: pg.Action) -> pg.Step:
             if action.text == "3":
                 return pg.Step(pg.Observation(f"again {half}"))
-            return pg.Step(reward=1.0, metrics={half: 1.0}, ended=half)
+            return pg.Step(reward=1.0, metrics={half: 1.0}, stop_reason=half)
 
     (trajectory, _) = played(tokenizer, Half, ("3", "4")).trajectories
     assert "again \ufffd" in trajectory.text
-    assert (trajectory.ended, dict(trajectory.metrics)) == ("\ufffd", {"\ufffd": 1.0})
+    assert (trajectory.stop_reason, dict(trajectory.metrics)) == ("\ufffd", {"\ufffd": 1.0})
     chat = pg.Observation([{"role": "user", "content": half}])
     assert chat.content == [{"role": "user", "content": "\ufffd"}]
     call = pg.ToolCall(half, {half: [half, {"a": (half,)}]}, (half,), half)
@@ -356,7 +356,7 @@ def test_a_tool_that_plays_with_its_cancellation_costs_its_call(tokenizer: Token
         await never()
         return "never"
 
-    tools = pg.ToolUse((odd,), lambda answer, example: 1, describe=False, seconds=0.01)
+    tools = pg.ToolUse((odd,), lambda answer, example: 1, tools_in_prompt=False, timeout=0.01)
     (trajectory,) = played(tokenizer, tools, (CALL % ("odd", ""), "3"), samples=1).trajectories
     assert trajectory.reward == 1.0
     failed = "slow" if how == "swallows its cancellation" else "raised"
@@ -445,7 +445,7 @@ def test_a_method_that_is_never_over_in_time_ends_the_rollout(tokenizer: Tokeniz
     with pytest.raises(pg.EngineError, match=r"Stuck\.step was not over a single time within 0\.01 s, in 4 calls"):
         played(tokenizer, Stuck, samples=8, timeout=0.01)
     group = played(tokenizer, Stuck, samples=8, timeout=0.01, patient=True)
-    assert [t.ended for t in group.trajectories] == ["failed"] * 8
+    assert [t.stop_reason for t in group.trajectories] == ["failed"] * 8
 
 
 def test_open_episodes_are_closed_at_once_within_one_grace(
@@ -473,7 +473,7 @@ def test_open_episodes_are_closed_at_once_within_one_grace(
 
 
 def test_the_first_signal_ends_a_rollout_whose_environment_swallows_its_cancellation(tokenizer: Tokenizer) -> None:
-    from policygrad.training.interrupts import Stop, Stopping
+    from policygrad.training.interrupts import StopController, StopRequested
 
     class Stuck(World):
         async def step(self, action: pg.Action) -> pg.Step:
@@ -481,9 +481,9 @@ def test_the_first_signal_ends_a_rollout_whose_environment_swallows_its_cancella
             await never()
             return pg.Step()
 
-    with Stopping() as stopping, pytest.raises(Stop), stopping.breakable():
+    with StopController() as stopping, pytest.raises(StopRequested), stopping.interruptible():
         played(tokenizer, Stuck, samples=1)
-    assert stopping.asked
+    assert stopping.requested
 
 
 def test_within_is_over_whatever_the_work_does() -> None:
@@ -496,14 +496,14 @@ def test_within_is_over_whatever_the_work_does() -> None:
     async def work() -> int:
         return 3
 
-    with Waiter() as waiter:
-        assert waiter(within(60, work())) == 3
+    with AsyncRunner() as waiter:
+        assert waiter(await_with_timeout(60, work())) == 3
         with pytest.raises(OverdueError, match=r"within 0\.01 seconds"):
-            waiter(within(0.01, never()))
+            waiter(await_with_timeout(0.01, never()))
         with pytest.raises(RuntimeError, match="SystemExit"):
-            waiter(within(60, exits()))
+            waiter(await_with_timeout(60, exits()))
         with pytest.raises(RuntimeError, match="CancelledError"):
-            waiter(within(60, cancels()))
+            waiter(await_with_timeout(60, cancels()))
 
 
 # --- what cannot be meant
@@ -584,7 +584,7 @@ def test_calls_without_end_in_one_turn_are_made_up_to_a_number(tokenizer: Tokeni
 
     many = "".join(CALL % ("add", f'"a": {i}') for i in range(9))
     paid: Callable[..., int] = lambda call, answer: 1  # noqa: E731
-    tools = pg.ToolUse((add,), None, paid, describe=False, max_calls=4)
+    tools = pg.ToolUse((add,), None, paid, tools_in_prompt=False, max_calls=4)
     (trajectory,) = played(tokenizer, tools, (many, "3"), samples=1).trajectories
     assert made == [0, 1, 2, 3]
     assert "error: 5 more calls were not made: a turn has at most 4" in trajectory.text

@@ -12,8 +12,8 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, untimed
-from policygrad.environments.gymnasium import WORDS, plain
-from policygrad.environments.registry import chosen_environment
+from policygrad.environments.gymnasium import ACTION_NAMES, strip_ansi
+from policygrad.environments.registry import resolve_environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install '.[control]'")
 TEXT = pg.Example("1 + 1 =\n")
@@ -98,7 +98,7 @@ def test_what_names_no_action_is_told_so_and_changes_nothing() -> None:
 
 
 def test_every_game_with_words_has_as_many_as_it_has_actions() -> None:
-    for name, words in WORDS.items():
+    for name, words in ACTION_NAMES.items():
         newest = max(gym for gym in gymnasium.registry if gym.startswith(f"{name}-v"))
         assert gymnasium.make(newest).action_space.n == len(words), name
 
@@ -169,15 +169,15 @@ def test_an_environment_s_own_bug_is_no_turn() -> None:
 
 
 def test_colours_are_brackets() -> None:
-    assert plain("\x1b[41mS\x1b[0mF\n\x1b[1mbold\x1b[0m\n") == "[S]F\nbold"
+    assert strip_ansi("\x1b[41mS\x1b[0mF\n\x1b[1mbold\x1b[0m\n") == "[S]F\nbold"
 
 
 def test_a_name_on_the_command_line_is_a_factory() -> None:
-    made = chosen_environment("gymnasium:FrozenLake-v1")
+    made = resolve_environment("gymnasium:FrozenLake-v1")
     assert isinstance(made, pg.GymnasiumText)
     assert made.name == "FrozenLake-v1"
     with pytest.raises(pg.ConfigError, match="CartPole-v1 shows"):
-        chosen_environment("gymnasium:CartPole-v1")
+        resolve_environment("gymnasium:CartPole-v1")
 
 
 def test_episodes_are_closed_whatever_ends_them(small: pg.Run, tmp_path: Path) -> None:
@@ -194,14 +194,14 @@ def tiny_run(small: pg.Run, folder: Path, environment: str, **changes: Any) -> p
         "steps": 2,
         "prompts_per_step": 2,
         "samples_per_prompt": 2,
-        "sampling": pg.Sampling(max_tokens=12),
+        "sampling": pg.SamplingParams(max_tokens=12),
     }
     return replace(small, environment=environment, output=str(folder), **{**options, **changes})
 
 
 def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(small: pg.Run, tmp_path: Path) -> None:
     run = tiny_run(
-        small, tmp_path / "whole", "gymnasium:FrozenLake-v1", model="tiny", sampling=pg.Sampling(max_tokens=40)
+        small, tmp_path / "whole", "gymnasium:FrozenLake-v1", model="tiny", sampling=pg.SamplingParams(max_tokens=40)
     )
     whole = pg.train(run, display=False)
     said = rows(whole.output / "metrics.jsonl")

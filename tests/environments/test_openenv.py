@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
-from policygrad.environments.openenv import SEEDS, asked_for, objects, one, worded
+from policygrad.environments.openenv import (
+    SEED_BOUND,
+    build_action_schema,
+    extract_json_objects,
+    parse_value,
+    render_observation,
+)
 
 TEXT = pg.Example("1 + 1 =\n")
 ADDRESS = "http://somewhere:1"
@@ -26,7 +32,7 @@ ACTION = {
 
 
 class Server:
-    """A server's side of any number of connections: `answer(message)` is the reply, an exception hangs up, None says nothing."""
+    """A server's side of any number of connections: `encode_reply(message)` is the reply, an exception hangs up, None says nothing."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
         self.answer = answer
@@ -106,7 +112,7 @@ def played(server: Server, *turns: str, seed: int = 0, **options: Any) -> tuple[
 
 def test_an_episode_is_a_session() -> None:
     server = Server(guessing)
-    first, steps = played(server, "3", "9", "5", seed=SEEDS + 12, start={"level": 2})
+    first, steps = played(server, "3", "9", "5", seed=SEED_BOUND + 12, start={"level": 2})
     assert first.content == "prompt: A digit!\ntries: 3\n"
     assert steps[0].observation.content == "\nhigher\n"
     assert steps[1].observation.content == "\nerror: Invalid message (guess: too large)\n"
@@ -228,7 +234,9 @@ def field(kind: Any) -> dict[str, Any]:
 def asked(required: tuple[str, ...] = (), fixed: Mapping[str, Any] | None = None, **fields: Any) -> Any:
     properties = {name: field(kind) for name, kind in fields.items()} | {"metadata": {"type": "object"}}
     defs = {"Way": {"enum": ["left", "right"], "type": "string"}}
-    return asked_for({"properties": properties, "required": list(required), "$defs": defs}, fixed or {}, ADDRESS)
+    return build_action_schema(
+        {"properties": properties, "required": list(required), "$defs": defs}, fixed or {}, ADDRESS
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,8 +281,8 @@ def test_which_field_words_go_into_must_be_clear() -> None:
 
 
 def test_the_objects_of_a_text() -> None:
-    assert objects('{"a": {"b": 1}} and {"c": 2} {') == [{"a": {"b": 1}}, {"c": 2}]
-    assert objects("{" * 2000) == []
+    assert extract_json_objects('{"a": {"b": 1}} and {"c": 2} {') == [{"a": {"b": 1}}, {"c": 2}]
+    assert extract_json_objects("{" * 2000) == []
 
 
 @given(st.text(max_size=80))
@@ -285,7 +293,7 @@ def test_whatever_is_said_an_action_or_a_word_comes_of_it(text: str) -> None:
 
 
 def test_a_number_of_many_digits_is_none() -> None:
-    assert one("9" * 5000, {"type": "integer"}) is None
+    assert parse_value("9" * 5000, {"type": "integer"}) is None
 
 
 # --- observations
@@ -301,4 +309,4 @@ def test_a_number_of_many_digits_is_none() -> None:
     ],
 )
 def test_an_observation_in_words(observation: dict[str, Any], words: str) -> None:
-    assert worded(observation) == words
+    assert render_observation(observation) == words

@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policygrad as pg
-from policygrad.environments.registry import answered, chosen, chosen_environment, codes, family, http, opening
-from policygrad.environments.textarena import LARGE, Randomness, joined, large
-from policygrad.tasks.verifiers import module_of
-from policygrad.training.config.trust import from_words, not_allowed
+from policygrad.environments.registry import (
+    code_references,
+    initial_observation,
+    parse_choice,
+    reply_observation,
+    resolve_environment,
+    split_environment_name,
+    to_http_url,
+)
+from policygrad.environments.textarena import SHARED_FROM, IsolatedRandom, iter_large_collections, join_messages
+from policygrad.tasks.verifiers import taskset_module
+from policygrad.training.config.trust import code_in_argv, missing_permissions
 
 WAYS = ("left", "down", "right", "up")
 TEXT = pg.Example("98 - 35 =\n")
@@ -35,7 +43,7 @@ CHAT = pg.Example(({"role": "system", "content": "You play."}, {"role": "user", 
     ],
 )
 def test_the_first_word_says_whose_it_is(name: str, found: tuple[str, str] | None) -> None:
-    assert family(name) == found
+    assert split_environment_name(name) == found
 
 
 @pytest.mark.parametrize(
@@ -51,7 +59,7 @@ def test_the_first_word_says_whose_it_is(name: str, found: tuple[str, str] | Non
     ],
 )
 def test_what_somebody_must_give_leave_to(name: str, found: list[str]) -> None:
-    assert codes(name) == found
+    assert code_references(name) == found
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e300, 10**400, "0.5", [1.0]])
@@ -66,25 +74,27 @@ def test_a_step_is_worth_a_finite_number(value: object) -> None:
 def test_a_run_that_shows_a_server_what_is_written_is_gone_on_with_by_leave_only(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     server = {"environment": "openenv:http://elsewhere:1"}
-    assert not_allowed(server, file) == ["http://elsewhere:1"]
-    assert from_words(["train", "--environment", "openenv:http://elsewhere:1"]) == ["http://elsewhere:1"]
-    assert not_allowed({"environment": "textarena:Wordle-v0", "task": "embedded"}, file) == []
-    assert not_allowed({"task": "chain_sum:max_terms=2"}, file) == []
-    assert not_allowed({"task": "verifiers:json-tool"}, file) == []  # of a module that there is not
-    assert not_allowed({"task": "verifiers:numpy"}, file) == ["numpy"]  # which is installed, and nobody here wrote it
+    assert missing_permissions(server, file) == ["http://elsewhere:1"]
+    assert code_in_argv(["train", "--environment", "openenv:http://elsewhere:1"]) == ["http://elsewhere:1"]
+    assert missing_permissions({"environment": "textarena:Wordle-v0", "task": "embedded"}, file) == []
+    assert missing_permissions({"task": "chain_sum:max_terms=2"}, file) == []
+    assert missing_permissions({"task": "verifiers:json-tool"}, file) == []  # of a module that there is not
+    assert missing_permissions({"task": "verifiers:numpy"}, file) == [
+        "numpy"
+    ]  # which is installed, and nobody here wrote it
 
 
 @pytest.mark.parametrize("address", ["http://a:1", "http://a:1/", "ws://a:1", "a:1"])
 def test_an_address_of_the_web(address: str) -> None:
-    assert http(address) == "http://a:1"
+    assert to_http_url(address) == "http://a:1"
 
 
 def test_an_encrypted_one_stays_so() -> None:
-    assert http("wss://a") == http("https://a/") == "https://a"
+    assert to_http_url("wss://a") == to_http_url("https://a/") == "https://a"
 
 
 def test_a_taskset_s_module() -> None:
-    assert module_of("primeintellect/Reverse-Text@0.1.2") == "reverse_text"
+    assert taskset_module("primeintellect/Reverse-Text@0.1.2") == "reverse_text"
 
 
 # --- what a turn names
@@ -114,42 +124,42 @@ def test_a_taskset_s_module() -> None:
     ],
 )
 def test_an_action_is_named_by_word_or_number(text: str, found: int | None) -> None:
-    assert chosen(text, WAYS) == found
+    assert parse_choice(text, WAYS) == found
 
 
 def test_numbers_may_begin_elsewhere_and_actions_may_have_no_words() -> None:
-    assert chosen("[-1]", ("", "", ""), first=-1) == -1
-    assert chosen("1", ("", "", ""), first=-1) == 1
-    assert chosen("2", ("", "", ""), first=-1) is None
-    assert chosen("12", ("",) * 13) == 12
-    assert chosen("pick up", ("pick", "pick up")) == 1
+    assert parse_choice("[-1]", ("", "", ""), first=-1) == -1
+    assert parse_choice("1", ("", "", ""), first=-1) == 1
+    assert parse_choice("2", ("", "", ""), first=-1) is None
+    assert parse_choice("12", ("",) * 13) == 12
+    assert parse_choice("pick up", ("pick", "pick up")) == 1
 
 
 @given(st.text(max_size=60))
 def test_whatever_is_said_it_is_an_action_or_none(text: str) -> None:
-    assert chosen(text, WAYS) in (None, 0, 1, 2, 3)
+    assert parse_choice(text, WAYS) in (None, 0, 1, 2, 3)
 
 
 # --- what is said
 
 
 def test_text_goes_on_as_text_and_messages_as_the_user_s() -> None:
-    assert opening(TEXT, "A game.\n", "Play!").content == "Play!\nA game.\n"
-    assert opening(TEXT, "A game.").content == "A game.\n"
-    assert answered(TEXT, "higher\n").content == "\nhigher\n"
-    system, user = opening(CHAT, "A game.").content
+    assert initial_observation(TEXT, "A game.\n", "Play!").content == "Play!\nA game.\n"
+    assert initial_observation(TEXT, "A game.").content == "A game.\n"
+    assert reply_observation(TEXT, "higher\n").content == "\nhigher\n"
+    system, user = initial_observation(CHAT, "A game.").content
     assert (system["content"], user) == ("You play.", {"role": "user", "content": "A game."})
-    assert answered(CHAT, "higher\n").content == ({"role": "user", "content": "higher"},)
+    assert reply_observation(CHAT, "higher\n").content == ({"role": "user", "content": "higher"},)
 
 
 def test_messages_of_a_game_are_lines() -> None:
-    assert joined(["a\n", "  ", "\nb"]) == "a\nb"
+    assert join_messages(["a\n", "  ", "\nb"]) == "a\nb"
 
 
 # --- randomness of an episode's own
 
 
-def drawn(own: Randomness, count: int) -> list[float]:
+def drawn(own: IsolatedRandom, count: int) -> list[float]:
     found = []
     for _ in range(count):
         with own():
@@ -158,25 +168,25 @@ def drawn(own: Randomness, count: int) -> list[float]:
 
 
 def test_an_episode_draws_the_same_whatever_runs_beside_it_and_nobody_notices() -> None:
-    alone = drawn(Randomness(7), 4)
+    alone = drawn(IsolatedRandom(7), 4)
     random.seed(1)
     numpy.random.seed(1)
     outside = [random.random(), float(numpy.random.random())]
     random.seed(1)
     numpy.random.seed(1)
-    one, other = Randomness(7), Randomness(8)
+    one, other = IsolatedRandom(7), IsolatedRandom(8)
     beside: list[float] = []
     for _ in range(4):
         beside += drawn(one, 1)
         drawn(other, 2)
     assert beside == alone
     assert [random.random(), float(numpy.random.random())] == outside
-    assert drawn(Randomness(8), 4) != alone
+    assert drawn(IsolatedRandom(8), 4) != alone
 
 
 def test_what_a_game_raises_leaves_the_generators_as_they_were() -> None:
     def failing() -> None:
-        with Randomness(3)():
+        with IsolatedRandom(3)():
             random.random()
             raise KeyError
 
@@ -190,7 +200,7 @@ def test_what_a_game_raises_leaves_the_generators_as_they_were() -> None:
 def test_only_long_lists_are_shared() -> None:
     class Words:
         def __init__(self) -> None:
-            self.long = {str(i) for i in range(LARGE + 1)}
+            self.long = {str(i) for i in range(SHARED_FROM + 1)}
             self.short = ["a", "b"]
 
     class Game:
@@ -198,7 +208,7 @@ def test_only_long_lists_are_shared() -> None:
             self.words, self.guesses = Words(), ["c"]
 
     game = Game()
-    assert list(large(game)) == [game.words.long]
+    assert list(iter_large_collections(game)) == [game.words.long]
 
 
 # --- what is missing
@@ -218,7 +228,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(name: str, pack
     with pytest.raises(
         pg.ConfigError, match=rf"needs {package}, which is not installed: pip install '\.\[{extra}\]' in a clone"
     ):
-        chosen_environment(name)
+        resolve_environment(name)
 
 
 def test_a_task_of_verifiers_without_it() -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("openenv", reason="OpenEnv has an environment of its own: ma
 
 import policygrad as pg
 from doubles.files import rows, untimed
-from policygrad.environments.registry import chosen_environment
+from policygrad.environments.registry import resolve_environment
 
 pytestmark = pytest.mark.environments
 TEXT = pg.Example("1 + 1 =\n")
@@ -79,14 +79,14 @@ def upwards(heard: str, turn: int) -> str:
 
 
 def test_episodes_side_by_side_are_sessions_with_seeds(address: str) -> None:
-    factory = chosen_environment(f"openenv:{address}")
+    factory = resolve_environment(f"openenv:{address}")
     found = episodes(factory, [1, 2, 1, 3, 4, 5], upwards)
     assert found[0] == found[2]
     assert len({len(steps) for _, steps in found}) > 1
     for first, steps in found:
         number = len(steps) - 1
         assert first == f"Find a digit. Its parity is {number % 2}.\n"
-        assert (steps[-1].reward, steps[-1].ended) == (1.0, "terminated")
+        assert (steps[-1].reward, steps[-1].stop_reason) == (1.0, "terminated")
         assert all(step.observation.content == "\nhigher\n" for step in steps[:-1])
 
 
@@ -145,9 +145,9 @@ def test_sessions_of_a_rollout_end_with_it(tmp_path: Path) -> None:
             steps=2,
             prompts_per_step=2,
             samples_per_prompt=2,
-            sampling=pg.Sampling(max_tokens=30),
-            evaluation=pg.Evaluation(problems=2, samples=1),
-            checkpoint=pg.Checkpointing(every=1, keep=3),
+            sampling=pg.SamplingParams(max_tokens=30),
+            evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1),
+            checkpoint=pg.CheckpointConfig(every=1, keep=3),
             output=str(tmp_path / "whole"),
         )
         whole = pg.train(run, display=False)
@@ -156,8 +156,8 @@ def test_sessions_of_a_rollout_end_with_it(tmp_path: Path) -> None:
         assert all("environment/malformed" in row for row in said)
         pieces = tmp_path / "pieces"
         pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
-        with pytest.raises(pg.ConfigError, match=f"--allow {address}"):  # it is shown what the model writes
+        with pytest.raises(pg.ConfigError, match=f"--allow-code {address}"):  # it is shown what the model writes
             pg.train(resume=pieces, display=False)
-        pg.train(resume=pieces, allow=(address,), display=False)
+        pg.train(resume=pieces, allow_code=(address,), display=False)
         assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
         assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")

@@ -16,7 +16,7 @@ textarena = pytest.importorskip("textarena", reason="TextArena has an environmen
 
 import policygrad as pg  # noqa: E402
 from doubles.files import rows, untimed  # noqa: E402
-from policygrad.environments.registry import chosen_environment  # noqa: E402
+from policygrad.environments.registry import resolve_environment  # noqa: E402
 
 pytestmark = pytest.mark.environments
 TEXT = pg.Example("1 + 1 =\n")
@@ -37,7 +37,7 @@ class Game:
 
 @pytest.fixture(scope="module")
 def number() -> pg.TextArena:
-    found = chosen_environment("textarena:GuessTheNumber-v0")
+    found = resolve_environment("textarena:GuessTheNumber-v0")
     assert isinstance(found, pg.TextArena)
     return found
 
@@ -59,7 +59,7 @@ def test_a_game_is_won(number: pg.TextArena) -> None:
     assert "1 + 1" not in str(game.first)
     said, step = solved(game)
     assert len(said) <= 5
-    assert (step.reward, step.ended) == (1.0, "terminated")
+    assert (step.reward, step.stop_reason) == (1.0, "terminated")
 
 
 def test_a_turn_is_shown_once_and_what_one_says_not_at_all(number: pg.TextArena) -> None:
@@ -101,7 +101,7 @@ def test_what_is_invalid_is_counted_and_may_be_said_once(number: pg.TextArena) -
     assert "invalid move" in str(step.observation.content)
     assert (step.reward, step.metrics) == (0.0, {"invalid": 1.0, "failed": 0.0})
     step = game.say("still not")
-    assert (step.observation, step.ended, step.metrics["invalid"]) == (None, "terminated", 1.0)
+    assert (step.observation, step.stop_reason, step.metrics["invalid"]) == (None, "terminated", 1.0)
 
 
 class Unfinished(textarena.Env):  # type: ignore[misc]
@@ -121,7 +121,7 @@ def test_a_game_whose_code_fails_at_an_answer_costs_the_episode(capsys: pytest.C
     game = Game(pg.TextArena("Unfinished-v0"))
     assert game.say("fine").observation is not None
     step = game.say("unforeseen")
-    assert (step.observation, step.reward, step.ended, step.metrics["failed"]) == (None, 0.0, "failed", 1.0)
+    assert (step.observation, step.reward, step.stop_reason, step.metrics["failed"]) == (None, 0.0, "failed", 1.0)
     assert capsys.readouterr().out == ""
 
 
@@ -130,7 +130,7 @@ def test_turns_and_tokens_end_a_game_at_0() -> None:
     game = Game(short, seed=1)
     assert str(game.first).startswith("Think first.\nYou are Player 0")
     step = game.say("[1]")
-    assert (step.observation, step.reward, step.ended) == (None, 0.0, "turns")
+    assert (step.observation, step.reward, step.stop_reason) == (None, 0.0, "turns")
     assert Game(short, seed=1).say("[", truncated=True).observation is None
 
 
@@ -211,7 +211,7 @@ def test_wordle(wordle: pg.TextArena) -> None:
         if step.observation is None:
             break
         assert f"You submitted [{word}]." in str(step.observation.content)
-    assert step.ended == "terminated"
+    assert step.stop_reason == "terminated"
     assert 0.0 <= step.reward <= 1.0
     assert turns <= 6
     assert {str(Game(wordle, seed).say("[apple]").observation) for seed in range(8)} != {""}
@@ -230,9 +230,9 @@ def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(tmp_path: Path) -> None:
         steps=2,
         prompts_per_step=2,
         samples_per_prompt=2,
-        sampling=pg.Sampling(max_tokens=60),
-        evaluation=pg.Evaluation(problems=2, samples=1),
-        checkpoint=pg.Checkpointing(every=1, keep=3),
+        sampling=pg.SamplingParams(max_tokens=60),
+        evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1),
+        checkpoint=pg.CheckpointConfig(every=1, keep=3),
         output=str(tmp_path / "whole"),
     )
     whole = pg.train(run, display=False)

@@ -16,7 +16,7 @@ pytest.importorskip("verifiers", reason="verifiers has an environment of its own
 
 import policygrad as pg
 from doubles.files import rows, untimed
-from policygrad.environments.verifiers import documented
+from policygrad.environments.verifiers import document_parameters
 
 pytestmark = pytest.mark.environments
 
@@ -157,7 +157,7 @@ def test_rewards_are_the_task_s_weighed_and_named(taskset: Callable[[str, str], 
     name = taskset("words", WORDS)
     seen, (step,) = played(name, "<think>which?</think> two\n", index=1)
     assert seen.content[1]["content"] == "Say two"
-    assert (step.observation, step.ended, step.reward) == (None, "answer", 2.5)
+    assert (step.observation, step.stop_reason, step.reward) == (None, "answer", 2.5)
     assert step.metrics == {"reward_right": 1.0, "reward_brief": 1.0, "metric_turns": 1.0, "failed": 0.0}
     assert played(name, "three, or rather four", index=1)[1][0].reward == 0.0
     (failed,) = played(name, "raise")[1]
@@ -180,9 +180,9 @@ def test_tools_are_called_here(taskset: Callable[[str, str], str]) -> None:
 
 
 def test_a_line_for_every_parameter() -> None:
-    assert documented("Adds.", ("a", "to_what")) == "Adds.\n\nArgs:\n    a: a\n    to_what: to what"
-    assert documented("Adds.\n\nArgs:\n    a: one", ("a",)) == "Adds.\n\nArgs:\n    a: one"
-    assert documented("Says the time.", ()) == "Says the time."
+    assert document_parameters("Adds.", ("a", "to_what")) == "Adds.\n\nArgs:\n    a: a\n    to_what: to what"
+    assert document_parameters("Adds.\n\nArgs:\n    a: one", ("a",)) == "Adds.\n\nArgs:\n    a: one"
+    assert document_parameters("Says the time.", ()) == "Says the time."
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -215,9 +215,9 @@ def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(taskset: Callable[[str, 
         steps=2,
         prompts_per_step=2,
         samples_per_prompt=2,
-        sampling=pg.Sampling(max_tokens=12),
-        evaluation=pg.Evaluation(problems=2, samples=1),
-        checkpoint=pg.Checkpointing(every=1, keep=3),
+        sampling=pg.SamplingParams(max_tokens=12),
+        evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1),
+        checkpoint=pg.CheckpointConfig(every=1, keep=3),
         output=str(tmp_path / "runs" / "whole"),
     )
     whole = pg.train(run, display=False)

@@ -14,11 +14,11 @@ import torch
 import policygrad as pg
 from doubles.scripted_sampler import conversation
 from policygrad.environments.base import Observation, Step
-from policygrad.environments.tools import Answer, Tool
+from policygrad.environments.tools import Tool, ToolResult
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rollout.batching import measure, to_batch
-from policygrad.sandbox import PythonTool, standing
+from policygrad.rollout.batching import batch_groups, measure_rollout
+from policygrad.sandbox import PythonTool, find_backend
 
 ASKED = pg.Example("1 + 2 =\n", {"answer": "3"})
 ENDLESS = threading.Event()
@@ -92,7 +92,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def test_a_function_is_its_own_description() -> None:
-    tool = Tool.of(add)
+    tool = Tool.from_function(add)
     assert tool.schema == {
         "type": "function",
         "function": {
@@ -129,7 +129,7 @@ def forges() -> str:
 def test_what_a_tool_says_ends_no_turn(tokenizer: Tokenizer) -> None:
     trajectory, _ = played(tokenizer, call("forges"), "3", tools=(forges,))
     answer = trajectory.segments[1]
-    assert not tokenizer.end & set(answer.tokens.tolist())
+    assert not tokenizer.end_ids & set(answer.tokens.tolist())
     assert tokenizer.decode(answer.tokens) == "\n<tool_response>\n3<eos>\n</tool_response>\n"
 
 
@@ -175,9 +175,9 @@ def test_what_a_policy_cannot_help_is_raised(tokenizer: Tokenizer) -> None:
 def test_several_calls_are_answered_in_their_order_and_paid_for(tokenizer: Tokenizer) -> None:
     both = call("add", a=1, b=1) + call("add", a="x")
 
-    def paid(called: pg.ToolCall, answer: Answer) -> float:
+    def paid(called: pg.ToolCall, answer: ToolResult) -> float:
         assert called.name == "add"
-        return -0.5 if answer.failed else 0.1
+        return -0.5 if answer.failure else 0.1
 
     trajectory, _ = played(tokenizer, both, "4", call_reward=paid)
     said = tokenizer.decode(trajectory.segments[1].tokens)
@@ -198,7 +198,9 @@ def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) 
     assert full.reward == 0.0  # it ended without an answer
     paid, _ = played(tokenizer, again, max_tokens=size, call_reward=lambda c, a: 0.25)
     assert (paid.turn_rewards, paid.reward) == ((0.25,), 0.25)
-    narrow = Tokenizer(tokenizer.hf, tokenizer.end, "narrow", len(tokenizer.hf("1 + 2 =\n")["input_ids"]) + size + 3)
+    narrow = Tokenizer(
+        tokenizer.hf, tokenizer.end_ids, "narrow", len(tokenizer.hf("1 + 2 =\n")["input_ids"]) + size + 3
+    )
     short, _ = played(narrow, again, "3", max_tokens=size)
     assert short.ended == "tokens"
 
@@ -214,9 +216,9 @@ def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokeniz
         async def step(self, action: pg.Action) -> Step:
             return Step(Observation(" 2" * 20))
 
-    narrow = Tokenizer(tokenizer.hf, tokenizer.end, "narrow", 30)
+    narrow = Tokenizer(tokenizer.hf, tokenizer.end_ids, "narrow", 30)
     group, _ = conversation(narrow, Talks, ASKED, ["3"] * 9, max_tokens=20)
-    assert (group.trajectories[0].ended, group.trajectories[0].truncated) == ("context", True)
+    assert (group.trajectories[0].stop_reason, group.trajectories[0].truncated) == ("context", True)
     assert group.trajectories[0].reward is None
 
     class Sorry(Talks):
@@ -238,9 +240,9 @@ def test_it_is_measured(tokenizer: Tokenizer) -> None:
     again = call("add", a=1, b=2)
     groups = []
     for turns in ([again, "3"], [again, again, again]):
-        group, _ = conversation(tokenizer, pg.ToolUse((add,), right, max_turns=3, describe=False), ASKED, turns)
+        group, _ = conversation(tokenizer, pg.ToolUse((add,), right, max_turns=3, tools_in_prompt=False), ASKED, turns)
         groups.append(group)
-    values = {name: metric.value for name, metric in measure([(groups, to_batch(groups))]).items()}
+    values = {name: metric.value for name, metric in measure_rollout([(groups, batch_groups(groups))]).items()}
     assert values["environment/turns"] == 2.5
     assert (values["environment/ended_answer"], values["environment/ended_turns"]) == (0.5, 0.5)
     assert (values["environment/calls"], values["environment/calls_raised"]) == (2.0, 0.0)
@@ -274,7 +276,7 @@ def test_tools_may_know_the_example_and_a_seed_that_the_group_shares(tokenizer: 
 
         return [reveal]
 
-    environment = pg.ToolUse(tools, right, describe=False)
+    environment = pg.ToolUse(tools, right, tools_in_prompt=False)
     group, _ = conversation(tokenizer, environment, ASKED, [call("reveal"), "3"], samples=3)
     assert len(seeds) == 3
     assert len({*seeds}) == 1
@@ -285,11 +287,11 @@ def test_tools_may_know_the_example_and_a_seed_that_the_group_shares(tokenizer: 
 
 
 def test_python_is_a_tool(tokenizer: Tokenizer) -> None:
-    tool = Tool.of(PythonTool())
+    tool = Tool.from_function(PythonTool())
     assert tool.name == "python"
     assert list(tool.schema["function"]["parameters"]["properties"]) == ["code"]
     try:
-        standing()
+        find_backend()
     except pg.ConfigError as error:
         pytest.skip(f"no wall stands here: {error}")
     trajectory, _ = played(tokenizer, call("python", code="2 ** 70"), "3", tools=(PythonTool(),))

@@ -97,7 +97,7 @@ class Everything(pg.Aggregation):
 
 @pytest.fixture
 def run(run_command: Any, tmp_path, monkeypatch) -> Any:
-    """`run(*words)` -> (exit code, standard output, standard error), in a folder that holds own_part.py."""
+    """`describe_run(*words)` -> (exit code, standard output, standard error), in a folder that holds own_part.py."""
     (tmp_path / "own_part.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -306,11 +306,11 @@ def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
         (("--part", "own_part:Broken"), "--part own_part:Broken: KeyError: 'nothing' ("),
         (("--part", "own_part:Broken"), "own_part.py, line "),
         (("--part", "own_part:OwnRefusal"), "ValueError: not today ("),
-        (("--part", "own_part:NotFinite"), "NotFinite in psi.0 returned NaN or infinite numbers"),
+        (("--part", "own_part:NotFinite"), "NotFinite in advantage.0 returned NaN or infinite numbers"),
         (("--part", "own_part:Half"), "needs factor"),
         (("--part", "own_part:Half(factor=open('x'))"), "settings that are no literals"),
         (("--part", "own_part:Half(**{'factor': 1})"), "settings that are no literals"),
-        (("--part", "own_part:Half(factor='much')"), "'algorithm.psi.factor' must be a number, not 'much'"),
+        (("--part", "own_part:Half(factor='much')"), "'algorithm.advantage.factor' must be a number, not 'much'"),
         (("--part", "own_part:Half(facto=1)"), "needs factor"),
         (("--part", "own_part:Half(1, 2)"), "Half takes 1 settings, not 2"),
         (("--part", "own_part:Half(1, factor=2)"), "Half is given factor twice"),
@@ -319,8 +319,8 @@ def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
         (("--all", "--algorithm", "grpo"), "--all measures every algorithm"),
         (("--part", "own_part:Nothing"), "FIELD=own_part:Nothing"),
         (("--part", "own_part:Absent"), "cannot import"),
-        (("--part", "gate=Clip,WeightCap"), "gate holds one part, not 2"),
-        (("--part", "gate=GroupMean"), "GroupMean goes into 'psi'"),
+        (("--part", "gate=Clip,ClippedImportance"), "gate holds one part, not 2"),
+        (("--part", "gate=GroupMean"), "GroupMean goes into 'advantage'"),
         (("--part", "psi=GroupMean,own_part:Broken"), "own_part.py, line "),
         (("--algorithm", "own_part.py:MINN"), "did you mean 'MINE'?"),
         (("--part", "colour=own_part:Negated"), "no field 'colour'"),

@@ -11,12 +11,12 @@ import torch
 import policygrad as pg
 from policygrad.core.terms import ExactEntropy
 from policygrad.lab import dynamics
-from policygrad.lab.dynamics import Path, expected_move, train
-from policygrad.lab.estimators import all_steps, estimates
+from policygrad.lab.dynamics import ExpectedTrajectory, expected_update, train_in_expectation
+from policygrad.lab.estimators import enumerate_steps, estimate_gradients
 from policygrad.lab.measurement import Finding
 from policygrad.lab.plots import PLOTS
-from policygrad.lab.report import DYNAMICS, one_thread
-from policygrad.lab.worlds import one_prompt, table_settings
+from policygrad.lab.report import DYNAMICS, single_threaded
+from policygrad.lab.worlds import make_table_settings, one_prompt
 
 RUNS = [*((name, 0) for name in DYNAMICS), ("length_drift", 1), ("k1_in_loss", 1)]
 """Those that cost least on another seed too."""
@@ -24,7 +24,7 @@ RUNS = [*((name, 0) for name in DYNAMICS), ("length_drift", 1), ("k1_in_loss", 1
 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, int], Finding]:
-    with one_thread():
+    with single_threaded():
         return {(name, seed): getattr(dynamics, name)(seed) for name, seed in RUNS}
 
 
@@ -37,8 +37,8 @@ def by_hand(algorithm: pg.Algorithm, setting, size: int, lr: float) -> torch.Ten
     for group in itertools.product(range(len(book.mask)), repeat=size):
         rows = torch.tensor(group)
         batch = replace(book.select(rows), group=torch.zeros(size, dtype=torch.int64))
-        psi, theta = algorithm.advantages(batch), setting.theta
-        for _ in range(algorithm.step.updates):
+        psi, theta = algorithm.compute_advantages(batch), setting.theta
+        for _ in range(algorithm.update_rule.updates):
             theta = theta.detach().requires_grad_()
             out = replace(setting, theta=theta).forward(algorithm)
             picked = {name: getattr(out, name)[rows] for name in ("logp", *algorithm.forward_needs)}
@@ -51,48 +51,48 @@ def by_hand(algorithm: pg.Algorithm, setting, size: int, lr: float) -> torch.Ten
 @pytest.mark.parametrize(
     "algorithm",
     [
-        replace(pg.GRPO, step=pg.FirstOrder(epochs=3)),
-        replace(pg.DR_GRPO, gate=pg.SoftGate(), terms=(ExactEntropy(0.2),), step=pg.FirstOrder(epochs=2)),
+        replace(pg.GRPO, update_rule=pg.GradientSteps(epochs=3)),
+        replace(pg.DR_GRPO, gate=pg.SigmoidGate(), terms=(ExactEntropy(0.2),), update_rule=pg.GradientSteps(epochs=2)),
     ],
     ids=["grpo", "soft"],
 )
 def test_the_move_is_the_mean_over_groups_of_their_own_updates(algorithm: pg.Algorithm) -> None:
     setting = one_prompt(2, seed=3)
-    move = expected_move(algorithm, setting, 2, 0.7)
+    move = expected_update(algorithm, setting, 2, 0.7)
     torch.testing.assert_close(move, by_hand(algorithm, setting, 2, 0.7), rtol=0, atol=1e-13)
 
 
 def test_one_update_is_the_expected_gradient() -> None:
     setting = one_prompt(2, seed=1)
-    mean = estimates(pg.RLOO, replace(setting, old=setting.theta), all_steps(setting, 3)).mean
-    torch.testing.assert_close(expected_move(pg.RLOO, setting, 3, 0.5), 0.5 * mean, rtol=0, atol=1e-15)
+    mean = estimate_gradients(pg.RLOO, replace(setting, old=setting.theta), enumerate_steps(setting, 3)).mean
+    torch.testing.assert_close(expected_update(pg.RLOO, setting, 3, 0.5), 0.5 * mean, rtol=0, atol=1e-15)
 
 
 def test_a_group_that_is_sampled_again_weighs_nothing() -> None:
     setting = one_prompt(2, seed=1)
-    kept = replace(pg.DR_GRPO, filters=(pg.DropNoSpread(),))
-    plain, filtered = (expected_move(a, setting, 2, 0.5) for a in (pg.DR_GRPO, kept))
+    kept = replace(pg.DR_GRPO, filters=(pg.DropZeroVariance(),))
+    plain, filtered = (expected_update(a, setting, 2, 0.5) for a in (pg.DR_GRPO, kept))
     p = float(setting.world.objective(setting.theta))
     torch.testing.assert_close(filtered, plain / (2 * p * (1 - p)), rtol=0, atol=1e-14)  # the others have Ψ = 0
 
 
 def test_what_has_no_expected_rollout_is_refused() -> None:
     with pytest.raises(ValueError, match="one prompt and a Table"):
-        expected_move(pg.GRPO, table_settings()[0], 2, 0.1)
+        expected_update(pg.GRPO, make_table_settings()[0], 2, 0.1)
     with pytest.raises(ValueError, match="TrustRegion has no learning rate"):
-        expected_move(pg.TRPO, one_prompt(2), 2, 0.1)
+        expected_update(pg.TRPO, one_prompt(2), 2, 0.1)
 
 
 def test_a_level_is_found_between_two_rollouts() -> None:
-    path = Path({"J": (0.0, 0.5, 1.0), "length": (4.0, 2.0, 0.0)})
-    assert path.at("length", 0.25, "J") == pytest.approx(3.0)
-    assert path.at("length", 0.75, "J") == pytest.approx(1.0)
-    assert path.at("length", 2.0, "J") == 0.0
+    path = ExpectedTrajectory({"J": (0.0, 0.5, 1.0), "length": (4.0, 2.0, 0.0)})
+    assert path.interpolate("length", 0.25, "J") == pytest.approx(3.0)
+    assert path.interpolate("length", 0.75, "J") == pytest.approx(1.0)
+    assert path.interpolate("length", 2.0, "J") == 0.0
 
 
 def test_the_unbiased_gradient_climbs() -> None:
     setting = one_prompt(2, seed=0)
-    run = train(pg.RLOO, setting, 2, 0.5, 5, {"J": setting.world.objective})["J"]
+    run = train_in_expectation(pg.RLOO, setting, 2, 0.5, 5, {"J": setting.world.objective})["J"]
     assert list(run) == sorted(run)
     assert run[-1] > run[0] + 0.05
 

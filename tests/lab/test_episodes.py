@@ -9,40 +9,40 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.lab.episodes import Conversations, ConversationSetting, Episodes, Walk
-from policygrad.lab.estimators import all_steps
-from policygrad.lab.findings.critics import COMPARED, FAMILIES, UNBIASED, estimator, measured
-from policygrad.lab.policies import Table
+from policygrad.lab.episodes import ConversationSetting, ConversationWorld, EpisodeTree, Walk
+from policygrad.lab.estimators import enumerate_steps
+from policygrad.lab.findings.critics import COMPARED, FAMILIES, UNBIASED, measure_chain, turn_algorithm
+from policygrad.lab.policies import TabularPolicy
 from policygrad.lab.sequences import EOS, derivative
-from policygrad.lab.worlds import walk
-from policygrad.rollout.batching import to_batch, with_turns
-from policygrad.rollout.trajectory import TRAIN, Group, Segment, Start, Trajectory
+from policygrad.lab.worlds import walk_setting
+from policygrad.rollout.batching import add_turn_states, batch_groups
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, Trajectory
 from policygrad.tasks.base import Example
 
-SETTING = walk()
+SETTING = walk_setting()
 TREE = SETTING.world.tree
 
 
 def test_the_episodes_by_hand() -> None:
     """From the start: wait, step, leap (half the time through the door). In the next room: wait, step, leap, both through it."""
-    assert Episodes(length=3).size == 4
-    assert Episodes(length=6).size == 4 + 3 + 1 + 4
+    assert EpisodeTree(length=3).size == 4
+    assert EpisodeTree(length=6).size == 4 + 3 + 1 + 4
     assert TREE.size == 30
-    short = Episodes(length=3)
-    assert [e.said for e in short.episodes] == [(EOS, -1), (1, EOS, -1), (1, 1, -1), (1, 1, -2)]
+    short = EpisodeTree(length=3)
+    assert [e.actions for e in short.episodes] == [(EOS, -1), (1, EOS, -1), (1, 1, -1), (1, 1, -2)]
     assert [e.outcome for e in short.episodes] == [0, 0, 1, 0]
     assert short.total().tolist() == pytest.approx([-0.1, 0.5, 0.5 - 0.3 + 1, -0.3])
     assert short.mask.tolist() == [[True, False, False], *[[True, True, False]] * 3]
     with pytest.raises(pg.ConfigError, match="a length of 7 is no multiple"):
-        Episodes(length=7)
+        EpisodeTree(length=7)
 
 
 def test_a_discount_per_turn_by_hand() -> None:
     """Wait, step, step: −0.1, half of 0.5, and two turns on a quarter of 0.5 + 1."""
-    (patient,) = (e for e in TREE.episodes if e.said == (EOS, -1, 1, EOS, -1, 1, EOS, -1))
+    (patient,) = (e for e in TREE.episodes if e.actions == (EOS, -1, 1, EOS, -1, 1, EOS, -1))
     at = TREE.episodes.index(patient)
     assert float(TREE.total(0.5)[at]) == pytest.approx(-0.1 + 0.25 + 0.375)
-    assert TREE.anchor[at].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0]
+    assert TREE.turn_state[at].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0]
 
 
 def test_probabilities_add_up_and_j_is_the_games() -> None:
@@ -58,10 +58,10 @@ def test_probabilities_add_up_and_j_is_the_games() -> None:
         second = policy[where[(*history, 1)]]
         for word, p in (((), first[EOS]), ((1,), first[1] * second[EOS]), ((1, 1), first[1] * second[1])):
             tokens = (*word, EOS)[:2]
-            for which, answer in enumerate(Walk().answers(room, word)):
+            for which, answer in enumerate(Walk().transitions(room, word)):
                 later = (*history, *tokens, -1 - which)
-                more = 0.0 if answer.room is None or left == 1 else value(later, answer.room, left - 1)
-                total += float(p) * answer.chance * (answer.reward + answer.outcome + more)
+                more = 0.0 if answer.state is None or left == 1 else value(later, answer.state, left - 1)
+                total += float(p) * answer.probability * (answer.reward + answer.outcome + more)
         return total
 
     assert float(SETTING.world.objective(SETTING.theta)) == pytest.approx(value((), 0, 3), abs=1e-13)
@@ -71,16 +71,21 @@ def trajectories() -> list[Trajectory]:
     """Every episode as a rollout would have played it."""
     found = []
     for e in TREE.episodes:
-        turns = [list(group) for _, group in itertools.groupby(range(len(e.said)), key=lambda t: e.turn[t])]
+        turns = [list(group) for _, group in itertools.groupby(range(len(e.actions)), key=lambda t: e.turn[t])]
         segments = []
         for columns in turns:
-            tokens = torch.tensor([e.said[t] for t in columns[:-1]])
+            tokens = torch.tensor([e.actions[t] for t in columns[:-1]])
             segments += [Segment(tokens, torch.zeros(len(tokens))), Segment(torch.tensor([0]))]
-        rewards = tuple(e.paid[columns[-2]] for columns in turns)
-        states = tuple(e.room[columns[0]] for columns in turns)
+        rewards = tuple(e.reward[columns[-2]] for columns in turns)
+        states = tuple(e.state[columns[0]] for columns in turns)
         found.append(
             Trajectory(
-                tuple(segments[:-1]), "", False, turn_rewards=rewards, states=states, reward=sum(rewards) + e.outcome
+                tuple(segments[:-1]),
+                "",
+                False,
+                turn_rewards=rewards,
+                turn_states=states,
+                reward=sum(rewards) + e.outcome,
             )
         )
     return found
@@ -88,29 +93,29 @@ def trajectories() -> list[Trajectory]:
 
 def test_the_book_is_the_batch_that_a_rollout_makes() -> None:
     """Mask, rewards, turn rewards, and which turns begin alike: by the production path from trajectories."""
-    start = Start(Example("walk"), (0, TRAIN, 1, 0), 9)
-    groups = [Group(start, torch.tensor([0]), tuple(trajectories()))]
-    algorithm = estimator("", (pg.TurnReturn(),))
-    book, plain = SETTING.book(algorithm), SETTING.book(estimator("", ()))
-    made = to_batch(groups)
+    start = EpisodeSpec(Example("walk"), (0, TRAIN, 1, 0), 9)
+    groups = [EpisodeGroup(start, torch.tensor([0]), tuple(trajectories()))]
+    algorithm = turn_algorithm("", (pg.TurnReturn(),))
+    book, plain = SETTING.enumerate_batch(algorithm), SETTING.enumerate_batch(turn_algorithm("", ()))
+    made = batch_groups(groups)
     width = made.mask.shape[1]
     assert torch.equal(plain.mask[:, :width], made.mask)
     assert not plain.mask[:, width:].any()
     torch.testing.assert_close(plain.reward, made.reward.double(), rtol=0, atol=1e-6)  # a rollout's are float32
-    made = with_turns(made, groups, scored=True)
+    made = add_turn_states(made, groups, scored=True)
     assert made.token_reward is not None
-    assert made.anchor is not None
+    assert made.turn_state is not None
     torch.testing.assert_close(book.token_reward[:, :width], made.token_reward.double(), rtol=0, atol=1e-6)  # type: ignore[index]
     torch.testing.assert_close(book.reward, made.reward.double(), rtol=0, atol=1e-6)
-    pairs = torch.stack([book.anchor[:, :width][made.mask], made.anchor[made.mask]], 1)  # type: ignore[index]
+    pairs = torch.stack([book.turn_state[:, :width][made.mask], made.turn_state[made.mask]], 1)  # type: ignore[index]
     assert len(pairs.unique(dim=0)) == len(pairs[:, 0].unique()) == len(pairs[:, 1].unique()) == 2
-    psi = algorithm.advantages(book)[:, :width]
-    torch.testing.assert_close(psi, algorithm.advantages(made).double(), rtol=0, atol=1e-6)
+    psi = algorithm.compute_advantages(book)[:, :width]
+    torch.testing.assert_close(psi, algorithm.compute_advantages(made).double(), rtol=0, atol=1e-6)
 
 
 def test_values_are_those_of_what_follows() -> None:
     """A critic without error is E[R_n | history]: after the first turn it forgets what that turn earned."""
-    book = SETTING.book(estimator("", (pg.TurnGAE(),)))
+    book = SETTING.enumerate_batch(turn_algorithm("", (pg.TurnGAE(),)))
     chance = SETTING.world.logp(SETTING.theta).exp().flatten()
     to_go = pg.TurnReturn()(torch.zeros_like(book.mask, dtype=torch.float64), book)
     assert book.values is not None
@@ -123,46 +128,48 @@ def test_values_are_those_of_what_follows() -> None:
 
 def brute(algorithm: pg.Algorithm, size: int) -> torch.Tensor:
     """E g by the library's own calls, one ordered group at a time, in a walk of two turns."""
-    setting = walk(turns=2)
-    algorithm = setting.prepared(algorithm)
-    book, chance = setting.book(algorithm), setting.world.logp(setting.theta).exp().flatten()
+    setting = walk_setting(turns=2)
+    algorithm = setting.prepare(algorithm)
+    book, chance = setting.enumerate_batch(algorithm), setting.world.logp(setting.theta).exp().flatten()
     total = torch.zeros_like(setting.theta)
     for group in itertools.product(range(len(book.mask)), repeat=size):
         rows = torch.tensor(group)
         batch = replace(book.select(rows), group=torch.zeros(size, dtype=torch.int64))
         theta = setting.theta.clone().requires_grad_()
         out = pg.Forward(setting.world.token_logp(theta)[rows])
-        loss = pg.surrogate(out, batch, algorithm.advantages(batch), algorithm)
+        loss = pg.surrogate(out, batch, algorithm.compute_advantages(batch), algorithm)
         total = total - float(chance[rows].prod()) * torch.autograd.grad(loss, theta)[0]
     return total
 
 
 @pytest.mark.parametrize("name", ["TurnReturn, TurnLeaveOneOut", "LeaveOneOut"])
 def test_siblings_are_unbiased_by_brute_force(name: str) -> None:
-    world, theta = walk(turns=2).world, walk(turns=2).theta
+    world, theta = walk_setting(turns=2).world, walk_setting(turns=2).theta
     truth = derivative(lambda x: (world.logp(x).exp() * world.tree.total()).sum(), theta)
-    torch.testing.assert_close(brute(estimator(name, UNBIASED[name]), 2), truth, rtol=0, atol=1e-13)
+    torch.testing.assert_close(brute(turn_algorithm(name, UNBIASED[name]), 2), truth, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_theorems_say(seed: int) -> None:
     """No bias where none is claimed: whatever the critic at λ = 1, at any λ where it is exact; and one where we say so."""
-    setting = walk(seed=seed)
-    alone, pairs = all_steps(setting, 1), all_steps(setting, 2)
+    setting = walk_setting(seed=seed)
+    alone, pairs = enumerate_steps(setting, 1), enumerate_steps(setting, 2)
     for psi in UNBIASED.values():
-        assert measured("", psi, setting, pairs).figures.bias < 1e-12
-    assert measured("", COMPARED["GroupInGroup(std=False)"], setting, pairs).figures.bias > 1e-2
+        assert measure_chain("", psi, setting, pairs).figures.bias < 1e-12
+    assert measure_chain("", COMPARED["GroupInGroup(std=False)"], setting, pairs).figures.bias > 1e-2
     erring = replace(setting, critic_error=0.5, seed=seed)
     for level, made in FAMILIES.items():
-        assert measured("", (made(1.0),), erring, alone).figures.bias < 1e-12
-        assert measured("", (made(0.0),), erring, alone).figures.bias > 1e-2
-        exact = measured("", (made(0.3),), setting, alone).figures.bias
+        assert measure_chain("", (made(1.0),), erring, alone).figures.bias < 1e-12
+        assert measure_chain("", (made(0.0),), erring, alone).figures.bias > 1e-2
+        exact = measure_chain("", (made(0.3),), setting, alone).figures.bias
         assert exact > 1e-2 if level == "both" else exact < 1e-12
 
 
 def test_both_levels_are_unbiased_where_turns_are_equally_long() -> None:
     """One token a turn: nobody chooses which is the last."""
-    tree = Episodes(vocabulary=3, length=6, spoken=1)
-    setting = ConversationSetting(Conversations.of(tree, Table(tree)), Table(tree).initial(0))
+    tree = EpisodeTree(vocabulary=3, length=6, turn_tokens=1)
+    setting = ConversationSetting(
+        ConversationWorld.from_tree(tree, TabularPolicy(tree)), TabularPolicy(tree).initial(0)
+    )
     for link in (pg.BiLevelGAE(lam=0.3, turn_lam=0.6), pg.TurnGAE(lam=0.6), pg.MultiTurnGAE(lam=0.6)):
-        assert measured("", (link,), setting, all_steps(setting, 1)).figures.bias < 1e-12
+        assert measure_chain("", (link,), setting, enumerate_steps(setting, 1)).figures.bias < 1e-12

@@ -10,72 +10,82 @@ import torch
 
 import policygrad as pg
 from policygrad.core.terms import ExactEntropy, ExactKLToOld, ExactKLToReference
-from policygrad.lab.estimators import all_steps, count_steps, decide, estimates, multisets, sample_steps, steps_for
-from policygrad.lab.measurement import compare, measure
-from policygrad.lab.sequences import moved
-from policygrad.lab.setting import Setting, measurable
-from policygrad.lab.worlds import one_prompt, table_settings, two_answers
+from policygrad.lab.estimators import (
+    compute_decisions,
+    count_multisets,
+    count_steps,
+    enumerate_steps,
+    estimate_gradients,
+    make_steps,
+    sample_steps,
+)
+from policygrad.lab.measurement import compare_on_off_policy, measure_algorithm
+from policygrad.lab.sequences import perturb_policy
+from policygrad.lab.setting import LabSetting, supported_algorithms
+from policygrad.lab.worlds import make_table_settings, one_prompt, two_answers
 
 
 @pytest.fixture(scope="module")
-def settings() -> tuple[Setting, Setting]:
-    return table_settings(seed=1)
+def settings() -> tuple[LabSetting, LabSetting]:
+    return make_table_settings(seed=1)
 
 
-def small(off: bool) -> Setting:
+def small(off: bool) -> LabSetting:
     """Seven completions, so that all ordered groups can be gone through one by one."""
     setting = one_prompt(length=2, seed=4)
-    reference = moved(setting.world, setting.theta, 0.1, seed=9)
+    reference = perturb_policy(setting.world, setting.theta, 0.1, seed=9)
     setting = replace(setting, reference=reference, critic_error=0.2)
     return (
-        replace(setting, old=setting.theta, theta=moved(setting.world, setting.theta, 0.3, seed=8)) if off else setting
+        replace(setting, old=setting.theta, theta=perturb_policy(setting.world, setting.theta, 0.3, seed=8))
+        if off
+        else setting
     )
 
 
-def brute(algorithm: pg.Algorithm, setting: Setting, size: int) -> torch.Tensor:
+def brute(algorithm: pg.Algorithm, setting: LabSetting, size: int) -> torch.Tensor:
     """E g by the library's own calls, one step at a time: autograd through θ, no scores, no sharing."""
-    algorithm = setting.prepared(algorithm)
-    book, probability = setting.book(algorithm), setting.world.logp(setting.behaviour).exp().flatten()
+    algorithm = setting.prepare(algorithm)
+    book, probability = setting.enumerate_batch(algorithm), setting.world.logp(setting.sampling_theta).exp().flatten()
     total, mass = torch.zeros_like(setting.theta), 0.0
     for group in itertools.product(range(len(book.mask)), repeat=size):
         rows = torch.tensor(group)
-        batch = algorithm.filtered(replace(book.select(rows), group=torch.zeros(size, dtype=torch.int64)))
+        batch = algorithm.apply_filters(replace(book.select(rows), group=torch.zeros(size, dtype=torch.int64)))
         weight = float(probability[rows].prod())
         if not batch.mask.any():  # sampled again, or a step of nothing
-            mass += 0 if any(part.rounds > 1 for part in algorithm.filters) else weight
+            mass += 0 if any(part.sampling_rounds > 1 for part in algorithm.filters) else weight
             continue
         theta = setting.theta.clone().requires_grad_()
-        out = replace(setting, theta=theta, old=setting.old_or_theta).forward(algorithm)
+        out = replace(setting, theta=theta, old=setting.old_theta).forward(algorithm)
         picked = {
-            name: getattr(out, name)[rows] for name in ("logp", *(algorithm.forward_needs | algorithm.select_needs))
+            name: getattr(out, name)[rows] for name in ("logp", *(algorithm.forward_needs | algorithm.selection_needs))
         }
-        loss = pg.surrogate(pg.Forward(**picked), batch, algorithm.advantages(batch), algorithm)
+        loss = pg.surrogate(pg.Forward(**picked), batch, algorithm.compute_advantages(batch), algorithm)
         total = total - weight * torch.autograd.grad(loss, theta)[0]
         mass += weight
     return total / mass
 
 
 @pytest.mark.parametrize("off", [False, True], ids=["on", "off"])
-@pytest.mark.parametrize("name", list(measurable(pg.ALGORITHMS)))
+@pytest.mark.parametrize("name", list(supported_algorithms(pg.ALGORITHMS)))
 def test_the_expectation_is_that_of_ordered_groups(name: str, off: bool) -> None:
-    algorithm, setting = pg.algorithm(name), small(off)
-    found = estimates(algorithm, setting, all_steps(setting, 2)).mean
+    algorithm, setting = pg.get_algorithm(name), small(off)
+    found = estimate_gradients(algorithm, setting, enumerate_steps(setting, 2)).mean
     torch.testing.assert_close(found, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("term", [ExactEntropy(0.3), ExactKLToOld(0.7), ExactKLToReference(0.7)])
 def test_exact_loss_terms_too(term) -> None:
     algorithm, setting = replace(pg.DR_GRPO, terms=(term,)), small(True)
-    found = estimates(algorithm, setting, all_steps(setting, 2)).mean
+    found = estimate_gradients(algorithm, setting, enumerate_steps(setting, 2)).mean
     torch.testing.assert_close(found, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
-    assert (found - estimates(pg.DR_GRPO, setting, all_steps(setting, 2)).mean).abs().max() > 1e-4
+    assert (found - estimate_gradients(pg.DR_GRPO, setting, enumerate_steps(setting, 2)).mean).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dapo"])
 def test_sampling_agrees_within_its_standard_error(name: str, settings) -> None:
-    algorithm, setting = pg.algorithm(name), settings[1]
-    exact = measure(algorithm, setting, all_steps(setting, 2))
-    sampled = measure(algorithm, setting, sample_steps(setting, 2, steps=3000, seed=3))
+    algorithm, setting = pg.get_algorithm(name), settings[1]
+    exact = measure_algorithm(algorithm, setting, enumerate_steps(setting, 2))
+    sampled = measure_algorithm(algorithm, setting, sample_steps(setting, 2, steps=3000, seed=3))
     assert exact.exact
     assert exact.errors is None
     assert not sampled.exact
@@ -87,43 +97,46 @@ def test_sampling_agrees_within_its_standard_error(name: str, settings) -> None:
 
 def test_steps_of_several_prompts_are_one_step() -> None:
     """A token mean over two prompts couples them: not the mean of two single steps."""
-    setting = table_settings(seed=2)[0]
-    algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean())
+    setting = make_table_settings(seed=2)[0]
+    algorithm = replace(pg.DR_GRPO, aggregation=pg.TokenMean())
     steps = sample_steps(setting, 2, steps=3, prompts=2, seed=1)
-    found = estimates(algorithm, setting, steps).gradient
-    book = setting.book(algorithm)
+    found = estimate_gradients(algorithm, setting, steps).gradient
+    book = setting.enumerate_batch(algorithm)
     for m, rows in enumerate(steps.rows):
         batch = replace(book.select(rows), group=steps.group)
         theta = setting.theta.clone().requires_grad_()
         loss = pg.surrogate(
-            setting.world.token_logp(theta)[rows], batch, setting.prepared(algorithm).advantages(batch), algorithm
+            setting.world.token_logp(theta)[rows],
+            batch,
+            setting.prepare(algorithm).compute_advantages(batch),
+            algorithm,
         )
         torch.testing.assert_close(found[m], -torch.autograd.grad(loss, theta)[0], rtol=0, atol=1e-12)
-    apart = estimates(replace(algorithm, aggregate=pg.GroupTokenMean()), setting, steps).gradient
+    apart = estimate_gradients(replace(algorithm, aggregation=pg.GroupTokenMean()), setting, steps).gradient
     assert (apart - found).abs().max() > 1e-4
 
 
 def test_probabilities_and_counts() -> None:
     setting = one_prompt(seed=0)
     for size in (1, 2, 4):
-        steps = all_steps(setting, size)
+        steps = enumerate_steps(setting, size)
         assert float(steps.weight.sum()) == pytest.approx(1, abs=1e-12)
-        assert len(steps.rows) == count_steps(setting, size) == multisets(15, size)
-    both = all_steps(one_prompt(length=2), 2, silent=2)
+        assert len(steps.rows) == count_steps(setting, size) == count_multisets(15, size)
+    both = enumerate_steps(one_prompt(length=2), 2, statistics_only=2)
     assert float(both.weight.sum()) == pytest.approx(1, abs=1e-12)
-    assert not steps_for(setting, 8).exact
+    assert not make_steps(setting, 8).exact
     with pytest.raises(ValueError, match=r"319770 steps.*20000"):
-        all_steps(setting, 8)
+        enumerate_steps(setting, 8)
     with pytest.raises(ValueError, match="at least 1 completion"):
-        all_steps(setting, 0)
+        enumerate_steps(setting, 0)
 
 
 def test_hand_numbers_of_a_coin() -> None:
     """p = ¼, G = 2, leave-one-out: g = ±1·(s₁ − s₀)/2 where the two differ, so E g = ∇p and Var g = p(1−p)/2·‖s₁ − s₀‖²/… ."""
     setting = two_answers(0.25)
-    found = measure(replace(pg.RLOO, shaping=()), setting, all_steps(setting, 2))
+    found = measure_algorithm(replace(pg.RLOO, shaping=()), setting, enumerate_steps(setting, 2))
     # ∇p = p(1−p)(−1, 1); a mixed pair (probability 2p(1−p) = 3/8) gives ½((1−p)+p)(−1, 1) = ½(−1, 1).
-    truth = setting.truth(pg.DR_GRPO)
+    truth = setting.true_gradient(pg.DR_GRPO)
     torch.testing.assert_close(truth, torch.tensor([-0.1875, 0.1875], dtype=torch.float64))
     second = 3 / 8 * 2 * 0.25
     square = 2 * 0.1875**2
@@ -141,27 +154,27 @@ def test_hand_numbers_of_a_coin() -> None:
 def test_the_truth_is_the_stated_objective() -> None:
     """rloo's KL in the reward belongs to its J; against ∇E[R] alone it is biased."""
     setting = small(False)
-    f = measure(replace(pg.RLOO, shaping=(pg.KLInReward(0.3),)), setting, all_steps(setting, 2)).figures
+    f = measure_algorithm(replace(pg.RLOO, shaping=(pg.KLInReward(0.3),)), setting, enumerate_steps(setting, 2)).figures
     assert f.bias < 1e-12
-    regularised = setting.truth(replace(pg.RLOO, shaping=(pg.KLInReward(0.3),)))
+    regularised = setting.true_gradient(replace(pg.RLOO, shaping=(pg.KLInReward(0.3),)))
     world, reference = setting.world, setting.reference
     theta = setting.theta.clone().requires_grad_()
     by_hand = torch.autograd.grad(world.objective(theta) - 0.3 * world.kl(theta, reference), theta)[0]
     torch.testing.assert_close(regularised, by_hand, rtol=0, atol=1e-12)
-    assert (regularised - setting.truth(replace(pg.RLOO, shaping=()))).abs().max() > 1e-3
+    assert (regularised - setting.true_gradient(replace(pg.RLOO, shaping=()))).abs().max() > 1e-3
 
 
 def test_a_coupled_advantage_is_asked_step_by_step() -> None:
     """Whitening sees the whole call; the answer must be that of a step alone."""
     setting = small(False)
-    algorithm = setting.prepared(pg.PPO)
-    steps = all_steps(setting, 2)
-    levers = decide(algorithm, setting, steps)
-    book = setting.book(algorithm)
+    algorithm = setting.prepare(pg.PPO)
+    steps = enumerate_steps(setting, 2)
+    levers = compute_decisions(algorithm, setting, steps)
+    book = setting.enumerate_batch(algorithm)
     for m in (3, 11, 20):
         batch = replace(book.select(steps.rows[m]), group=steps.group)
         _, psi, coef = levers.at(torch.tensor([m]))
-        torch.testing.assert_close(psi, algorithm.advantages(batch), rtol=0, atol=1e-12)
+        torch.testing.assert_close(psi, algorithm.compute_advantages(batch), rtol=0, atol=1e-12)
         torch.testing.assert_close(coef[0], algorithm.coefficients(batch), rtol=0, atol=1e-15)
 
 
@@ -174,9 +187,9 @@ class Doubled(pg.Advantage):
 
 
 def test_a_part_of_ones_own_is_measured(settings) -> None:
-    own = replace(pg.REINFORCE, psi=(Doubled(),))
-    plain = replace(pg.REINFORCE, psi=(pg.LeaveOneOut(),))
-    (mine, _), (usual, _) = compare({"own": own, "usual": plain}, *settings, 2)
+    own = replace(pg.REINFORCE, advantage=(Doubled(),))
+    plain = replace(pg.REINFORCE, advantage=(pg.LeaveOneOut(),))
+    (mine, _), (usual, _) = compare_on_off_policy({"own": own, "usual": plain}, *settings, 2)
     assert mine.name == "own"
     assert mine.figures.scale == pytest.approx(2)
     assert mine.figures.snr == pytest.approx(usual.figures.snr)
@@ -184,29 +197,29 @@ def test_a_part_of_ones_own_is_measured(settings) -> None:
 
 def test_a_group_of_one_is_refused_by_group_statistics(settings) -> None:
     with pytest.raises(ValueError, match="one per prompt"):
-        compare({"grpo": pg.GRPO}, *settings, 1)
-    (on, _), *_ = compare({"reinforce": pg.REINFORCE}, *settings, 1)
+        compare_on_off_policy({"grpo": pg.GRPO}, *settings, 1)
+    (on, _), *_ = compare_on_off_policy({"reinforce": pg.REINFORCE}, *settings, 1)
     assert on.figures.bias < 1e-12
 
 
 def test_a_true_gradient_of_zero_is_said() -> None:
     setting = two_answers(0.5, rewards=(1.0, 1.0))
     with pytest.raises(ValueError, match="true gradient is 0"):
-        measure(pg.REINFORCE, setting, all_steps(setting, 2))
+        measure_algorithm(pg.REINFORCE, setting, enumerate_steps(setting, 2))
 
 
 def test_truncation_reaches_the_filters() -> None:
     """With the budget at the longest length, completions of it are cut off: masked, and the gradient another one."""
     setting = one_prompt(seed=0)
-    dapo = measure(pg.DAPO, setting, all_steps(setting, 3))
-    cut = measure(pg.DAPO, replace(setting, cut=True), all_steps(setting, 3))
+    dapo = measure_algorithm(pg.DAPO, setting, enumerate_steps(setting, 3))
+    cut = measure_algorithm(pg.DAPO, replace(setting, truncates=True), enumerate_steps(setting, 3))
     assert cut.figures != dapo.figures
-    fixed = replace(setting, cut=True).prepared(pg.DR_GRPO).aggregate
+    fixed = replace(setting, truncates=True).prepare(pg.DR_GRPO).aggregation
     assert fixed == pg.FixedLength(3)
 
 
 def test_the_greedy_completion_is_the_one_of_the_most_probable_tokens() -> None:
-    setting = table_settings(seed=3)[0]
+    setting = make_table_settings(seed=3)[0]
     world, greedy = setting.world, setting.world.greedy(setting.theta)
     assert greedy.sum(1).tolist() == [1] * world.prompts
     conditionals = world.conditionals(setting.theta).reshape(world.prompts, -1, world.tree.vocabulary)
@@ -218,13 +231,13 @@ def test_the_greedy_completion_is_the_one_of_the_most_probable_tokens() -> None:
                 break
             prefix = (*prefix, token)
         assert world.tree.words[int(greedy[x].int().argmax())] == prefix
-    baseline = setting.book(pg.REMAX).baseline
+    baseline = setting.enumerate_batch(pg.REMAX).baseline
     assert baseline is not None
     assert baseline.reshape(world.prompts, -1)[:, 0].tolist() == world.reward[greedy].tolist()
 
 
 @pytest.mark.parametrize("name", ["remax", "topr"])
 def test_baselines_from_outside_the_group_leave_the_estimate_unbiased(name: str, settings) -> None:
-    found = measure(pg.algorithm(name), settings[0], all_steps(settings[0], 2)).figures
+    found = measure_algorithm(pg.get_algorithm(name), settings[0], enumerate_steps(settings[0], 2)).figures
     assert found.bias < 1e-12
     assert found.scale == pytest.approx(1)

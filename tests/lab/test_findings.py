@@ -11,9 +11,9 @@ import pytest
 from policygrad.lab import report
 from policygrad.lab.findings.ratios import Chain
 from policygrad.lab.measurement import Finding
-from policygrad.lab.plots import plot_of
-from policygrad.lab.policies import normal
-from policygrad.lab.report import CLAIMS, THEORY, one_thread  # DYNAMICS: test_dynamics.py
+from policygrad.lab.plots import choose_plot
+from policygrad.lab.policies import sample_normal
+from policygrad.lab.report import CLAIMS, THEORY, single_threaded  # DYNAMICS: test_dynamics.py
 
 THEOREMS = [
     "leave_one_out",
@@ -31,7 +31,7 @@ THEOREMS = [
 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, int], Finding]:
-    with one_thread():
+    with single_threaded():
         return {(name, seed): f(seed) for name, f in (CLAIMS | THEORY).items() for seed in (0, 1)}
 
 
@@ -51,15 +51,15 @@ def test_a_finding_says_its_numbers(found, name: str) -> None:
     assert re.search(r"\d", first.sentence) or name == "occupancy_sum"
     assert all(isinstance(x, float) for x in first.numbers.values())
     assert len({len(column) for column in first.curves.values()}) <= 1
-    with one_thread():
-        assert first == report.run([name], 0)[0]  # the same seed, the same numbers
+    with single_threaded():
+        assert first == report.run_experiments([name], 0)[0]  # the same seed, the same numbers
     if name not in ("z_score", "gate_weights"):  # which draw nothing
         assert first.sentence != second.sentence
 
 
 def undrawn(finding: Finding) -> set[str]:
     """Columns that the page leaves out."""
-    plot = plot_of(finding)
+    plot = choose_plot(finding)
     return (
         set(finding.curves) - {next(iter(finding.curves), "")} - {c for p in plot.panels for c in p.columns}
         if plot
@@ -108,7 +108,11 @@ def test_what_is_measured(found) -> None:
 
 def test_chains_are_exact_where_they_say_so() -> None:
     """J, its visits and its KL of short chains, against every chain with its probability."""
-    chain, theta, other = Chain(normal(20, 1.0, 0).reshape(5, 4)), normal(20, 0.7, 1), normal(20, 0.7, 2)
+    chain, theta, other = (
+        Chain(sample_normal(20, 1.0, 0).reshape(5, 4)),
+        sample_normal(20, 0.7, 1),
+        sample_normal(20, 0.7, 2),
+    )
     n, p, q = 3, chain.policy(theta), chain.policy(other)
     total = kl = 0.0
     for word in itertools.product(range(4), repeat=n):
@@ -125,4 +129,4 @@ def test_chains_are_exact_where_they_say_so() -> None:
 
 def test_unknown_experiments_are_named() -> None:
     with pytest.raises(ValueError, match="did you mean 'z_score'"):
-        report.run(["zscore"])
+        report.run_experiments(["zscore"])

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from policygrad.algorithms import ALGORITHMS as MATRIX
-from policygrad.lab.report import EXPERIMENTS, LabReport, report
-from policygrad.lab.setting import measurable
+from policygrad.lab.report import EXPERIMENTS, LabReport, build_lab_report
+from policygrad.lab.setting import supported_algorithms
 
-ALGORITHMS, SIZED = measurable(MATRIX, 4), measurable(MATRIX, 2)
+ALGORITHMS, SIZED = supported_algorithms(MATRIX, 4), supported_algorithms(MATRIX, 2)
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text(encoding="utf-8")
 
@@ -24,7 +24,9 @@ def rows_of(block: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def found() -> LabReport:
-    return report({name: ALGORITHMS[name] for name in ("rloo", "grpo", "dapo")}, names=("z_score", "group_mean"))
+    return build_lab_report(
+        {name: ALGORITHMS[name] for name in ("rloo", "grpo", "dapo")}, names=("z_score", "group_mean")
+    )
 
 
 def test_the_table_is_that_of_the_matrix(found: LabReport) -> None:
@@ -43,7 +45,7 @@ def test_the_table_is_that_of_the_matrix(found: LabReport) -> None:
 def test_the_figures_over_the_groups_size_are_todays(size: int) -> None:
     rows = rows_of("sizes")
     assert [name for name, _ in rows] == [*SIZED] * 2
-    found, half = report({name: SIZED[name] for name in ("rloo", "ppo")}, size, names=()), len(SIZED)
+    found, half = build_lab_report({name: SIZED[name] for name in ("rloo", "ppo")}, size, names=()), len(SIZED)
     for side in (0, 1):
         written = {name: cells.split("|") for name, cells in rows[side * half : (side + 1) * half]}
         for pair in found.rows:

@@ -8,24 +8,24 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.lab.estimators import all_steps, estimates
-from policygrad.lab.measurement import measure
-from policygrad.lab.sequences import moved
-from policygrad.lab.setting import Setting
+from policygrad.lab.estimators import enumerate_steps, estimate_gradients
+from policygrad.lab.measurement import measure_algorithm
+from policygrad.lab.sequences import perturb_policy
+from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
 
 @pytest.fixture(scope="module")
-def setting() -> Setting:
+def setting() -> LabSetting:
     setting = one_prompt(length=3, seed=4)
-    return replace(setting, reference=moved(setting.world, setting.theta, 0.3, seed=9))
+    return replace(setting, reference=perturb_policy(setting.world, setting.theta, 0.3, seed=9))
 
 
-def test_learned_process_rewards_telescope(setting: Setting) -> None:
+def test_learned_process_rewards_telescope(setting: LabSetting) -> None:
     """Σ_t r_φ(o_t) = R − β·log E_{π_ref}[exp(R/β)], and given any prefix what is to come is worth 0 in that exponential mean."""
     beta, world = 0.3, setting.world
     algorithm = replace(pg.PRIME, reward_model=pg.ImplicitReward(beta))
-    book = setting.book(algorithm)
+    book = setting.enumerate_batch(algorithm)
     assert book.implicit_reward is not None
     assert setting.reference is not None
     chance = world.logp(setting.reference).exp().flatten()
@@ -39,36 +39,42 @@ def test_learned_process_rewards_telescope(setting: Setting) -> None:
         assert float(mean) == pytest.approx(1, rel=1e-12)
 
 
-def test_a_teachers_whole_kl_is_unbiased_and_its_tokens_are_not(setting: Setting) -> None:
+def test_a_teachers_whole_kl_is_unbiased_and_its_tokens_are_not(setting: LabSetting) -> None:
     """Of ∇ −KL(π_θ‖π_T) of completions, what distillation states as its objective; a completion is one action."""
-    steps = all_steps(setting, 1)
-    whole = replace(pg.DISTILL, psi=(pg.TeacherLogRatio(discount=1.0),), aggregate=pg.SequenceSum())
-    tokens = replace(whole, psi=(pg.TeacherLogRatio(),))
-    exact = replace(whole, psi=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(),))
+    steps = enumerate_steps(setting, 1)
+    whole = replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(discount=1.0),), aggregation=pg.SequenceSum())
+    tokens = replace(whole, advantage=(pg.TeacherLogRatio(),))
+    exact = replace(whole, advantage=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(),))
     found = {
-        name: measure(a, setting, steps).figures for name, a in (("whole", whole), ("tokens", tokens), ("exact", exact))
+        name: measure_algorithm(a, setting, steps).figures
+        for name, a in (("whole", whole), ("tokens", tokens), ("exact", exact))
     }
     assert found["whole"].bias < 1e-12
     assert found["tokens"].bias > 0.01
-    gradients = [estimates(a, setting, steps).mean for a in (tokens, exact)]
+    gradients = [estimate_gradients(a, setting, steps).mean for a in (tokens, exact)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
     assert found["exact"].variance < found["tokens"].variance
 
 
-def test_rewards_are_no_part_of_what_a_distillation_states(setting: Setting) -> None:
+def test_rewards_are_no_part_of_what_a_distillation_states(setting: LabSetting) -> None:
     other = replace(setting, world=replace(setting.world, reward=1 - setting.world.reward))
-    assert torch.equal(setting.truth(pg.DISTILL), other.truth(pg.DISTILL))
-    assert not torch.equal(setting.truth(pg.PRIME), other.truth(pg.PRIME))
+    assert torch.equal(setting.true_gradient(pg.DISTILL), other.true_gradient(pg.DISTILL))
+    assert not torch.equal(setting.true_gradient(pg.PRIME), other.true_gradient(pg.PRIME))
 
 
-def test_process_rewards_that_say_the_truth_double_the_gradient_and_lengths_bias_it(setting: Setting) -> None:
+def test_process_rewards_that_say_the_truth_double_the_gradient_and_lengths_bias_it(setting: LabSetting) -> None:
     """What is left to win of R after a prefix is an advantage too; the per-token baseline is none (its bias is of lengths)."""
-    steps = all_steps(setting, 2)
+    steps = enumerate_steps(setting, 2)
     prime = replace(
-        pg.PRIME, filters=(), aggregate=pg.SequenceSum(), ratio=None, gate=pg.OnPolicy(), step=pg.FirstOrder()
+        pg.PRIME,
+        filters=(),
+        aggregation=pg.SequenceSum(),
+        ratio=None,
+        gate=pg.OnPolicy(),
+        update_rule=pg.GradientSteps(),
     )
-    found = measure(prime, setting, steps).figures
-    rloo = measure(replace(pg.RLOO, shaping=()), setting, steps).figures
+    found = measure_algorithm(prime, setting, steps).figures
+    rloo = measure_algorithm(replace(pg.RLOO, shaping=()), setting, steps).figures
     assert rloo.bias < 1e-12
     assert found.cosine > 0.9
     assert 1.2 < found.scale < 3

@@ -10,16 +10,16 @@ import pytest
 
 from policygrad.core.base import Advantage
 from policygrad.core.turns import BiLevelGAE, TurnGAE
-from policygrad.lab.estimators import all_steps
-from policygrad.lab.findings.critics import COMPARED, ERROR, UNBIASED, measured
-from policygrad.lab.worlds import walk
+from policygrad.lab.estimators import enumerate_steps
+from policygrad.lab.findings.critics import COMPARED, ERROR, UNBIASED, measure_chain
+from policygrad.lab.worlds import walk_setting
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lab" / "turns.md").read_text(encoding="utf-8")
 WRITTEN = {
     name: [float(x) for x in cells.split("|")]
     for name, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", TEXT, re.MULTILINE)
 }
-SETTING = walk()
+SETTING = walk_setting()
 ERRING = replace(SETTING, critic_error=ERROR)
 
 
@@ -40,6 +40,6 @@ def test_every_chain_stands_there() -> None:
 )
 def test_the_figures_are_todays(name: str, psi: tuple[Advantage, ...]) -> None:
     setting = ERRING if "lam" in name else SETTING
-    f = measured(name, psi, setting, all_steps(setting, 3)).figures
+    f = measure_chain(name, psi, setting, enumerate_steps(setting, 3)).figures
     now = [f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse]
     assert WRITTEN[name] == pytest.approx(now, abs=6e-4), "python scripts/make_turns.py"

@@ -9,24 +9,24 @@ import torch
 
 from policygrad.lab import mdp
 from policygrad.lab.mdp import TabularMDP, as_mdp, bandit, chain, gridworld, random_mdp, softmax, solve
-from policygrad.lab.policies import Bigram, Experts, Table, Transformer
+from policygrad.lab.policies import Bigram, Experts, TabularPolicy, Transformer
 from policygrad.lab.sequences import (
-    Tree,
+    PrefixTree,
     World,
-    completions,
+    count_completions,
     derivative,
-    long_enough,
-    moved,
-    random_subsets,
-    sum_equals,
-    verified,
+    perturb_policy,
+    reward_min_length,
+    reward_sum,
+    reward_table,
+    sample_right_answers,
 )
 
 PROBLEMS = {
     "random": random_mdp(),
     "chain": chain(),
     "grid": gridworld(),
-    "finite": random_mdp(3, 2).finite(4),
+    "finite": random_mdp(3, 2).with_horizon(4),
     "bandit": bandit(torch.tensor([1.0, 0.0, 2.0])),
 }
 
@@ -40,8 +40,8 @@ def logits(problem: TabularMDP, seed: int = 0) -> torch.Tensor:
 def test_the_theorem_is_the_derivative_of_the_linear_solve(name: str) -> None:
     problem = PROBLEMS[name]
     theta = logits(problem)
-    found = mdp.gradient(problem, theta)
-    torch.testing.assert_close(mdp.theorem_gradient(problem, theta), found, rtol=0, atol=1e-12)
+    found = mdp.objective_gradient(problem, theta)
+    torch.testing.assert_close(mdp.policy_gradient_theorem(problem, theta), found, rtol=0, atol=1e-12)
     assert found.abs().max() > 1e-4
 
 
@@ -60,7 +60,7 @@ def test_a_bandit_by_hand() -> None:
     exact = solve(problem, torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64))
     assert float(exact.objective) == pytest.approx(0.9)
     torch.testing.assert_close(exact.advantage, torch.tensor([[0.1, -0.9, 1.1]], dtype=torch.float64))
-    gradient = mdp.gradient(problem, torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log())
+    gradient = mdp.objective_gradient(problem, torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log())
     torch.testing.assert_close(gradient, torch.tensor([[0.05, -0.27, 0.22]], dtype=torch.float64))  # π·A
 
 
@@ -71,7 +71,7 @@ def test_a_finite_horizon_by_rolling_forward() -> None:
     for t in range(5):
         total += 0.8**t * float(state @ (policy * problem.reward).sum(1))
         state = state @ moves
-    assert float(solve(problem.finite(5, 0.8), policy.repeat(5, 1)).objective) == pytest.approx(total)
+    assert float(solve(problem.with_horizon(5, 0.8), policy.repeat(5, 1)).objective) == pytest.approx(total)
 
 
 def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
@@ -83,7 +83,7 @@ def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
         return (occupancy * mdp.state_kl(softmax(theta), softmax(other))).sum() / occupancy.sum()
 
     hessian = torch.autograd.functional.hessian(kl, theta).reshape(6, 6)
-    torch.testing.assert_close(mdp.fisher(problem, theta), hessian, rtol=0, atol=1e-12)
+    torch.testing.assert_close(mdp.fisher_matrix(problem, theta), hessian, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
         (lambda: TabularMDP(*_parts(), gamma=1.5), "gamma must be in"),
         (lambda: TabularMDP(_parts()[0] * 2, *_parts()[1:]), "no probabilities.*sums to 2"),
         (lambda: TabularMDP(_parts()[0][:1], *_parts()[1:]), r"expected \[2, 2, 2\]"),
-        (lambda: random_mdp().finite(0), "at least 1 step"),
-        (lambda: Tree(6, 6), "19531 completions.*6000"),
-        (lambda: Tree(1, 3), "vocabulary of at least 2"),
+        (lambda: random_mdp().with_horizon(0), "at least 1 step"),
+        (lambda: PrefixTree(6, 6), "19531 completions.*6000"),
+        (lambda: PrefixTree(1, 3), "vocabulary of at least 2"),
         (
-            lambda: as_mdp(World(Tree(5, 6), torch.zeros(2, 5461).double(), Table(Tree(5, 6), 2))),
+            lambda: as_mdp(World(PrefixTree(5, 6), torch.zeros(2, 5461).double(), TabularPolicy(PrefixTree(5, 6), 2))),
             "2730 prefixes.*37264500",
         ),
-        (lambda: World(Tree(3, 2), torch.zeros(1, 3).double(), Table(Tree(3, 2))), "N = 7"),
+        (lambda: World(PrefixTree(3, 2), torch.zeros(1, 3).double(), TabularPolicy(PrefixTree(3, 2))), "N = 7"),
         (lambda: _subsets(1.0), r"in \(0, 1\), not 1"),
         (lambda: mdp.penalty_constant(bandit(torch.ones(2)), torch.full((1, 2), 0.5).double()), "gamma below 1"),
     ],
@@ -116,9 +116,9 @@ def _parts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _subsets(p: float) -> torch.Tensor:
-    tree = Tree(3, 2)
-    policy = Table(tree)
-    return random_subsets(tree, policy, policy.initial(0), (p,))
+    tree = PrefixTree(3, 2)
+    policy = TabularPolicy(tree)
+    return sample_right_answers(tree, policy, policy.initial(0), (p,))
 
 
 def test_gamma_1_is_allowed_where_every_policy_ends() -> None:
@@ -128,11 +128,11 @@ def test_gamma_1_is_allowed_where_every_policy_ends() -> None:
 
 @pytest.mark.parametrize(("vocabulary", "length"), [(2, 1), (3, 3), (5, 2), (2, 6), (4, 4)])
 def test_the_tree_holds_every_completion_once(vocabulary: int, length: int) -> None:
-    tree = Tree(vocabulary, length)
+    tree = PrefixTree(vocabulary, length)
     brute = {
         tuple(itertools.takewhile(bool, word)) for word in itertools.product(range(vocabulary), repeat=length)
     }  # cut at the first EOS
-    assert len(tree.words) == len(set(tree.words)) == completions(vocabulary, length)
+    assert len(tree.words) == len(set(tree.words)) == count_completions(vocabulary, length)
     assert set(tree.words) == brute
     for word, tokens, states, n in zip(tree.words, tree.tokens, tree.state, tree.lengths, strict=True):
         for t in range(int(n)):
@@ -140,12 +140,12 @@ def test_the_tree_holds_every_completion_once(vocabulary: int, length: int) -> N
             assert int(tokens[t]) == (word[t] if t < len(word) else 0)
 
 
-@pytest.mark.parametrize("kind", [Table, Bigram, Transformer, Experts])
+@pytest.mark.parametrize("kind", [TabularPolicy, Bigram, Transformer, Experts])
 def test_policies_are_distributions_with_exact_gradients(kind) -> None:
-    tree = Tree(3, 3)
+    tree = PrefixTree(3, 3)
     policy = kind(tree, 2)
     theta = policy.initial(3)
-    world = World(tree, random_subsets(tree, policy, theta, (0.3, 0.6)), policy)
+    world = World(tree, sample_right_answers(tree, policy, theta, (0.3, 0.6)), policy)
     probability = world.logp(theta).exp()
     torch.testing.assert_close(probability.sum(1), torch.ones(2).double(), rtol=0, atol=1e-12)
     by_scores = (probability * world.reward).flatten() @ world.scores(theta) / 2
@@ -156,37 +156,39 @@ def test_policies_are_distributions_with_exact_gradients(kind) -> None:
 
 
 def test_values_are_expected_rewards_and_distances_are_kept() -> None:
-    tree = Tree(3, 3)
-    policy = Table(tree)
+    tree = PrefixTree(3, 3)
+    policy = TabularPolicy(tree)
     theta = policy.initial(0)
-    world = World(tree, verified(tree, sum_equals(3)), policy)
+    world = World(tree, reward_table(tree, reward_sum(3)), policy)
     to_go = world.reward.flatten()[:, None].expand(world.mask.shape)
     value = world.values(theta, to_go)
     assert float(value[0]) == pytest.approx(float(world.objective(theta)))
     after = world.conditionals(theta).exp()[0]  # the first token: V(()) = Σ_a π(a) V(a)
     assert float(value[0]) == pytest.approx(float(after[1] * value[1] + after[2] * value[2]))
-    assert float(world.kl(theta, moved(world, theta, 0.07))) == pytest.approx(0.07, rel=1e-6)
-    torch.testing.assert_close(moved(world, theta, 0.0), theta)
+    assert float(world.kl(theta, perturb_policy(world, theta, 0.07))) == pytest.approx(0.07, rel=1e-6)
+    torch.testing.assert_close(perturb_policy(world, theta, 0.0), theta)
     with pytest.raises(ValueError, match="below 0"):
-        moved(world, theta, -1.0)
+        perturb_policy(world, theta, -1.0)
     with pytest.raises(ValueError, match="no step"):
-        moved(world, theta, 0.1, direction=torch.ones_like(theta))
+        perturb_policy(world, theta, 0.1, direction=torch.ones_like(theta))
     with pytest.raises(ValueError, match="jumps along this direction"):
-        moved(_mixture(), _mixture().policy.initial(0), 0.02, seed=10)  # a flip of the routing takes 0.084 nats at once
+        perturb_policy(
+            _mixture(), _mixture().policy.initial(0), 0.02, seed=10
+        )  # a flip of the routing takes 0.084 nats at once
 
 
 def _mixture() -> World:
-    tree = Tree(3, 5)
+    tree = PrefixTree(3, 5)
     return World(tree, torch.zeros(1, tree.size).double(), Experts(tree))
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_a_sequence_world_as_a_decision_process(gamma: float) -> None:
     """V, Q, A and the occupancy of language by linear algebra, against enumeration."""
-    tree = Tree(3, 3)
+    tree = PrefixTree(3, 3)
     policy = Bigram(tree, 2)
     theta = policy.initial(5)
-    world = World(tree, random_subsets(tree, policy, theta, (0.3, 0.6)), policy)
+    world = World(tree, sample_right_answers(tree, policy, theta, (0.3, 0.6)), policy)
     problem = as_mdp(world, gamma)
 
     def objective(x: torch.Tensor) -> torch.Tensor:
@@ -214,6 +216,6 @@ def test_a_sequence_world_as_a_decision_process(gamma: float) -> None:
 
 
 def test_verifiers() -> None:
-    tree = Tree(3, 2)
-    assert verified(tree, sum_equals(2)).tolist() == [[0, 0, 1, 1, 0, 0, 0]]
-    assert verified(tree, long_enough(2), 2).tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
+    tree = PrefixTree(3, 2)
+    assert reward_table(tree, reward_sum(2)).tolist() == [[0, 0, 1, 1, 0, 0, 0]]
+    assert reward_table(tree, reward_min_length(2), 2).tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2

@@ -19,7 +19,7 @@ from doubles.drawing import Context, sample
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.sampling import log_probabilities
 
@@ -27,7 +27,7 @@ from policygrad.samplers.local.sampling import log_probabilities
 def naive_logp(model: nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:
     """One completion, nothing shared, nothing cached: the definition."""
     logits = model(input_ids=torch.cat([prompt, tokens])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return log_probabilities(logits, Sampling()).gather(-1, tokens[:, None]).squeeze(1)
+    return log_probabilities(logits, SamplingParams()).gather(-1, tokens[:, None]).squeeze(1)
 
 
 def naive_batch(model: nn.Module, batch: pg.Batch) -> Tensor:
@@ -43,7 +43,7 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
     torch.manual_seed(0)
     tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(tmp_path)
     model, batch = load_model(str(tmp_path)), long_batch()
-    algorithm = replace(pg.GRPO, step=pg.FirstOrder(epochs=2))
+    algorithm = replace(pg.GRPO, update_rule=pg.GradientSteps(epochs=2))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=200))
 
     scored = learner.evaluate(batch, algorithm.needs)
@@ -51,8 +51,8 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
         assert torch.allclose(scored.logp_old, naive_batch(model, batch), atol=1e-4)  # type: ignore[arg-type]
 
     batch = replace(scored, logp_ref=scored.logp_ref + 0.3)  # type: ignore[operator]
-    psi = algorithm.advantages(batch)
-    learner.problem(batch, psi, algorithm).accumulate()
+    psi = algorithm.compute_advantages(batch)
+    learner.build_problem(batch, psi, algorithm).accumulate()
     got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     pg.surrogate(naive_batch(model, batch), batch, psi, algorithm).backward()
@@ -63,7 +63,7 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
 
     assert batch.prompts is not None
     prompts = [Context(p, (0, i)) for i, p in enumerate(batch.prompts)]
-    groups = sample(LocalSampler(model, frozenset({1}), 0), prompts, 6, Sampling(max_tokens=16))
+    groups = sample(LocalSampler(model, frozenset({1}), 0), prompts, 6, SamplingParams(max_tokens=16))
     assert len({len(c.tokens) for g in groups for c in g}) > 1  # rows left the batch on the way
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
@@ -75,4 +75,6 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
 def test_a_model_without_a_layered_cache_is_refused() -> None:
     model = tf.AutoModelForCausalLM.from_config(tf.RwkvConfig(**PLAIN, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(ValueError, match="no cache made of layers"):
-        sample(LocalSampler(model, frozenset({1}), 0), [Context(torch.tensor([3]), (0,))], 2, Sampling(max_tokens=2))
+        sample(
+            LocalSampler(model, frozenset({1}), 0), [Context(torch.tensor([3]), (0,))], 2, SamplingParams(max_tokens=2)
+        )

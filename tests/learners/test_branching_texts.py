@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.batches import branching, make_batch, naive_logp, written
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import Evaluator, Network, probe
+from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.local.score_norms import ScoreNorms
-from policygrad.learners.local.tree_attention import take_branches
+from policygrad.learners.local.tree_attention import enable_tree_attention
 from policygrad.models.loading import load_model
 
 
@@ -58,7 +58,7 @@ def spelt(part: Pack) -> dict[int, tuple[int, ...]]:
 def test_a_completion_is_never_split_and_every_beginning_is_read_once(seed: int, budget: int, whole: bool) -> None:
     batch = branching(make_batch(seed), seed)
     rows = batch.mask.any(1).nonzero().squeeze(1)
-    packs = list(pack(batch, rows, budget, whole=whole))
+    packs = list(pack_micro_batches(batch, rows, budget, keep_groups=whole))
     assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
     for p in packs:
         assert torch.equal(p.mask, batch.mask[p.rows])
@@ -70,19 +70,21 @@ def test_a_completion_is_never_split_and_every_beginning_is_read_once(seed: int,
         assert texts <= set(known.values())
         for i, row in enumerate(p.rows.tolist()):
             for t in p.mask[i].nonzero().flatten().tolist():
-                node, text = int(p.reading[p.predictor[i, t]]), before(batch, row, t)
+                node, text = int(p.predicting_nodes[p.predictor[i, t]]), before(batch, row, t)
                 assert known[node] == text
                 assert int(p.positions[node]) == len(text) - 1
                 assert int(p.tokens[i, t]) == int(batch.tokens[row, t])  # type: ignore[index]
-        assert torch.equal(p.paths.flatten()[p.standing], p.reading)
+        assert torch.equal(p.paths.flatten()[p.predicting_positions], p.predicting_nodes)
         assert p.completions <= len(p.rows)
 
 
 def test_where_nothing_falls_back_it_is_all_as_if_nothing_were_said() -> None:
     batch = make_batch(5)
     sizes = torch.tensor([len(p) for p in batch.prompts or ()])[batch.group]
-    said = replace(batch, depth=sizes[:, None] + torch.arange(batch.mask.shape[1]))
-    for one, other in zip(pack(batch, torch.arange(12), 30), pack(said, torch.arange(12), 30), strict=True):
+    said = replace(batch, positions=sizes[:, None] + torch.arange(batch.mask.shape[1]))
+    for one, other in zip(
+        pack_micro_batches(batch, torch.arange(12), 30), pack_micro_batches(said, torch.arange(12), 30), strict=True
+    ):
         for name in ("rows", "ids", "positions", "paths", "reading", "standing", "predictor", "tokens", "mask"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
 
@@ -95,8 +97,8 @@ def test_log_probabilities_equal_the_definition(model: nn.Module, tree: bool, sp
     assert any(len(read(batch, row)) > 1 for row in range(12))
     truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
     got = torch.zeros_like(truth)
-    assert take_branches(model)
-    for p in pack(batch, torch.arange(len(got)), budget):
+    assert enable_tree_attention(model)
+    for p in pack_micro_batches(batch, torch.arange(len(got)), budget):
         got[p.rows] = Evaluator(Network(model, split, tree), 0.8)(p)
     assert torch.allclose(got, truth, atol=1e-10)
 
@@ -107,9 +109,11 @@ def test_the_experts_of_a_node_are_those_of_its_token() -> None:
     assert batch.tokens is not None
     assert batch.prompts is not None
     batch = replace(
-        batch, experts=batch.tokens[:, :, None, None], prompt_experts=tuple(p[:, None, None] for p in batch.prompts)
+        batch,
+        routed_experts=batch.tokens[:, :, None, None],
+        prompt_routed_experts=tuple(p[:, None, None] for p in batch.prompts),
     )
-    for p in pack(batch, torch.arange(len(batch.mask)), 50):
+    for p in pack_micro_batches(batch, torch.arange(len(batch.mask)), 50):
         assert p.routes is not None
         assert torch.equal(p.routes[:, 0, 0], p.ids)
 
@@ -117,8 +121,8 @@ def test_the_experts_of_a_node_are_those_of_its_token() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_a_score_is_that_of_all_its_texts(model: nn.Module, together: bool) -> None:
     batch = branching(make_batch(5))
-    norms = replace(ScoreNorms.of(probe(model, 1.0), LearnerConfig()), together=together)
-    found = norms.evaluate(batch).score_norm
+    norms = replace(ScoreNorms.of(build_evaluator(model, 1.0), LearnerConfig()), batched=together)
+    found = norms.evaluate(batch).grad_logp_sq_norm
     total = torch.where(batch.mask, naive_logp(model, batch, 1.0), 0).sum(1)
     expected = torch.zeros(len(total), dtype=torch.float64)
     for i in batch.mask.any(1).nonzero().flatten().tolist():
@@ -127,10 +131,10 @@ def test_a_score_is_that_of_all_its_texts(model: nn.Module, together: bool) -> N
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)  # the model normalises in float32
 
 
-@pytest.mark.parametrize("features", ["own", "policy"])
+@pytest.mark.parametrize("backbone", ["separate", "policy"])
 def test_the_value_of_where_an_episode_was_cut_off_is_that_of_its_last_text(random_model: Path, features: str) -> None:
-    critic = pg.Critic(features=features)  # type: ignore[arg-type]
-    algorithm = replace(pg.PPO, shaping=(), critic=critic, psi=(pg.GAE(bootstrap=True),))
+    critic = pg.Critic(backbone=features)  # type: ignore[arg-type]
+    algorithm = replace(pg.PPO, shaping=(), critic=critic, advantage=(pg.GAE(bootstrap=True),))
     network = load_model(str(random_model))
     learner = LocalLearner(network, algorithm, lr=0.0, steps=1, config=LearnerConfig(dtype="fp32", micro_tokens=16))
     assert learner.critic is not None
@@ -140,7 +144,7 @@ def test_the_value_of_where_an_episode_was_cut_off_is_that_of_its_last_text(rand
     batch = replace(batch, truncated=torch.ones(len(batch.mask), dtype=torch.bool), reward=batch.reward.float())
     found = learner.evaluate(batch, algorithm.needs).bootstrap
     assert found is not None
-    trunk = learner.critic.network.backbone if features == "own" else network.get_decoder()
+    trunk = learner.critic.network.backbone if features == "separate" else network.get_decoder()
     for row in range(len(batch.mask)):
         expected = torch.zeros(())
         if batch.mask[row].any():
@@ -157,7 +161,7 @@ TWO = pg.Batch(
     reward=torch.tensor([0.0, 1.0], dtype=torch.float64),
     tokens=torch.tensor([[3, 4, 5, 6, 7, 8], [9, 10, 11, 0, 0, 0]]),
     prompts=(torch.tensor([1, 2]),),
-    depth=torch.tensor([[2, 3, 2, 3, 4, 5], [2, 3, 4, 0, 0, 0]]),
+    positions=torch.tensor([[2, 3, 2, 3, 4, 5], [2, 3, 4, 0, 0, 0]]),
 )
 """Prompt 1 2. The first episode says 3 4; that turn is then written as 5, it is told 6, and says 7 8. The second says 9 10 11."""
 BY_HAND = {
@@ -188,7 +192,7 @@ def test_an_episode_of_two_texts_by_hand(model: nn.Module, name: str) -> None:
     psi = torch.tensor([[-1.0], [2.0]], dtype=torch.float64) * TWO.mask
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=3))
     learner.optimizer.adam.zero_grad()
-    learner.problem(replace(TWO, logp_old=old), psi, algorithm).accumulate()
+    learner.build_problem(replace(TWO, logp_old=old), psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     ratios = (first - old[0, [0, 1, 4, 5]]).exp(), (second - old[1, :3]).exp()
     expected = torch.autograd.grad(-BY_HAND[name](*ratios), list(model.parameters()))
@@ -199,6 +203,6 @@ def test_an_episode_of_two_texts_by_hand(model: nn.Module, name: str) -> None:
 
 @pytest.mark.parametrize("algorithm", [pg.GRPO, pg.DR_GRPO, pg.MAXRL], ids=lambda a: a.name)
 def test_a_group_counts_episodes_and_no_texts(algorithm: pg.Algorithm) -> None:
-    plain = replace(TWO, mask=TWO.mask[:, :1], tokens=None, prompts=None, depth=None)
-    psi = algorithm.advantages(TWO)
-    assert torch.equal(psi[TWO.mask], algorithm.advantages(plain)[:, 0].repeat_interleave(TWO.lengths))
+    plain = replace(TWO, mask=TWO.mask[:, :1], tokens=None, prompts=None, positions=None)
+    psi = algorithm.compute_advantages(TWO)
+    assert torch.equal(psi[TWO.mask], algorithm.compute_advantages(plain)[:, 0].repeat_interleave(TWO.lengths))

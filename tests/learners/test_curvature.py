@@ -20,7 +20,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local import curvature
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.updates import LocalProblem
-from policygrad.models.loading import load_model, resolve
+from policygrad.models.loading import load_model, resolve_model
 from policygrad.training.config.run import Run
 from policygrad.training.trainer import train
 
@@ -35,8 +35,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "granite, scaled logits": lambda: tf.GraniteConfig(**LLAMA, logits_scaling=2.0),
     "bloom, no forward mode": lambda: tf.BloomConfig(**PLAIN, n_layer=1, n_head=2),
 }
-TRPO = replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None)
-CHEAP = replace(TRPO, step=pg.TrustRegion(iterations=3))
+TRPO = replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None)
+CHEAP = replace(TRPO, update_rule=pg.TrustRegion(cg_iters=3))
 
 
 def small_model(name: str = "llama, tied head", dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -67,7 +67,7 @@ def learner_for(model: nn.Module, algorithm: pg.Algorithm = TRPO, **config: Any)
 
 def problem_for(learner: LocalLearner, batch: pg.Batch, algorithm: pg.Algorithm = TRPO) -> LocalProblem:
     batch = learner.evaluate(batch, algorithm.needs)
-    return learner.problem(batch, algorithm.advantages(batch), algorithm)
+    return learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
 
 
 def logits_of(model: nn.Module, batch: pg.Batch) -> tuple[Tensor, Tensor]:
@@ -148,10 +148,10 @@ def test_a_padding_token_in_a_text_counts_like_any_other() -> None:
 def test_the_models_differ_in_the_path_they_take() -> None:
     """Or the test above would compare one path with itself."""
     assert learner_for(small_model()).evaluator.network.split_head
-    assert learner_for(small_model()).evaluator.network.branches
+    assert learner_for(small_model()).evaluator.network.use_tree
     assert not learner_for(small_model("granite, scaled logits")).evaluator.network.split_head
     bloom = learner_for(small_model("bloom, no forward mode"))
-    part, _ = next(bloom.curvature._parts(make_batch()))
+    part, _ = next(bloom.curvature._micro_batches(make_batch()))
     tangents = {n: p.detach() for n, p in bloom.optimizer.parameters.items()}
     with pytest.raises(NotImplementedError):
         bloom.curvature._jvp(tangents, bloom.curvature._states, part)
@@ -192,9 +192,9 @@ def test_a_forward_mode_that_contradicts_reverse_mode_is_not_used() -> None:
 
 def test_forward_mode_and_double_backward_push_alike() -> None:
     learner = learner_for(small_model())
-    part, _ = next(learner.curvature._parts(make_batch()))
+    part, _ = next(learner.curvature._micro_batches(make_batch()))
     tangents = {n: torch.randn_like(p) for n, p in learner.optimizer.parameters.items()}
-    states, change = learner.curvature._push(part, tangents)
+    states, change = learner.curvature._jvp_states(part, tangents)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         again, other = learner.curvature._jvp_by_reverse(tangents, part)
     assert torch.allclose(states, again, atol=1e-12)
@@ -244,9 +244,9 @@ def test_the_sampled_fisher_is_the_exact_one_on_average() -> None:
     logits, change = torch.randn(2, 1, 5, generator=g, dtype=torch.float64)
     p = logits.softmax(-1).squeeze(0)
     none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
-    each = [curvature.middle(logits, change, none, torch.tensor([a]), one, True) for a in range(5)]
+    each = [curvature.output_hessian_product(logits, change, none, torch.tensor([a]), one, True) for a in range(5)]
     mean = sum((p[a] * x for a, x in enumerate(each)), torch.zeros(1, 5, dtype=torch.float64))
-    assert torch.allclose(mean, curvature.middle(logits, change, none, none, one, False), atol=1e-14)
+    assert torch.allclose(mean, curvature.output_hessian_product(logits, change, none, none, one, False), atol=1e-14)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -260,8 +260,10 @@ def test_a_state_that_several_tokens_follow_counts_for_each(sampled: bool) -> No
     expected = torch.zeros(3, 5, dtype=torch.float64)
     for i, a, w in zip(index.tolist(), tokens.tolist(), weight, strict=True):
         at = slice(i, i + 1)
-        expected[at] += w * curvature.middle(logits[at], change[at], none, torch.tensor([a]), one, sampled)
-    found = curvature.middle(logits, change, index, tokens, weight, sampled)
+        expected[at] += w * curvature.output_hessian_product(
+            logits[at], change[at], none, torch.tensor([a]), one, sampled
+        )
+    found = curvature.output_hessian_product(logits, change, index, tokens, weight, sampled)
     assert torch.allclose(found, expected, atol=1e-14)
 
 
@@ -274,7 +276,7 @@ def test_a_table_of_logits_serves_as_a_problem_too() -> None:
         )
     batch = replace(make_batch(), prompts=(torch.tensor([0]), torch.tensor([1])))
     batch = learner.evaluate(batch, TRPO.needs)
-    psi = TRPO.advantages(batch)
+    psi = TRPO.compute_advantages(batch)
     old = learner.scores(learner.table.detach(), batch)[batch.mask]
 
     def kl(flat: Tensor) -> Tensor:
@@ -294,14 +296,14 @@ def test_a_table_of_logits_serves_as_a_problem_too() -> None:
 
 def move(learner: LocalLearner, batch: pg.Batch, algorithm: pg.Algorithm = CHEAP) -> dict[str, float]:
     scored = learner.evaluate(batch, algorithm.needs)
-    return {k: m.value for k, m in learner.update(scored, algorithm.advantages(scored), algorithm).items()}
+    return {k: m.value for k, m in learner.update(scored, algorithm.compute_advantages(scored), algorithm).items()}
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}, {"dtype": "bf16"}], ids=str
 )
 def test_every_accepted_step_keeps_to_delta_on_the_embedded_model(options: dict[str, Any]) -> None:
-    model = load_model(resolve("tiny"), dtype=options.get("dtype", "fp32"))
+    model = load_model(resolve_model("tiny"), dtype=options.get("dtype", "fp32"))
     learner = learner_for(model, CHEAP, **options)
     for step in range(2):
         metrics = move(learner, make_batch(40, torch.float32))
@@ -316,7 +318,7 @@ def test_every_accepted_step_keeps_to_delta_on_the_embedded_model(options: dict[
 
 def test_a_fit_moves_the_critic_alone_and_pretraining_leaves_the_policy() -> None:
     algorithm = replace(
-        pg.TRPO, critic=pg.Critic(lr=1e-2, pretrain=1), step=pg.TrustRegion(iterations=2, value_steps=3)
+        pg.TRPO, critic=pg.Critic(lr=1e-2, pretrain=1), update_rule=pg.TrustRegion(cg_iters=2, critic_steps=3)
     )
     model = small_model(dtype=torch.float32)
     learner = learner_for(model, algorithm)
@@ -324,13 +326,13 @@ def test_a_fit_moves_the_critic_alone_and_pretraining_leaves_the_policy() -> Non
     assert learner.critic is not None
     for phase in ("pretraining", "training"):
         before = [p.detach().clone() for p in model.parameters()]
-        taken = learner.critic.optimizer.taken
-        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
-        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+        taken = learner.critic.optimizer.num_updates
+        scored = algorithm.add_critic_targets(learner.evaluate(batch, algorithm.needs))
+        metrics = learner.update(scored, algorithm.compute_advantages(scored), algorithm)
         still = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert still is (phase == "pretraining")
         assert ("value_pretraining" in metrics) is (phase == "pretraining")
-        assert learner.critic.optimizer.taken >= taken + 3
+        assert learner.critic.optimizer.num_updates >= taken + 3
         assert "value_loss" in metrics
         algorithm = replace(algorithm, critic=pg.Critic(lr=1e-2))
 
@@ -370,13 +372,13 @@ def test_trainable_is_refused_where_it_means_nothing() -> None:
 
 def test_lora_adapters_take_a_step_and_the_base_does_not() -> None:
     peft = pytest.importorskip("peft")
-    base = load_model(resolve("tiny"))
+    base = load_model(resolve_model("tiny"))
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
     model = peft.get_peft_model(base, config).eval()
     learner = learner_for(model, CHEAP)
     assert learner.evaluator.network.split_head
-    assert learner.evaluator.network.branches
+    assert learner.evaluator.network.use_tree
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for _ in range(2):  # B starts at 0: A has a gradient from the second step on
         metrics = move(learner, make_batch(40, torch.float32))
@@ -409,7 +411,7 @@ def test_what_is_not_finite_costs_the_step_not_the_run(small: Run, tmp_path: Pat
 def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tmp_path: Path) -> None:
     """A step so short that float32 cannot tell the surrogate's rise."""
     record = Record()
-    algorithm = replace(CHEAP, step=pg.TrustRegion(delta=1e-30, iterations=1, tries=1))
+    algorithm = replace(CHEAP, update_rule=pg.TrustRegion(delta=1e-30, cg_iters=1, backtrack_iters=1))
     train(replace(small, algorithm=algorithm, lr=None, steps=1, output=str(tmp_path / "run")), display=record)
     assert [n for n in record.notes if "nothing was learned" in n and "no candidate of the line search" in n]
     assert record.steps[0][1]["updates/skipped"] == 1
@@ -422,16 +424,16 @@ def test_a_learning_rate_that_would_drive_nothing_is_refused() -> None:
         Run(algorithm=pg.TRPO, lr=1e-3)
     with pytest.raises(ValueError, match=r"optimizer\.\* shapes AdamW's steps"):
         Run(algorithm=TRPO, optimizer=pg.OptimizerConfig(clip=0.5))
-    assert Run(algorithm=pg.TRPO, optimizer=pg.OptimizerConfig(clip=0.5)).resolved().lr is None
-    assert Run(algorithm=pg.GRPO).resolved().lr is not None
-    with pytest.raises(ValueError, match="FirstOrder needs a learning rate"):
+    assert Run(algorithm=pg.TRPO, optimizer=pg.OptimizerConfig(clip=0.5)).resolve().lr is None
+    assert Run(algorithm=pg.GRPO).resolve().lr is not None
+    with pytest.raises(ValueError, match="GradientSteps needs a learning rate"):
         LocalLearner(small_model(), pg.DR_GRPO, lr=None, steps=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["trpo", "natural"])
 def test_runs_keep_to_delta_and_resume_to_the_bit(small: Run, tmp_path: Path, name: str) -> None:
-    algorithm = replace(pg.algorithm(name), critic=pg.Critic(lr=1e-3))
+    algorithm = replace(pg.get_algorithm(name), critic=pg.Critic(lr=1e-3))
     run = replace(small, algorithm=algorithm, lr=None)
     record = Record()
     whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
@@ -452,14 +454,14 @@ def test_a_share_of_the_groups_is_the_same_one_every_time() -> None:
     """And its Fisher matrix that of those completions alone."""
     model, batch = small_model("gpt2"), make_batch()
     problem = problem_for(learner_for(model), batch)
-    some = problem.some(0.5)
-    assert torch.equal(some.batch.group, problem.some(0.5).batch.group)
+    some = problem.subsample(0.5)
+    assert torch.equal(some.batch.group, problem.subsample(0.5).batch.group)
     assert 0 < len(some.batch.group.unique()) < len(batch.group.unique())
     assert torch.equal(some.psi, problem.psi[torch.isin(batch.group, some.batch.group)])
     F = fisher_matrix(model, some.batch, sampled=False)
     v = directions(len(F), 1)[0]
     assert float((some.fisher(v, False) - F @ v).norm() / (F @ v).norm()) < 1e-12
-    assert len(problem.some(1e-9).batch.group.unique()) == 1
+    assert len(problem.subsample(1e-9).batch.group.unique()) == 1
     for seed in range(8):  # a group that takes no part (its rewards failed, say) has no curvature to show
         empty = replace(problem, seed=seed, batch=replace(batch, mask=batch.mask & (batch.group == 1)[:, None]))
-        assert empty.some(0.5).batch.group.unique().tolist() == [1]
+        assert empty.subsample(0.5).batch.group.unique().tolist() == [1]

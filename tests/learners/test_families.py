@@ -16,10 +16,10 @@ from doubles.architectures import Family, families
 from doubles.drawing import Context, sample
 from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.adapters import adapt
+from policygrad.models.adapters import add_adapters
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
 LENGTHS = (2, 11)
@@ -60,7 +60,7 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
     trained = [p for p in model.parameters() if p.requires_grad]
     for step in range(2):
         prompts = [Context(torch.arange(3, 3 + n), (step, i)) for i, n in enumerate(LENGTHS)]
-        drawn = [c for group in sample(sampler, prompts, 3, Sampling(max_tokens=10)) for c in group]
+        drawn = [c for group in sample(sampler, prompts, 3, SamplingParams(max_tokens=10)) for c in group]
         mask = pad_sequence([torch.ones(len(c.tokens), dtype=torch.bool) for c in drawn], batch_first=True)
         batch = pg.Batch(
             mask=mask,
@@ -75,7 +75,7 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
         assert isinstance(batch.logp_sampler, Tensor)
         gap = max(gap, float((scored.logp_old - batch.logp_sampler)[mask].abs().max()))
         before = [p.detach().clone() for p in trained]
-        learner.update(scored, algorithm.advantages(scored), algorithm)
+        learner.update(scored, algorithm.compute_advantages(scored), algorithm)
         moved = moved and any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
     return Trained(gap, moved, sampler._shares)
 
@@ -104,11 +104,11 @@ def test_lora_leaves_out_exactly_the_layers_that_no_adapter_fits_and_refuses_the
     peft = pytest.importorskip("peft")
     model = tf.AutoModelForCausalLM.from_config(family.config())
     linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head}
-    adapt(model, Lora(rank=2))
+    add_adapters(model, Lora(rank=2))
     adapted = {n for n, m in model.named_modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)}
     assert {n.rpartition(".")[2] for n in linear - adapted} == {*family.left_out}
     other = tf.AutoModelForCausalLM.from_config(family.config())
     with pytest.raises(
         ConfigError, match=f"no adapter fits the layer '{family.left_out[0]}' of {type(other).__name__}"
     ):
-        adapt(other, Lora(rank=2, targets=family.left_out[0]))
+        add_adapters(other, Lora(rank=2, targets=family.left_out[0]))

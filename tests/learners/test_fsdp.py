@@ -21,22 +21,22 @@ from doubles.architectures import PLAIN
 from doubles.experts import built, drawn, shaken
 from doubles.ranked import BATCH, HOW, agree, learned, model, pair, started, values
 from policygrad.learners.fsdp import controller
-from policygrad.learners.fsdp.controller import RankedLearner, check_model
-from policygrad.learners.fsdp.distributed_ops import Dealt
-from policygrad.learners.fsdp.processes import Ranks, check_devices
-from policygrad.learners.fsdp.torchrun import check_alone, ranks_of
+from policygrad.learners.fsdp.controller import FsdpController, check_shardable
+from policygrad.learners.fsdp.distributed_ops import FsdpWorkDivision
+from policygrad.learners.fsdp.processes import WorkerGroup, check_devices
+from policygrad.learners.fsdp.torchrun import check_not_torchrun, resolve_world_size
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.packing import Pack, pack_micro_batches
 
-TWICE = pg.FirstOrder(epochs=2, minibatches=2)
+TWICE = pg.GradientSteps(epochs=2, minibatches=2)
 ALGORITHMS = {
-    "grpo, four updates": replace(pg.GRPO, step=TWICE),
+    "grpo, four updates": replace(pg.GRPO, update_rule=TWICE),
     "dapo": pg.DAPO,
     "high_entropy": pg.HIGH_ENTROPY,
     "ppo": pg.PPO,
-    "opo, exact norms": replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),)),
-    "exact KLs": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3), pg.ExactKLToReference(0.2)), step=TWICE),
-    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None, step=pg.TrustRegion(iterations=3)),
+    "opo, exact norms": replace(pg.OPO, advantage=(pg.OptimalBaseline(norm="exact"),)),
+    "exact KLs": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3), pg.ExactKLToReference(0.2)), update_rule=TWICE),
+    "trpo": replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None, update_rule=pg.TrustRegion(cg_iters=3)),
     "prime": pg.PRIME,
 }
 """A reference, several updates, tokens chosen among all, an entropy, a critic, gradients of single completions, whole
@@ -44,17 +44,17 @@ distributions, products with the Fisher matrix, a second model that learns. All 
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
+def ranks() -> Iterator[WorkerGroup]:
     """Two."""
     with started(2) as found:
         yield found
 
 
 @pytest.mark.slow
-def test_two_processes_learn_as_one_does(ranks: Ranks) -> None:
+def test_two_processes_learn_as_one_does(ranks: WorkerGroup) -> None:
     """One start for all, since it takes seconds."""
     for name, algorithm in ALGORITHMS.items():
-        local, ranked, whole = pair(ranks, algorithm.with_budget(6))
+        local, ranked, whole = pair(ranks, algorithm.with_max_tokens(6))
         expected, found = (
             values(learned(learner, local_algorithm)) for learner, local_algorithm in _both(local, ranked, algorithm)
         )
@@ -73,11 +73,11 @@ def test_two_processes_learn_as_one_does(ranks: Ranks) -> None:
     _replays_experts(ranks)
 
 
-def _both(local: LocalLearner, ranked: RankedLearner, algorithm: pg.Algorithm) -> list[tuple[Any, pg.Algorithm]]:
-    return [(learner, algorithm.with_budget(6)) for learner in (local, ranked)]
+def _both(local: LocalLearner, ranked: FsdpController, algorithm: pg.Algorithm) -> list[tuple[Any, pg.Algorithm]]:
+    return [(learner, algorithm.with_max_tokens(6)) for learner in (local, ranked)]
 
 
-def _one_idles(local: LocalLearner, ranked: RankedLearner) -> None:
+def _one_idles(local: LocalLearner, ranked: FsdpController) -> None:
     """A single completion is one micro-batch."""
     one = replace(BATCH, mask=BATCH.mask & (torch.arange(len(BATCH.mask)) == 0)[:, None])
     for learner in (local, ranked):
@@ -88,39 +88,39 @@ def _one_idles(local: LocalLearner, ranked: RankedLearner) -> None:
     agree(local, ranked)
 
 
-def _goes_on_after_a_bad_gradient(local: LocalLearner, ranked: RankedLearner) -> None:
+def _goes_on_after_a_bad_gradient(local: LocalLearner, ranked: FsdpController) -> None:
     nothing = torch.full(BATCH.mask.shape, float("nan"), dtype=torch.float64)
     with pytest.raises(pg.NumericsError, match=r"first in transformer\.wte\.weight"):
         ranked.update(BATCH, nothing, pg.DR_GRPO)
     flat = replace(BATCH, reward=torch.ones_like(BATCH.reward))
     for learner in (local, ranked):
-        assert values(learned(learner, pg.DR_GRPO.with_budget(6), flat))["updates/skipped"] == 1
-        learned(learner, pg.DR_GRPO.with_budget(6))
+        assert values(learned(learner, pg.DR_GRPO.with_max_tokens(6), flat))["updates/skipped"] == 1
+        learned(learner, pg.DR_GRPO.with_max_tokens(6))
     agree(local, ranked)
 
 
-def _takes_over_the_state_of_one_process(local: LocalLearner, ranked: RankedLearner) -> None:
-    learned(local, pg.DR_GRPO.with_budget(6))
+def _takes_over_the_state_of_one_process(local: LocalLearner, ranked: FsdpController) -> None:
+    learned(local, pg.DR_GRPO.with_max_tokens(6))
     ranked.restore(*local.state())
     agree(local, ranked, 0.0)
     ranked.lr = local.lr = 0.5
     for learner in (local, ranked):
-        learned(learner, pg.DR_GRPO.with_budget(6))
+        learned(learner, pg.DR_GRPO.with_max_tokens(6))
     agree(local, ranked)
 
 
-def _recomputes_activations(local: LocalLearner, ranked: RankedLearner) -> None:
+def _recomputes_activations(local: LocalLearner, ranked: FsdpController) -> None:
     for learner in (local, ranked):
-        learned(learner, pg.DR_GRPO.with_budget(6))
+        learned(learner, pg.DR_GRPO.with_max_tokens(6))
     agree(local, ranked)
 
 
-def _learns_in_bf16(ranks: Ranks) -> None:
+def _learns_in_bf16(ranks: WorkerGroup) -> None:
     """Masters in float32, passes in bfloat16: the published model is the masters', rounded."""
     whole = model(torch.bfloat16)
-    ranked = RankedLearner.of(ranks, whole, pg.DR_GRPO, **HOW)
+    ranked = FsdpController.of(ranks, whole, pg.DR_GRPO, **HOW)
     batch = replace(BATCH, reward=BATCH.reward.float())
-    learned(ranked, pg.DR_GRPO.with_budget(6), batch)
+    learned(ranked, pg.DR_GRPO.with_max_tokens(6), batch)
     ranked.publish()
     state, _ = ranked.state()
     for key, parameter in whole.named_parameters():
@@ -130,9 +130,9 @@ def _learns_in_bf16(ranks: Ranks) -> None:
         assert torch.equal(parameter, master.bfloat16())
 
 
-def _replays_experts(ranks: Ranks) -> None:
+def _replays_experts(ranks: WorkerGroup) -> None:
     """Those that drew the batch before the weights moved. A Qwen normalises in float32."""
-    batch, algorithm = drawn(built("qwen3"), BATCH), pg.DR_GRPO.with_budget(6)
+    batch, algorithm = drawn(built("qwen3"), BATCH), pg.DR_GRPO.with_max_tokens(6)
 
     def moved() -> nn.Module:
         found = built("qwen3")
@@ -156,16 +156,18 @@ def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
     for rank in range(size):
         idle: list[Pack] = []
         ranks: Any = SimpleNamespace(rank=rank, size=size)
-        mine = list(Dealt(ranks, None, None).packs(partial(pack, BATCH, rows), budget, idle.append))  # type: ignore[arg-type]
+        mine = list(
+            FsdpWorkDivision(ranks, None, None).divide(partial(pack_micro_batches, BATCH, rows), budget, idle.append)
+        )  # type: ignore[arg-type]
         given += [row for part in mine for row in part.rows.tolist()]
         turns.append(len(mine) + len(idle))
         assert all(len(part.ids) <= budget or len(part.paths) == 1 for part in mine)
     assert sorted(given) == rows[BATCH.mask.any(1)].tolist()
-    assert turns == [ceil(len(list(pack(BATCH, rows, budget))) / size)] * size
+    assert turns == [ceil(len(list(pack_micro_batches(BATCH, rows, budget))) / size)] * size
 
 
 def test_one_rank_is_one_process() -> None:
-    ranks = Ranks.start(1)
+    ranks = WorkerGroup.start(1)
     local, ranked, _ = pair(ranks, pg.GSPO)
     expected, found = (values(learned(learner, pg.GSPO)) for learner in (local, ranked))
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -181,7 +183,7 @@ def test_a_signal_waits_for_what_all_processes_do() -> None:
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        with controller.not_in_its_midst():
+        with controller.defer_signals():
             signal.raise_signal(signal.SIGTERM)
             assert came == []
         assert came == [signal.SIGTERM]
@@ -192,32 +194,32 @@ def test_a_signal_waits_for_what_all_processes_do() -> None:
 
 def test_weights_in_four_bits_are_refused() -> None:
     whole = model()
-    check_model(whole)
+    check_shardable(whole)
     whole.is_quantized = True  # type: ignore[assignment]
     with pytest.raises(pg.ConfigError, match=r"quantised, and are not spread.*learner\.ranks 1"):
-        check_model(whole)
+        check_shardable(whole)
 
 
 def test_a_trust_region_of_a_model_without_forward_mode_is_refused() -> None:
     """One process takes the derivative of reverse mode there, which FSDP does not have."""
     bloom = tf.BloomForCausalLM(tf.BloomConfig(**PLAIN, hidden_size=8, n_layer=1, n_head=2)).eval()
-    ranks = Ranks.start(1)
+    ranks = WorkerGroup.start(1)
     with pytest.raises(pg.ConfigError, match=r"no forward mode.*learner\.ranks 1"):
-        RankedLearner.of(ranks, bloom, replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None), **HOW)
+        FsdpController.of(ranks, bloom, replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None), **HOW)
     ranks.close()
 
 
 @pytest.mark.parametrize("options", [{"lora": "rank=4,bits=4"}, {"device": "cuda:1"}], ids=str)
 def test_options_of_one_process_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
-        pg.Run(learner=pg.LearnerConfig(ranks=2, **options))
+        pg.Run(learner=pg.LearnerConfig(world_size=2, **options))
     with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
-        pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(ranks=2, **options))
+        pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(world_size=2, **options))
 
 
 def test_the_number_of_ranks() -> None:
     with pytest.raises(pg.ConfigError, match=r"learner\.ranks must be at least 1, not 0"):
-        pg.LearnerConfig(ranks=0)
+        pg.LearnerConfig(world_size=0)
     with pytest.raises(pg.ConfigError, match=r"learner\.routing_replay replays .*, and sft samples nothing"):
         pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(routing_replay=True))
 
@@ -226,7 +228,7 @@ def test_what_no_pickle_holds_is_refused_before_anybody_hears_of_it() -> None:
     with pytest.raises(
         pg.ConfigError, match=r"cannot be sent to the other processes \(.*lock.*\): .*learner\.ranks to 1"
     ):
-        Ranks.tell(SimpleNamespace(), threading.Lock())  # type: ignore[arg-type]
+        WorkerGroup.broadcast_object(SimpleNamespace(), threading.Lock())  # type: ignore[arg-type]
 
 
 def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,16 +242,16 @@ def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torchrun_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks_of(3) == 3
-    check_alone(1)
+    assert resolve_world_size(3) == 3
+    check_not_torchrun(1)
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert ranks_of(1) == ranks_of(2) == 2
-    check_alone(2)
+    assert resolve_world_size(1) == resolve_world_size(2) == 2
+    check_not_torchrun(2)
     with pytest.raises(pg.ConfigError, match=r"torchrun has started 2 processes, and learner\.ranks is 3"):
-        ranks_of(3)
+        resolve_world_size(3)
     with pytest.raises(pg.ConfigError, match="each would do the whole run"):
-        check_alone(1)
+        check_not_torchrun(1)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(pg.ConfigError, match="each would do the whole run"):
-        check_alone(2)
+        check_not_torchrun(2)

@@ -21,7 +21,7 @@ def test_an_update_is_that_of_one_process_up_to_rounding() -> None:
     """With AdamW's ε at 1 a step is about linear in the gradient."""
     with started(2) as ranks:
         for algorithm in (pg.DR_GRPO, pg.GRPO):  # the second reads a reference
-            chosen = algorithm.with_budget(6)
+            chosen = algorithm.with_max_tokens(6)
             local, ranked, _ = pair(ranks, chosen, make=partial(model, torch.bfloat16))
             before = {name: x.clone() for name, x in local.state()[0].items() if name.startswith("weights/")}
             for learner in (local, ranked):

@@ -12,17 +12,17 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.ranked import BATCH, HOW, learned, model, started
-from policygrad.learners.fsdp.controller import RankedLearner
+from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.learners.fsdp.learner import FsdpLearner
-from policygrad.learners.fsdp.processes import Ranks
+from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.weight_sync.base import Gathered, PassedError
+from policygrad.weight_sync.base import LazyStateDict, StaleWeightsError
 
-ALGORITHM = pg.DR_GRPO.with_budget(6)
+ALGORITHM = pg.DR_GRPO.with_max_tokens(6)
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
+def ranks() -> Iterator[WorkerGroup]:
     """Two."""
     gc.collect()
     gc.freeze()  # what other tests have left is not looked through for each parameter
@@ -47,27 +47,29 @@ def held(learner: FsdpLearner) -> list[int]:
             local = getattr(x, "_local_tensor", x)
             if local.device.type == "cpu" and local.untyped_storage().nbytes():
                 found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return learner.ranks.gathered(sum(found.values()))
+    return learner.workers.all_gather(sum(found.values()))
 
 
 @pytest.mark.slow
-def test_no_process_has_more_than_its_share_and_one_parameter(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_has_more_than_its_share_and_one_parameter(
+    ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted while each matrix is there: what both have at most is less than the model, of which rank 0 has the structure."""
     sizes = {"n_embd": 60, "n_inner": 120}
     whole, local = (model(torch.float32, **sizes) for _ in range(2))
     total, largest = (f(p.nbytes for p in whole.parameters()) for f in (sum, max))
     alone = LocalLearner(local, ALGORITHM, **HOW)
     before = held_here() - total  # beside the model that is spread now
-    ranked = RankedLearner.of(ranks, whole, ALGORITHM, streams=True, **HOW)
+    ranked = FsdpController.of(ranks, whole, ALGORITHM, streams=True, **HOW)
     assert all(p.is_meta for p in whole.parameters())
     tensors, most = ranked.publish().tensors, [0, 0]
-    assert isinstance(tensors, Gathered)
+    assert isinstance(tensors, LazyStateDict)
     assert [*tensors] == [name for name, _ in local.named_parameters()]
     for name in tensors:
         tensor = tensors[name]
         assert torch.equal(tensor, local.get_parameter(name))
         if tensor.dim() > 1:  # to count takes a while
-            now = ranked.do(held)
+            now = ranked.run_on_all(held)
             most = [max(most[0], now[0] - before), max(most[1], now[1])]
         del tensor
     share = 0.6 * total  # rows are not to be halved everywhere, and buffers are small
@@ -77,7 +79,7 @@ def test_no_process_has_more_than_its_share_and_one_parameter(ranks: Ranks, monk
     _follows_the_weights(alone, ranked)
 
 
-def _follows_the_weights(alone: LocalLearner, ranked: RankedLearner) -> None:
+def _follows_the_weights(alone: LocalLearner, ranked: FsdpController) -> None:
     """Logits too; and what was published before is gone."""
     old, ids = ranked.publish(), torch.tensor([[3, 4, 5], [5, 6, 0]])
     for learner in (alone, ranked):
@@ -92,7 +94,7 @@ def _follows_the_weights(alone: LocalLearner, ranked: RankedLearner) -> None:
     assert old.logits is not None
     assert torch.allclose(new.logits(ids), expected, atol=1e-5)
     for asked in (lambda: old.tensors["transformer.wte.weight"], lambda: old.logits(ids)):  # type: ignore[misc]
-        with pytest.raises(PassedError, match="the weights of version 0 have passed"):
+        with pytest.raises(StaleWeightsError, match="the weights of version 0 have passed"):
             asked()
     assert ranked.publish().version == 1  # and all go on
 

@@ -15,33 +15,33 @@ from doubles.algorithms import runnable
 from doubles.batches import branching
 from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
-from policygrad.learners.fsdp.processes import Ranks
-from policygrad.models.adapters import adapt
+from policygrad.learners.fsdp.processes import WorkerGroup
+from policygrad.models.adapters import add_adapters
 from policygrad.models.lora_config import Lora
 
-TWICE = pg.FirstOrder(epochs=2, minibatches=2)
+TWICE = pg.GradientSteps(epochs=2, minibatches=2)
 PARTS = {
     "vapo, its critic fitted": replace(pg.VAPO, critic=replace(pg.VAPO.critic, pretrain=0)),  # type: ignore[arg-type, type-var]
-    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
-    "exact norms": replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),)),
-    "exact KL to the old policy": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3),), step=TWICE),
+    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(backbone="policy", hidden=5)),
+    "exact norms": replace(pg.OPO, advantage=(pg.OptimalBaseline(norm="exact"),)),
+    "exact KL to the old policy": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3),), update_rule=TWICE),
     "exact KL to the reference": replace(pg.DR_GRPO, terms=(pg.ExactKLToReference(0.2),)),
     "exact KL to a teacher": replace(
-        runnable("distill"), terms=(pg.ExactKLToReference(0.2),), psi=(pg.TeacherLogRatio(0.0),)
+        runnable("distill"), terms=(pg.ExactKLToReference(0.2),), advantage=(pg.TeacherLogRatio(0.0),)
     ),
     "exact entropy": replace(pg.DR_GRPO, terms=(pg.ExactEntropy(0.1),)),
-    "a sampled Fisher matrix": replace(pg.TRPO, step=pg.TrustRegion(fisher="sampled", fisher_share=0.5)),
-    "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(every=1, reset=True)),
+    "a sampled Fisher matrix": replace(pg.TRPO, update_rule=pg.TrustRegion(fisher="sampled", fisher_fraction=0.5)),
+    "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(refresh_every=1, reset_optimizer=True)),
 }
 # The sign of log r is rounding's where r is 1: as after drawing by another policy it is not.
-APART = {"kl_cov": replace(pg.KL_COV, behaviour="sampler")}
+APART = {"kl_cov": replace(pg.KL_COV, old_policy="sampler")}
 TABLE = {name: runnable(name) for name in ALGORITHMS} | APART | PARTS
-COARSE = {name: 1e-10 for name, a in TABLE.items() if not a.step.uses_lr}
+COARSE = {name: 1e-10 for name, a in TABLE.items() if not a.update_rule.uses_lr}
 """Relative: ten steps of a conjugate gradient enlarge rounding, by up to the condition number of the Fisher matrix."""
 
 
 def compared(
-    ranks: Ranks,
+    ranks: WorkerGroup,
     algorithm: pg.Algorithm,
     tolerance: float = 1e-12,
     dtype: torch.dtype = torch.float64,
@@ -51,7 +51,7 @@ def compared(
     **changes: Any,
 ) -> None:
     """Metrics, and all that a checkpoint holds, after some steps."""
-    algorithm = algorithm.with_budget(6).at(algorithm.with_budget(6).init())
+    algorithm = algorithm.with_max_tokens(6).with_state(algorithm.with_max_tokens(6).init_state())
     local, ranked, whole = pair(ranks, algorithm, make, **changes)
     batch = branching(filled(algorithm, dtype)) if several else filled(algorithm, dtype)
     for _ in range(steps):
@@ -122,10 +122,10 @@ def direction(learner: Any) -> Tensor:
     return torch.cat([state[name].double().flatten() for name in names])
 
 
-def close(ranks: Ranks, algorithm: pg.Algorithm, tolerance: float) -> None:
+def close(ranks: WorkerGroup, algorithm: pg.Algorithm, tolerance: float) -> None:
     """The gradient of one update in float32, relative to its norm."""
-    algorithm = replace(algorithm, step=pg.FirstOrder()).with_budget(6)
-    algorithm = algorithm.at(algorithm.init())
+    algorithm = replace(algorithm, update_rule=pg.GradientSteps()).with_max_tokens(6)
+    algorithm = algorithm.with_state(algorithm.init_state())
     local, ranked, _ = pair(ranks, algorithm, partial(model, torch.float32))
     for learner in (local, ranked):
         learned(learner, algorithm, filled(algorithm, torch.float32))
@@ -141,8 +141,14 @@ def test_every_gradient_in_float32(size: int) -> None:
     """Of all that take gradient steps; later ones carry on what was rounded. Not vapo, whose first steps are its critic's (it is
     there with a fitted one), nor ppo_penalty, which wants several updates, nor references that are another model, in float64 here,
     or take the moments with them when they are renewed."""
-    named = {n: a for n, a in TABLE.items() if a.reference is None or not (a.reference.model or a.reference.reset)}
-    taken = {n: a for n, a in named.items() if isinstance(a.step, pg.FirstOrder) and n not in ("vapo", "ppo_penalty")}
+    named = {
+        n: a for n, a in TABLE.items() if a.reference is None or not (a.reference.model or a.reference.reset_optimizer)
+    }
+    taken = {
+        n: a
+        for n, a in named.items()
+        if isinstance(a.update_rule, pg.GradientSteps) and n not in ("vapo", "ppo_penalty")
+    }
     assert len(taken) >= 45
     with started(size) as ranks:
         assert failures({n: partial(close, ranks, a, FLOAT32.get(n, 1e-6)) for n, a in taken.items()}) == {}
@@ -150,7 +156,7 @@ def test_every_gradient_in_float32(size: int) -> None:
 
 def adapted(moved: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
     """With adapters of rank 3 in every linear layer."""
-    made = adapt(model(dtype), Lora(rank=3, alpha=6.0))
+    made = add_adapters(model(dtype), Lora(rank=3, alpha=6.0))
     for name, parameter in made.named_parameters():
         if moved and "lora_B" in name:
             nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
@@ -160,7 +166,7 @@ def adapted(moved: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
 LORA = {
     "grpo": pg.GRPO,
     "ppo": pg.PPO,
-    "trpo": replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None, step=pg.TrustRegion(iterations=3)),
+    "trpo": replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None, update_rule=pg.TrustRegion(cg_iters=3)),
     "prime": pg.PRIME,
     "exact norms": PARTS["exact norms"],
     "exact KL to the reference": PARTS["exact KL to the reference"],
@@ -181,7 +187,7 @@ def test_adapters_learn_as_in_one_process(size: int) -> None:
                 compared,
                 ranks,
                 algorithm,
-                1e-12 if algorithm.step.uses_lr else 1e-10,
+                1e-12 if algorithm.update_rule.uses_lr else 1e-10,
                 make=partial(adapted, moved),
                 steps=2,
                 config=pg.LearnerConfig(micro_tokens=24, lora="rank=3"),

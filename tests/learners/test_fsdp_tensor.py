@@ -19,13 +19,13 @@ from doubles.batches import branching
 from doubles.cut import llama, qwen3
 from doubles.ranked import agree, filled, learned, model, pair, started, values
 from policygrad.algorithms import ALGORITHMS
-from policygrad.learners.fsdp.controller import check_ranks
-from policygrad.learners.fsdp.processes import Ranks
-from policygrad.learners.fsdp.tensor_parallel import check_tensor, plan_of
+from policygrad.learners.fsdp.controller import check_fsdp_options
+from policygrad.learners.fsdp.processes import WorkerGroup
+from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel, resolve_tp_plan
 
 
 def compared(
-    ranks: Ranks,
+    ranks: WorkerGroup,
     algorithm: pg.Algorithm,
     make: Callable[..., nn.Module],
     tolerance: float = 1e-12,
@@ -35,8 +35,8 @@ def compared(
     **changes: Any,
 ) -> tuple[Any, Any, nn.Module]:
     """Metrics, and all that a checkpoint holds, after a step."""
-    algorithm = algorithm.with_budget(6).at(algorithm.with_budget(6).init())
-    config = pg.LearnerConfig(micro_tokens=24, ranks=ranks.size, tensor=2)
+    algorithm = algorithm.with_max_tokens(6).with_state(algorithm.with_max_tokens(6).init_state())
+    config = pg.LearnerConfig(micro_tokens=24, world_size=ranks.size, tensor_parallel=2)
     local, ranked, whole = pair(ranks, algorithm, make, **({"config": config} | changes))
     batch = branching(filled(algorithm, dtype)) if several else filled(algorithm, dtype)
     expected, found = (values(learned(learner, algorithm, batch)) for learner in (local, ranked))
@@ -57,21 +57,21 @@ def test_two_processes_that_share_every_layer_learn_as_one() -> None:
         ranked.restore(*local.state())
         agree(local, ranked, 0.0)
         for learner in (local, ranked):
-            learned(learner, pg.GRPO.with_budget(6))
+            learned(learner, pg.GRPO.with_max_tokens(6))
         agree(local, ranked)
         compared(ranks, pg.GRPO, qwen3)
 
 
-TWICE = pg.FirstOrder(epochs=2, minibatches=2)
+TWICE = pg.GradientSteps(epochs=2, minibatches=2)
 PARTS = {
-    "exact KLs": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3), pg.ExactKLToReference(0.2)), step=TWICE),
+    "exact KLs": replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(0.3), pg.ExactKLToReference(0.2)), update_rule=TWICE),
     "exact entropy": replace(pg.DR_GRPO, terms=(pg.ExactEntropy(0.1),)),
-    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(features="policy", hidden=5)),
-    "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(every=1, reset=True)),
+    "ppo, a head alone": replace(pg.PPO, critic=pg.Critic(backbone="policy", hidden=5)),
+    "a reference that is renewed": replace(pg.GRPO, reference=pg.Reference(refresh_every=1, reset_optimizer=True)),
 }
 
 
-TABLE = {name: runnable(name) for name in ALGORITHMS} | {"kl_cov": replace(pg.KL_COV, behaviour="sampler")} | PARTS
+TABLE = {name: runnable(name) for name in ALGORITHMS} | {"kl_cov": replace(pg.KL_COV, old_policy="sampler")} | PARTS
 """Of the sign of log r see `test_fsdp_matrix.py`."""
 
 
@@ -83,7 +83,7 @@ def test_every_algorithm_that_takes_gradient_steps_learns_as_in_one_process(size
     cases = {
         name: algorithm
         for name, algorithm in TABLE.items()
-        if algorithm.step.uses_lr and "score_norm" not in algorithm.needs
+        if algorithm.update_rule.uses_lr and "grad_logp_sq_norm" not in algorithm.needs
     }
     assert len(cases) > 0.8 * len(TABLE)
     with started(size) as ranks:
@@ -103,14 +103,14 @@ def test_episodes_of_several_texts_float32_rows_that_are_not_to_be_halved_and_re
         compared(ranks, pg.GRPO, llama, several=True)
         compared(ranks, pg.GRPO, partial(llama, intermediate_size=18))
         compared(ranks, pg.GRPO, partial(llama, torch.float32), 1e-5, torch.float32)
-        config = pg.LearnerConfig(micro_tokens=24, ranks=4, tensor=2, gradient_checkpointing=True)
+        config = pg.LearnerConfig(micro_tokens=24, world_size=4, tensor_parallel=2, gradient_checkpointing=True)
         compared(ranks, pg.GRPO, qwen3, config=config)
 
 
 def test_what_is_not_cut_is_refused() -> None:
     def refused(make: Any, words: str, size: int = 2, algorithm: pg.Algorithm = pg.GRPO) -> None:
         with pytest.raises(pg.ConfigError, match=words):
-            check_tensor(make(), size, algorithm)
+            check_tensor_parallel(make(), size, algorithm)
 
     mixtral = partial(tf.MixtralConfig, num_local_experts=2)
     sizes = CONFIGS["qwen3"]().to_dict()
@@ -120,28 +120,28 @@ def test_what_is_not_cut_is_refused() -> None:
     refused(llama, r"learner\.tensor 4 does not divide num_key_value_heads, 2", 4)
     refused(partial(llama, intermediate_size=21), r"does not divide model\.layers\.0\.mlp\.gate_proj's outputs, 21")
     refused(llama, "TrustRegion looks at gradients in ways of its own", algorithm=pg.TRPO)
-    exact = replace(pg.OPO, psi=(pg.OptimalBaseline(norm="exact"),))
+    exact = replace(pg.OPO, advantage=(pg.OptimalBaseline(norm="exact"),))
     refused(llama, r"OptimalBaseline\(norm='exact'\) looks at gradients", algorithm=exact)
-    check_tensor(model(), 1, pg.TRPO)
+    check_tensor_parallel(model(), 1, pg.TRPO)
     with pytest.raises(pg.ConfigError, match=r"learner\.tensor 2 of 3 processes \(learner\.ranks\).*a divisor"):
-        check_ranks(pg.LearnerConfig(ranks=3, tensor=2), pg.GRPO)
+        check_fsdp_options(pg.LearnerConfig(world_size=3, tensor_parallel=2), pg.GRPO)
     with pytest.raises(pg.ConfigError, match=r"learner\.tensor must be at least 1, not 0"):
-        pg.LearnerConfig(tensor=0)
+        pg.LearnerConfig(tensor_parallel=0)
 
 
 def test_adapters_are_not_cut() -> None:
     pytest.importorskip("peft")
-    from policygrad.models.adapters import adapt
+    from policygrad.models.adapters import add_adapters
     from policygrad.models.lora_config import Lora
 
     with pytest.raises(pg.ConfigError, match=r"adapters \(learner\.lora\) are not cut"):
-        check_tensor(adapt(llama(), Lora(rank=2)), 2, pg.GRPO)
+        check_tensor_parallel(add_adapters(llama(), Lora(rank=2)), 2, pg.GRPO)
 
 
 def test_a_plan_names_modules_of_every_layer() -> None:
-    found = plan_of(llama())
+    found = resolve_tp_plan(llama())
     assert len(found) == 7 * 2
     assert found["model.layers.1.self_attn.q_proj"] == "colwise"
     assert found["model.layers.0.mlp.down_proj"] == "rowwise"
-    assert plan_of(qwen3())["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
-    assert plan_of(tf.GPT2LMHeadModel(tf.GPT2Config(**PLAIN, n_embd=8, n_layer=1, n_head=2))) == {}
+    assert resolve_tp_plan(qwen3())["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+    assert resolve_tp_plan(tf.GPT2LMHeadModel(tf.GPT2Config(**PLAIN, n_embd=8, n_layer=1, n_head=2))) == {}

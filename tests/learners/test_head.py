@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.learners.local import logprobs
-from policygrad.learners.local.logprobs import log_probability
+from policygrad.learners.local.logprobs import fused_log_probability
 
 STATES, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -45,7 +45,7 @@ def test_values_and_gradients_are_those_of_autograd(
     index = torch.cat([index, index + STATES, index + 2 * STATES])
     tokens = tokens.repeat(3)
     g, h = torch.randn(2, len(index), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found, seen = log_probability(many, linear, index, tokens, tau, entropy=entropy)
+    found, seen = fused_log_probability(many, linear, index, tokens, tau, entropy=entropy)
     logp, exact = plain(many, linear, index, tokens, tau)
     assert torch.allclose(found, logp, atol=1e-12)
     loss, truth = (g * found).sum(), (g * logp).sum()
@@ -67,7 +67,7 @@ def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_on
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
     g = torch.linspace(-1, 1, len(index), dtype=torch.float64)
-    found, _ = log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
+    found, _ = fused_log_probability(states, linear, index, tokens, 0.7, expected=g if right else g + 1e-9)
     leaves = [states, *linear.parameters()]
     got = torch.autograd.grad((g * found).sum(), leaves)
     expected = torch.autograd.grad((g * plain(states, linear, index, tokens, 0.7)[0]).sum(), leaves)
@@ -87,7 +87,7 @@ def test_what_there_is_room_for_is_not_computed_again(
     monkeypatch.setattr(logprobs, "WAITING", room)
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
-    found, _ = log_probability(many, linear, index, tokens, 0.7)
+    found, _ = fused_log_probability(many, linear, index, tokens, 0.7)
     first = torch.autograd.grad(found.sum(), [many, *linear.parameters()], retain_graph=True)
     assert len(products) == expected
     again = torch.autograd.grad(found.sum(), [many, *linear.parameters()])
@@ -108,7 +108,7 @@ def test_tokens_that_a_model_rules_out_have_no_part() -> None:
     states, linear, index, tokens = example(torch.float64, True)
     with torch.no_grad():
         linear.bias[5] = -torch.inf
-    logp, entropy = log_probability(states, linear, index, tokens, 1.0, entropy=True)
+    logp, entropy = fused_log_probability(states, linear, index, tokens, 1.0, entropy=True)
     assert entropy is not None
     for gradient in torch.autograd.grad(logp.sum() + entropy.sum(), [states, *linear.parameters()]):
         assert bool(gradient.isfinite().all())
@@ -117,17 +117,17 @@ def test_tokens_that_a_model_rules_out_have_no_part() -> None:
 def test_what_does_not_train_gets_no_gradient_and_no_graph_costs_nothing() -> None:
     states, linear, index, tokens = example(torch.float64, True)
     linear.requires_grad_(False)
-    logp, _ = log_probability(states, linear, index, tokens, 1.0)
+    logp, _ = fused_log_probability(states, linear, index, tokens, 1.0)
     logp.sum().backward()
     assert states.grad is not None
     assert linear.weight.grad is None
     with torch.no_grad():
-        assert not log_probability(states, linear, index, tokens, 1.0)[0].requires_grad
+        assert not fused_log_probability(states, linear, index, tokens, 1.0)[0].requires_grad
 
 
 def test_half_precision_sums_in_float32() -> None:
     states, linear, index, tokens = example(torch.bfloat16, False)
-    logp, _ = log_probability(states, linear, index, tokens, 1.0)
+    logp, _ = fused_log_probability(states, linear, index, tokens, 1.0)
     assert logp.dtype == torch.float32
     logp.sum().backward()
     double = linear.weight.detach().double().requires_grad_()

@@ -20,8 +20,8 @@ from policygrad.models.replica import load_reference
 from policygrad.models.tokenizer import load_tokenizer
 
 TAUGHT = replace(pg.DISTILL, reference=pg.Reference(model="a teacher"))
-EXACT = replace(TAUGHT, psi=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(0.7),))
-NO_FILTER = replace(pg.PRIME, filters=(), step=pg.FirstOrder())
+EXACT = replace(TAUGHT, advantage=(pg.TeacherLogRatio(0.0),), terms=(pg.ExactKLToReference(0.7),))
+NO_FILTER = replace(pg.PRIME, filters=(), update_rule=pg.GradientSteps())
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_the_exact_kl_to_the_teacher(
     batch = make_batch(3)
     learner = LocalLearner(model, EXACT, lr=0.0, steps=1, reference=teacher, config=LearnerConfig(micro_tokens=40))
     batch = learner.evaluate(batch, EXACT.needs)
-    learner.problem(batch, EXACT.advantages(batch), EXACT).accumulate()
+    learner.build_problem(batch, EXACT.compute_advantages(batch), EXACT).accumulate()
     got = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_a_policy_becomes_its_teacher(model: nn.Module, teacher: nn.Module) -> N
     found = []
     for _ in range(30):
         filled = learner.evaluate(batch, EXACT.needs)
-        found.append(-learner.update(filled, EXACT.advantages(filled), EXACT)["objective"].value)
+        found.append(-learner.update(filled, EXACT.compute_advantages(filled), EXACT)["objective"].value)
     assert found[-1] < 0.5 * found[0]
 
 
@@ -141,7 +141,7 @@ def evaluated(learner: LocalLearner, batch: pg.Batch) -> pg.Batch:
 
 def rollout(learner: LocalLearner, batch: pg.Batch) -> dict:  # type: ignore[type-arg]
     batch = evaluated(learner, batch)
-    return learner.update(batch, NO_FILTER.advantages(batch), NO_FILTER)
+    return learner.update(batch, NO_FILTER.compute_advantages(batch), NO_FILTER)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}], ids=str)

@@ -19,7 +19,7 @@ from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.learners.local.updates import LocalGradientProblem
 from policygrad.models.loading import load_model
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
 
@@ -42,7 +42,7 @@ def learner_for(
 )
 def test_schedule(schedule: str, factors: list[float]) -> None:
     config = OptimizerConfig(schedule=schedule, warmup=2)
-    assert [config.rate(step, 6) for step in range(6)] == pytest.approx(factors, abs=1e-5)
+    assert [config.lr_factor(step, 6) for step in range(6)] == pytest.approx(factors, abs=1e-5)
 
 
 def test_clips_to_the_norm_and_reports_it_before() -> None:
@@ -76,7 +76,7 @@ def test_bf16_keeps_what_a_bf16_weight_cannot_hold() -> None:
     optimizer = Optimizer(model, OptimizerConfig(clip=0), lr=1e-4, total=100)
     for _ in range(100):
         model.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
-        optimizer.collect()
+        optimizer.accumulate_master_grads()
         optimizer.step()
     (master,) = optimizer.masters.values()
     assert float(master.detach()) == pytest.approx(0.99, abs=1e-4)
@@ -92,10 +92,10 @@ def test_update_moves_the_weights_alike(random_model: Path, options: dict[str, o
     batch = float_batch()
     plain, other = learner_for(random_model), learner_for(random_model, **options)  # type: ignore[arg-type]
     algorithm = pg.DR_GRPO
-    psi = algorithm.advantages(batch)
+    psi = algorithm.compute_advantages(batch)
     norms = []
     for learner in (plain, other):
-        problem = learner.problem(batch, psi, algorithm)
+        problem = learner.build_problem(batch, psi, algorithm)
         problem.accumulate()
         masters = learner.optimizer.masters.values()
         norms.append(torch.cat([m.grad.flatten() for m in masters if m.grad is not None]))
@@ -111,17 +111,17 @@ def test_recomputed_activations_leave_the_cache_to_the_sampler(random_model: Pat
     calls: list[bool] = []
     attention = learner.model.model.layers[0].self_attn  # type: ignore[union-attr, index]
     attention.register_forward_hook(lambda *_: calls.append(learner.model.training))  # type: ignore[union-attr, operator]
-    learner.problem(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO).accumulate()
+    learner.build_problem(batch, pg.DR_GRPO.compute_advantages(batch), pg.DR_GRPO).accumulate()
     assert calls == [True, True]  # once forward, once more on the way back
     assert not learner.model.training
     sampler = LocalSampler(learner.model, frozenset({1}), 0)
-    (group,) = sample(sampler, [Context(torch.tensor([3, 4]), (0,))], 2, Sampling(max_tokens=3))
+    (group,) = sample(sampler, [Context(torch.tensor([3, 4]), (0,))], 2, SamplingParams(max_tokens=3))
     assert len(group) == 2
 
 
 def test_minibatches_are_whole_groups_and_each_epoch_sees_every_group_once(random_model: Path) -> None:
     batch = float_batch()
-    problem = learner_for(random_model).problem(batch, torch.ones(batch.mask.shape), pg.DR_GRPO)
+    problem = learner_for(random_model).build_problem(batch, torch.ones(batch.mask.shape), pg.DR_GRPO)
     orders = []
     for epoch in range(6):
         parts = problem.split(epoch, 2)
@@ -140,7 +140,7 @@ def test_minibatches_are_of_groups_that_have_something_left(random_model: Path) 
 
     def shares(*left: int) -> list[list[int]]:
         kept = replace(batch, mask=batch.mask & torch.isin(batch.group, torch.tensor(left))[:, None])
-        parts = learner.problem(kept, torch.ones(batch.mask.shape), pg.DR_GRPO).split(0, 4)
+        parts = learner.build_problem(kept, torch.ones(batch.mask.shape), pg.DR_GRPO).split(0, 4)
         return sorted(part.batch.group.unique().tolist() for part in parts)
 
     assert shares(0, 1, 2) == [[0], [1], [2]]
@@ -150,10 +150,10 @@ def test_minibatches_are_of_groups_that_have_something_left(random_model: Path) 
 
 def test_first_order_updates_need_the_gradient_problem_alone(random_model: Path) -> None:
     """A learner without curvature trains every algorithm that steps by gradients, to the same bit."""
-    batch, step = float_batch(), pg.FirstOrder(epochs=2, minibatches=2)
+    batch, step = float_batch(), pg.GradientSteps(epochs=2, minibatches=2)
     whole, part = learner_for(random_model), learner_for(random_model)
-    psi = pg.DR_GRPO.advantages(batch)
-    full = whole.problem(batch, psi, pg.DR_GRPO)
+    psi = pg.DR_GRPO.compute_advantages(batch)
+    full = whole.build_problem(batch, psi, pg.DR_GRPO)
     bare = LocalGradientProblem(networks=part.networks, batch=batch, psi=psi, algorithm=pg.DR_GRPO, seed=part.version)
     assert not hasattr(bare, "fisher")
     assert not hasattr(bare, "measured")
@@ -166,7 +166,7 @@ def test_first_order_updates_need_the_gradient_problem_alone(random_model: Path)
 def test_the_learning_rate_can_change_between_updates(random_model: Path) -> None:
     """It is the peak that the schedule multiplies; a step without one refuses it."""
     batch, config = float_batch(), OptimizerConfig(schedule="linear")
-    psi = pg.DR_GRPO.advantages(batch)
+    psi = pg.DR_GRPO.compute_advantages(batch)
     learner = LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=4, optimizer=config)
     assert learner.lr == 1e-3
     rates = []
@@ -180,7 +180,7 @@ def test_the_learning_rate_can_change_between_updates(random_model: Path) -> Non
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="at least 0 and finite"):
             learner.lr = wrong
-    natural = replace(pg.TRPO, psi=(pg.GroupMean(),), critic=None)
+    natural = replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None)
     learner = LocalLearner(load_model(str(random_model)), natural, lr=None, steps=1)
     assert learner.lr is None
     with pytest.raises(ValueError, match="has no learning rate"):
@@ -191,7 +191,7 @@ def test_the_objective_does_not_grow_with_the_number_of_updates(random_model: Pa
     """At a learning rate of 0 every epoch measures the same objective, and that is what a rollout reports."""
     batch, values = float_batch(), []
     for epochs in (1, 3):
-        algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=epochs))
+        algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=epochs))
         learner = LocalLearner(load_model(str(random_model)), algorithm, lr=0.0, steps=1)
         scored = learner.evaluate(batch, frozenset({"logp_old"}))
         values.append(learner.update(scored, scored.reward[:, None] * batch.mask, algorithm)["objective"].value)
@@ -207,7 +207,7 @@ def test_holds_a_reference_only_when_a_part_needs_one(random_model: Path) -> Non
     scored = learner.evaluate(batch, frozenset({"logp_ref"}))
     assert scored.logp_old is None
     assert scored.logp_ref is not None
-    learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
+    learner.update(scored, pg.GRPO.compute_advantages(scored), pg.GRPO)
     again = learner.evaluate(batch, frozenset({"logp_ref", "logp_old"}))
     assert torch.equal(again.logp_ref, scored.logp_ref)  # type: ignore[arg-type]  # the reference has not moved
     assert not torch.allclose(again.logp_old, scored.logp_ref)  # type: ignore[arg-type]  # the policy has
@@ -217,10 +217,10 @@ def test_without_any_gradient_no_step_is_taken(random_model: Path) -> None:
     """Equal rewards in every group: AdamW's momentum must not move the weights on a step that says nothing."""
     learner = learner_for(random_model)
     batch = float_batch()
-    learner.update(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO)
+    learner.update(batch, pg.DR_GRPO.compute_advantages(batch), pg.DR_GRPO)
     before = [p.detach().clone() for p in learner.model.parameters()]
     flat = replace(batch, reward=torch.full_like(batch.reward, 0.7))
-    metrics = learner.update(flat, pg.DR_GRPO.advantages(flat), pg.DR_GRPO)
+    metrics = learner.update(flat, pg.DR_GRPO.compute_advantages(flat), pg.DR_GRPO)
     assert metrics["updates/skipped"].value == 1
     assert metrics["completions/computed"].value == 0
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
@@ -228,7 +228,7 @@ def test_without_any_gradient_no_step_is_taken(random_model: Path) -> None:
 
 def test_state_round_trip_continues_bit_for_bit(random_model: Path) -> None:
     batch = float_batch()
-    psi = pg.DR_GRPO.advantages(batch)
+    psi = pg.DR_GRPO.compute_advantages(batch)
     one, two = learner_for(random_model), learner_for(random_model)
     one.update(batch, psi, pg.DR_GRPO)
     tensors, values = one.state()
@@ -263,10 +263,10 @@ def test_a_policy_step_never_moves_the_critic_nor_the_critic_the_policy(random_m
         assert learner.critic is not None
         forward = learner.critic.network
         before = [[p.detach().clone() for p in m.parameters()] for m in (model, forward)]
-        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
+        scored = algorithm.add_critic_targets(learner.evaluate(batch, algorithm.needs))
         assert scored.values is not None
         assert float(scored.values.abs().max()) == 0.0  # a head of zeros says V = 0
-        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+        metrics = learner.update(scored, algorithm.compute_advantages(scored), algorithm)
         after = [list(model.parameters()), list(forward.parameters())]
         moved = [
             any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(before, after, strict=True)
@@ -279,17 +279,17 @@ def test_a_critic_learns_the_returns_and_pretraining_ends_when_it_explains_them(
     """Rewards that depend on the prompt alone can be foreseen; the policy stands still until they are."""
     batch = float_batch()
     batch = replace(batch, reward=(batch.group % 2).float())
-    algorithm = replace(pg.PPO, shaping=(), critic=pg.Critic(lr=1e-2, lam=1.0, clip=0, pretrain=60, explained=0.9))
+    algorithm = replace(pg.PPO, shaping=(), critic=pg.Critic(lr=1e-2, lam=1.0, clip=0, pretrain=60, pretrain_until=0.9))
     learner = LocalLearner(load_model(str(random_model)), algorithm, lr=1e-2, steps=60)
     before = [p.detach().clone() for p in learner.model.parameters()]
-    state = algorithm.init()
+    state = algorithm.init_state()
     while state["critic"]["pretrain"]:
-        now = algorithm.at(state)
-        scored = now.with_targets(learner.evaluate(batch, now.needs))
-        metrics = learner.update(scored, now.advantages(scored), now)
+        now = algorithm.with_state(state)
+        scored = now.add_critic_targets(learner.evaluate(batch, now.needs))
+        metrics = learner.update(scored, now.compute_advantages(scored), now)
         assert "updates/taken" not in metrics
         assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
-        state = algorithm.update(state, scored, metrics)
+        state = algorithm.update_state(state, scored, metrics)
     assert metrics["explained_variance"].value >= 0.9
 
 
@@ -329,15 +329,15 @@ def a_step() -> pg.Batch:
 def test_a_gradient_is_the_same_twice_to_the_last_bit(batch: pg.Batch, times: int) -> None:
     """What a bitwise resume stands on, where several threads work on one sum: at the size of a real step, and with many terms
     in one sum."""
-    from policygrad.models.loading import resolve
+    from policygrad.models.loading import resolve_model
 
-    model = load_model(resolve("tiny"))
+    model = load_model(resolve_model("tiny"))
     learner = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1)
-    psi = pg.DR_GRPO.advantages(batch)
+    psi = pg.DR_GRPO.compute_advantages(batch)
 
     def gradient() -> torch.Tensor:
         model.zero_grad()
-        learner.problem(batch, psi, pg.DR_GRPO).accumulate()
+        learner.build_problem(batch, psi, pg.DR_GRPO).accumulate()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     first = gradient()
@@ -351,7 +351,7 @@ def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() 
     index, above = torch.zeros(400_000, dtype=torch.int64), torch.randn(400_000, 32, generator=generator)
 
     def gradient() -> torch.Tensor:
-        (found,) = torch.autograd.grad(forward.rows(states[None], index), states, above)
+        (found,) = torch.autograd.grad(forward.gather_positions(states[None], index), states, above)
         return found
 
     first = gradient()
@@ -362,20 +362,20 @@ def test_hidden_states_that_many_tokens_read_get_the_same_gradient_every_time() 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "sapo"])
 def test_the_papers_gates_act_from_a_rollouts_second_update_on(random_model: Path, name: str) -> None:
     """With one update per rollout every ratio is 1; with the paper's own number it is not, and the clips clip."""
-    algorithm = replace(pg.algorithm(name), filters=(), shaping=())
+    algorithm = replace(pg.get_algorithm(name), filters=(), shaping=())
     batch = float_batch()
     batch = replace(batch, reward=torch.linspace(0, 1, len(batch.group)))  # a best and a worst in every group
     moved = {}
-    for step in (pg.FirstOrder(), algorithm.step):
-        own = replace(algorithm, step=step)
+    for step in (pg.GradientSteps(), algorithm.update_rule):
+        own = replace(algorithm, update_rule=step)
         learner = LocalLearner(load_model(str(random_model)), own, lr=0.02, steps=1)
         filled = learner.evaluate(batch, own.needs)
-        metrics = learner.update(filled, own.advantages(filled), own)
+        metrics = learner.update(filled, own.compute_advantages(filled), own)
         clipped = metrics["clip_ratio/low"].value + metrics["clip_ratio/high"].value if name != "sapo" else 0.0
         moved[step.updates] = (metrics["updates/taken"].value, clipped)
     assert moved[1] == (1.0, 0.0)
-    assert moved[algorithm.step.updates][0] == 3.0  # three groups, a minibatch each
-    assert name == "sapo" or moved[algorithm.step.updates][1] > 0
+    assert moved[algorithm.update_rule.updates][0] == 3.0  # three groups, a minibatch each
+    assert name == "sapo" or moved[algorithm.update_rule.updates][1] > 0
 
 
 @dataclass(frozen=True)

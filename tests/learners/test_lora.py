@@ -18,10 +18,10 @@ from policygrad.errors import ConfigError, ModelError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models import adapters
-from policygrad.models.adapters import adapt, adapters_of, merged, untouched
+from policygrad.models.adapters import adapter_configs, add_adapters, is_initial_adapter, merge_adapters
 from policygrad.models.loading import load_model
-from policygrad.models.lora_config import Lora, parse
-from policygrad.models.replica import own, replica
+from policygrad.models.lora_config import Lora, parse_lora
+from policygrad.models.replica import clone_model, unshared_parameters
 
 pytest.importorskip("peft")
 
@@ -30,7 +30,7 @@ SCALE = 2.0
 
 
 def adapted(folder: Path, dtype: torch.dtype = torch.float32, lora: Lora = LORA, *, moved: bool = True) -> nn.Module:
-    model = adapt(load_model(str(folder)).to(dtype), lora)
+    model = add_adapters(load_model(str(folder)).to(dtype), lora)
     for name, parameter in model.named_parameters():
         if moved and "lora_B" in name:
             nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
@@ -44,7 +44,7 @@ def learner_for(model: nn.Module, algorithm: pg.Algorithm, lr: float | None = 1e
 def gradients(model: nn.Module, algorithm: pg.Algorithm, batch: pg.Batch, **options: Any) -> dict[str, Tensor]:
     learner = learner_for(model, algorithm, **options)
     batch = learner.evaluate(batch, algorithm.needs)
-    learner.problem(batch, algorithm.advantages(batch), algorithm).accumulate()
+    learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm).accumulate()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_the_weights_by_the_chain_rule(
     batch = make_batch(0)
     algorithm = replace(algorithm, reference=pg.Reference() if algorithm.reference else None)
     ours = adapted(random_model, torch.float64)
-    whole = merged(adapted(random_model, torch.float64)).requires_grad_(True)
+    whole = merge_adapters(adapted(random_model, torch.float64)).requires_grad_(True)
     found = gradients(ours, algorithm, batch, gradient_checkpointing=recompute)
     full = gradients(whole, algorithm, batch)
     assert {name.split("lora_")[-1] for name in found} == {"A.default.weight", "B.default.weight"}
@@ -77,7 +77,7 @@ def test_an_evaluation_is_the_models_own_with_adapters_and_the_short_cuts_stay(r
     model = adapted(random_model, torch.float64)
     learner = learner_for(model, pg.GRPO)
     assert learner.evaluator.network.split_head
-    assert learner.evaluator.network.branches
+    assert learner.evaluator.network.use_tree
     batch = make_batch(1)
     found = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     assert found is not None
@@ -98,8 +98,8 @@ def test_the_reference_is_the_model_without_adapters_and_no_second_one(random_mo
     for _ in range(3):
         scored = learner.evaluate(batch, pg.GRPO.needs)
         assert torch.equal(scored.logp_ref, truth)  # type: ignore[arg-type]
-        learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
-    assert not untouched(model)
+        learner.update(scored, pg.GRPO.compute_advantages(scored), pg.GRPO)
+    assert not is_initial_adapter(model)
     assert not torch.equal(learner.evaluate(batch, frozenset({"logp_old"})).logp_old, truth)  # type: ignore[arg-type]
     base = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
@@ -108,12 +108,12 @@ def test_the_reference_is_the_model_without_adapters_and_no_second_one(random_mo
 
 
 def test_a_reference_that_is_taken_anew_and_a_checkpoint_hold_adapters_only(random_model: Path) -> None:
-    algorithm = replace(pg.ITERATIVE_GRPO, reference=pg.Reference(every=2))
+    algorithm = replace(pg.ITERATIVE_GRPO, reference=pg.Reference(refresh_every=2))
     batch = float_batch()
 
     def step(learner: LocalLearner) -> None:
         scored = learner.evaluate(batch, algorithm.needs)
-        learner.update(scored, algorithm.advantages(scored), algorithm)
+        learner.update(scored, algorithm.compute_advantages(scored), algorithm)
 
     learner = learner_for(adapted(random_model, moved=False), algorithm)
     for _ in range(3):
@@ -146,8 +146,8 @@ def test_a_critic_and_a_reward_model_train_adapters_and_a_head_of_their_own(rand
     learner = learner_for(model, algorithm)
     before = {n: p.detach().clone() for n, p in learner.critic.network.named_parameters()}  # type: ignore[union-attr]
     for _ in range(2):  # A has a gradient once B is not 0
-        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
-        learner.update(scored, algorithm.advantages(scored), algorithm)
+        scored = algorithm.add_critic_targets(learner.evaluate(batch, algorithm.needs))
+        learner.update(scored, algorithm.compute_advantages(scored), algorithm)
     moved = {n for n, p in learner.critic.network.named_parameters() if not torch.equal(p, before[n])}  # type: ignore[union-attr]
     assert moved == trained.keys()
     prime = learner_for(adapted(random_model, moved=False), pg.PRIME).reward_model
@@ -158,13 +158,13 @@ def test_a_critic_and_a_reward_model_train_adapters_and_a_head_of_their_own(rand
 
 def test_a_second_model_has_adapters_of_its_own(random_model: Path) -> None:
     model = adapted(random_model)
-    made = replica(model)
-    assert own(made, model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    made = clone_model(model)
+    assert unshared_parameters(made, model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     ids = torch.arange(4, 12)[None]
     with torch.no_grad():
         before = model(input_ids=ids).logits
         assert torch.equal(made(input_ids=ids).logits, before)
-        for parameter in own(made, model).values():
+        for parameter in unshared_parameters(made, model).values():
             parameter.add_(0.1)
         assert torch.equal(model(input_ids=ids).logits, before)
         assert not torch.equal(made(input_ids=ids).logits, before)
@@ -172,7 +172,7 @@ def test_a_second_model_has_adapters_of_its_own(random_model: Path) -> None:
 
 def test_the_draw_of_new_adapters_is_the_seeds_and_takes_no_other_number(random_model: Path) -> None:
     random = torch.get_rng_state()
-    first, again, other = (adapt(load_model(str(random_model)), LORA, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (add_adapters(load_model(str(random_model)), LORA, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), random)
     a, b, c = (
         dict(m.named_parameters())["model.layers.0.self_attn.q_proj.lora_A.default.weight"]
@@ -181,7 +181,7 @@ def test_the_draw_of_new_adapters_is_the_seeds_and_takes_no_other_number(random_
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     ids = torch.arange(4, 12)[None]
-    assert untouched(first)
+    assert is_initial_adapter(first)
     assert torch.equal(first(input_ids=ids).logits, load_model(str(random_model))(input_ids=ids).logits)
 
 
@@ -192,18 +192,18 @@ def test_adapters_are_in_float32_beside_weights_in_bfloat16(random_model: Path) 
     learner, batch = learner_for(model, pg.GRPO), float_batch()
     assert learner.optimizer.masters == learner.optimizer.parameters
     scored = learner.evaluate(batch, pg.GRPO.needs)
-    metrics = learner.update(scored, pg.GRPO.advantages(scored), pg.GRPO)
+    metrics = learner.update(scored, pg.GRPO.compute_advantages(scored), pg.GRPO)
     assert metrics["updates/taken"].value == 1
 
 
 def test_layers_by_name_and_the_head_too(random_model: Path) -> None:
     lora = Lora(rank=2, targets="q_proj+lm_head")
     with pytest.raises(ConfigError, match="'lm_head' shares the embedding's weights"):
-        adapt(load_model(str(random_model)), lora)
+        add_adapters(load_model(str(random_model)), lora)
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = tf.LlamaConfig(vocab_size=40, **shape, tie_word_embeddings=False, initializer_range=0.2)
-    model = adapt(tf.LlamaForCausalLM(config).eval(), lora)
+    model = add_adapters(tf.LlamaForCausalLM(config).eval(), lora)
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, std=0.2) if "lora_B" in name else None
     names = {n.rpartition(".lora_")[0].rpartition(".")[2] for n, p in model.named_parameters() if p.requires_grad}
@@ -234,14 +234,14 @@ def test_words_that_say_nothing_are_refused(text: str, says: str) -> None:
 
 
 def test_what_cannot_be_adapted_is_refused(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse("") is None
-    assert parse("rank=8, alpha=16,targets=q_proj+v_proj,bits=4") == Lora(8, 16.0, "q_proj+v_proj", 4)
+    assert parse_lora("") is None
+    assert parse_lora("rank=8, alpha=16,targets=q_proj+v_proj,bits=4") == Lora(8, 16.0, "q_proj+v_proj", 4)
     with pytest.raises(ConfigError, match=r"no layer 'query'.*down_proj"):
-        adapt(load_model(str(random_model)), Lora(targets="query"))
+        add_adapters(load_model(str(random_model)), Lora(targets="query"))
     with pytest.raises(ConfigError, match="has some, which train already"):
-        adapt(adapted(random_model), LORA)
+        add_adapters(adapted(random_model), LORA)
     with pytest.raises(ConfigError, match="no model of transformers'"):
-        adapt(nn.Linear(2, 2), LORA)
+        add_adapters(nn.Linear(2, 2), LORA)
     with pytest.raises(ConfigError, match="leave one of them empty"):
         LearnerConfig(lora="rank=4", trainable="lm_head")
     with pytest.raises(ConfigError, match="this model has none"):
@@ -269,12 +269,12 @@ class Linear4bit(nn.Linear):
 def test_four_bits_with_a_wrong_way_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Linear4bit(8, 4))
     with pytest.raises(ModelError, match="gives wrong gradients on this device"):
-        adapters.settle_bits(model)
+        adapters.check_4bit_gradients(model)
     monkeypatch.setattr(Linear4bit, "wrong", False)
     model[0].support_avx512bf16_for_cpu = True
-    adapters.settle_bits(model)
+    adapters.check_4bit_gradients(model)
     assert model[0].support_avx512bf16_for_cpu is False
-    adapters.settle_bits(nn.Sequential(nn.Linear(2, 2)))
+    adapters.check_4bit_gradients(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_a_model_of_pefts_own_is_taken_as_it_is(random_model: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_model_of_pefts_own_is_taken_as_it_is(random_model: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = load_model(peft.get_peft_model(load_model(str(random_model)), config))
     learner = learner_for(model, pg.GRPO)
-    assert adapters_of(model).keys() == {"default"}
+    assert adapter_configs(model).keys() == {"default"}
     assert all("lora_" in name for name in learner.optimizer.masters)
     assert learner.reference_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
 

@@ -19,10 +19,10 @@ from doubles.selecting import Loudest, OfTheGroup
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import Evaluator, Network, probe
+from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.packing import micro_tokens, pack
-from policygrad.learners.local.tree_attention import take_branches
+from policygrad.learners.local.packing import micro_batch_tokens, pack_micro_batches
+from policygrad.learners.local.tree_attention import enable_tree_attention
 from policygrad.models.loading import load_model
 
 
@@ -44,7 +44,7 @@ def test_every_completion_once_and_within_budget(seed: int, budget: int, whole: 
     batch = make_batch(seed)
     batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
     rows = batch.mask.any(1).nonzero().squeeze(1)
-    packs = list(pack(batch, rows, budget, whole=whole))
+    packs = list(pack_micro_batches(batch, rows, budget, keep_groups=whole))
     assert sorted(int(r) for p in packs for r in p.rows) == rows.tolist()
     groups = [set(batch.group[p.rows].tolist()) for p in packs]
     assert not whole or sum(map(len, groups)) == len(set.union(set(), *groups))
@@ -61,7 +61,7 @@ def test_a_tree_has_a_node_for_every_beginning_and_no_other(seed: int, budget: i
     """Its paths spell the texts; its nodes are as many as the texts have different beginnings, its group's alone where it is
     whole, and what predicts a token is the node of all that stands before it."""
     batch = make_batch(seed)
-    for p in pack(batch, batch.mask.any(1).nonzero().squeeze(1), budget, whole=whole):
+    for p in pack_micro_batches(batch, batch.mask.any(1).nonzero().squeeze(1), budget, keep_groups=whole):
         read = texts(batch, p.rows)
         spelt = {tuple(p.ids[path].tolist()) for path in p.paths}
         assert {text + (text[-1],) * (p.paths.shape[1] - len(text)) for text in read} == spelt
@@ -73,10 +73,10 @@ def test_a_tree_has_a_node_for_every_beginning_and_no_other(seed: int, budget: i
         for row, text in enumerate(read):
             size = len(batch.prompts[int(batch.group[p.rows[row]])])  # type: ignore[index]
             for t in p.mask[row].nonzero().flatten().tolist():
-                node = int(p.reading[p.predictor[row, t]])
+                node = int(p.predicting_nodes[p.predictor[row, t]])
                 assert before[node][: size + t] == text[: size + t]
                 assert int(p.positions[node]) == size + t - 1
-        assert torch.equal(p.paths.flatten()[p.standing], p.reading)
+        assert torch.equal(p.paths.flatten()[p.predicting_positions], p.predicting_nodes)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def test_log_probabilities_equal_the_definition(
     batch = replace(batch, mask=batch.mask & (torch.arange(batch.mask.shape[1]) == 0)) if short else batch
     truth = torch.where(batch.mask, naive_logp(model, batch, 0.8), 0)
     got = torch.zeros_like(truth)
-    assert take_branches(model)
-    for p in pack(batch, torch.arange(len(got)), budget, whole=whole):
+    assert enable_tree_attention(model)
+    for p in pack_micro_batches(batch, torch.arange(len(got)), budget, keep_groups=whole):
         got[p.rows] = Evaluator(Network(model, split, branches), 0.8)(p)
     assert torch.allclose(got, truth, atol=1e-10)
 
@@ -105,11 +105,11 @@ def test_log_probabilities_equal_the_definition(
 def test_texts_longer_than_a_window_are_read_as_texts(model: nn.Module) -> None:
     """There the model's own masks know what its local attention leaves out."""
     batch = make_batch(5)
-    (whole,) = pack(batch, torch.arange(len(batch.mask)), 10_000)
+    (whole,) = pack_micro_batches(batch, torch.arange(len(batch.mask)), 10_000)
     length = whole.paths.shape[1]
     for window, branches in ((length, True), (length - 1, False), (None, True)):
-        evaluator = Evaluator(Network(model, True, branches=True), 1.0, window)
-        assert evaluator.reading(whole).branches is branches
+        evaluator = Evaluator(Network(model, True, use_tree=True), 1.0, window)
+        assert evaluator.network_for(whole).use_tree is branches
 
 
 @pytest.mark.parametrize("branches", [False, True])
@@ -120,12 +120,12 @@ def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, bra
         logp = naive_logp(model, batch, 1.0)
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = replace(batch, logp_old=logp + 0.3 * noise, weight=noise.exp())
-    psi = algorithm.advantages(batch)
+    psi = algorithm.compute_advantages(batch)
     learner = LocalLearner(model, algorithm, lr=None, steps=1, config=LearnerConfig(micro_tokens=1))
-    network = replace(learner.evaluator.network, branches=branches)
+    network = replace(learner.evaluator.network, use_tree=branches)
     learner.networks = replace(learner.networks, policy=replace(learner.evaluator, network=network))
     learner.curvature = replace(learner.curvature, networks=learner.networks)
-    problem = learner.problem(batch, psi, algorithm)
+    problem = learner.build_problem(batch, psi, algorithm)
     gradient, _ = problem.gradient()
     out = torch.where(batch.mask, naive_logp(model, batch, 1.0), 0)
     expected = torch.autograd.grad(pg.surrogate(out, batch, psi, algorithm), list(model.parameters()))
@@ -137,9 +137,9 @@ def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, bra
 
 
 def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn.Module) -> None:
-    found = probe(model, 1.0)
+    found = build_evaluator(model, 1.0)
     assert found.network.split_head
-    assert found.network.branches
+    assert found.network.use_tree
 
     class Scaled(Wrapped):
         """A model whose logits are not its head's, and that keeps trees from its attention."""
@@ -151,9 +151,9 @@ def test_probe_finds_both_short_cuts_and_notices_when_they_do_not_hold(model: nn
             out.logits = out.logits / 2
             return out
 
-    refused = probe(Scaled(model), 1.0)
+    refused = build_evaluator(Scaled(model), 1.0)
     assert not refused.network.split_head
-    assert not refused.network.branches
+    assert not refused.network.use_tree
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Weighed(pg.Term):
     """A user's term: k = one of the batch's fields, whichever it is called."""
 
     field: str
-    aggregate: pg.SequenceSum = field(default_factory=pg.SequenceSum)
+    aggregation: pg.SequenceSum = field(default_factory=pg.SequenceSum)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -169,8 +169,8 @@ class Weighed(pg.Term):
             "logp_sampler",
             "version",
             "entropy",
-            "anchor",
-            "example",
+            "turn_state",
+            "example_id",
             "level",
             "levels",
             "baseline",
@@ -186,14 +186,14 @@ class Weighed(pg.Term):
         return self.score(out, batch, psi) * out.logp.detach()
 
 
-@pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens", "depth"}))
+@pytest.mark.parametrize("name", sorted({*PER_TOKEN, *PER_COMPLETION} - {"mask", "group", "tokens", "positions"}))
 def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Module, name: str) -> None:
     """Completions 0 and 1 have the same tokens and Ψ, and differ in one field, which a user's term reads."""
     batch = make_batch(5, holes=False)
     batch = replace(batch, mask=torch.ones_like(batch.mask))
     whole = batch.mask if name in PER_TOKEN else batch.mask[:, 0]
     bools = ("step_end", "truncated", "in_statistics", "selected", "demonstration")
-    whole_numbers = ("version", "anchor", "example", "level", "levels")
+    whole_numbers = ("version", "turn_state", "example_id", "level", "levels")
     kind = torch.bool if name in bools else torch.int64 if name in whole_numbers else torch.float64
     other = torch.zeros(whole.shape, dtype=kind)
     other[1] = 1
@@ -201,7 +201,7 @@ def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Modul
     algorithm = pg.Algorithm(terms=(Weighed(name),))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
     learner.optimizer.adam.zero_grad()
-    learner.problem(batch, psi, algorithm).accumulate()
+    learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     loss = pg.surrogate(naive_logp(model, batch, 1.0), batch, psi, algorithm)
@@ -244,7 +244,7 @@ def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -
 
 def test_a_gate_that_needs_its_whole_group_has_those_that_teach_nothing_too(model: nn.Module) -> None:
     """Ψ = 0 skips a completion only where its whole group goes with it."""
-    algorithm = pg.Algorithm("of the group", (pg.Accepted(),), pg.Token(), OfTheGroup(), pg.TokenMean())
+    algorithm = pg.Algorithm("of the group", (pg.RejectionSampling(),), pg.Token(), OfTheGroup(), pg.TokenMean())
     batch = make_batch(11)
     with torch.no_grad():
         logp = naive_logp(model, batch, 1.0)
@@ -252,11 +252,11 @@ def test_a_gate_that_needs_its_whole_group_has_those_that_teach_nothing_too(mode
     old = logp + 0.3 * torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64)
     right = torch.arange(len(batch.mask)) % 3 == 0
     batch = replace(batch, logp_old=old, reward=right.double())
-    psi = algorithm.advantages(batch)
+    psi = algorithm.compute_advantages(batch)
     assert bool(((psi == 0).all(1) & batch.mask.any(1)).any())
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
     learner.optimizer.adam.zero_grad()
-    learner.problem(batch, psi, algorithm).accumulate()
+    learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     out = pg.Forward(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0))
@@ -277,7 +277,7 @@ CHOOSING = {"selecting": replace(pg.GRPO, name="selecting", corrections=(Loudest
 def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, several: bool) -> None:
     """The learner's gradient, with every saving on, against autograd through the definition with none. several: completions fall
     back to an earlier token and go on from there; the definition reads each of their texts alone, the algorithm one row."""
-    algorithm = (ALGORITHMS | CHOOSING)[name].with_budget(6)
+    algorithm = (ALGORITHMS | CHOOSING)[name].with_max_tokens(6)
     batch = branching(make_batch(11)) if several else make_batch(11)
     with torch.no_grad():
         noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -286,19 +286,19 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, s
         for row in range(0, 11, 4):
             near[row + 1] = near[row]
     batch = replace(batch, logp_old=near, logp_ref=near.flip(1), values=near / 9, implicit_reward=near / 7)
-    batch = replace(batch, example=7 + batch.group, baseline=batch.group / 3)  # of a prompt, as a rollout fills them
+    batch = replace(batch, example_id=7 + batch.group, baseline=batch.group / 3)  # of a prompt, as a rollout fills them
     if "step_end" in algorithm.needs:  # a step per token; equal completions have equal steps
         batch = replace(batch, step_end=batch.mask, token_reward=(batch.tokens % 3).double() * batch.mask)
-    batch = algorithm.filtered(by_tokens(batch, algorithm.declared))
-    psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
+    batch = algorithm.apply_filters(by_tokens(batch, algorithm.all_needs))
+    psi, batch = algorithm.compute_advantages(batch), algorithm.add_critic_targets(batch)
     if algorithm.critic is not None:  # a policy that moves, also where its critic is fitted first
         algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
     learner.optimizer.adam.zero_grad()
-    metrics = learner.problem(batch, psi, algorithm).accumulate()
+    metrics = learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    entropy = naive_entropy(model, batch, 1.0).detach() if algorithm.select_needs else None
+    entropy = naive_entropy(model, batch, 1.0).detach() if algorithm.selection_needs else None
     out = pg.Forward(torch.where(batch.mask, naive_logp(model, batch, 1.0), 0), entropy=entropy)
     loss = pg.surrogate(out, batch, psi, algorithm)
     expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -306,7 +306,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, s
     assert largest > 1e-4
     for g, e in zip(got, expected, strict=True):
         assert e is None or float((g - e).abs().max()) <= 1e-6 * largest  # the model normalises in float32
-    plain = replace(learner.problem(batch, psi, algorithm), skip=False)  # what a benchmark compares with
+    plain = replace(learner.build_problem(batch, psi, algorithm), skip_inactive=False)  # what a benchmark compares with
     computed = plain.accumulate()["completions/computed"]
     for p, g in zip(model.parameters(), got, strict=True):
         assert p.grad is None or float((p.grad - g).abs().max()) <= 1e-6 * largest
@@ -318,9 +318,9 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, s
 
 def test_a_micro_batch_suits_the_device_and_the_model() -> None:
     model = torch.nn.Linear(10, 10)
-    assert micro_tokens(LearnerConfig(), model) == 2048
-    assert micro_tokens(LearnerConfig(micro_tokens=7), model) == 7
+    assert micro_batch_tokens(LearnerConfig(), model) == 2048
+    assert micro_batch_tokens(LearnerConfig(micro_tokens=7), model) == 7
     with torch.device("meta"):
         large = torch.nn.Linear(5000, 1000)
-    assert LearnerConfig().tokens_at("cpu", sum(p.numel() for p in large.parameters())) == 1024
-    assert micro_tokens(LearnerConfig(), large) == 16384  # no CPU
+    assert LearnerConfig().resolve_micro_tokens("cpu", sum(p.numel() for p in large.parameters())) == 1024
+    assert micro_batch_tokens(LearnerConfig(), large) == 16384  # no CPU

@@ -13,7 +13,15 @@ import pytest
 
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp import processes
-from policygrad.learners.fsdp.processes import HERE, MANY, Places, Ranks, check_devices, kill, started
+from policygrad.learners.fsdp.processes import (
+    LOCALHOST,
+    MAX_LOCAL_PROCESSES,
+    WorkerGroup,
+    WorkerLauncher,
+    check_devices,
+    kill_workers,
+    launch_worker,
+)
 
 RANK_0 = """
 import sys
@@ -27,7 +35,7 @@ sys.stdin.read()
 def test_a_process_ends_with_rank_0_before_they_are_connected() -> None:
     """It asks at a port for minutes at which nobody answers any more."""
     with socket.socket() as nobody:
-        nobody.bind((HERE, 0))
+        nobody.bind((LOCALHOST, 0))
         words = [sys.executable, "-c", RANK_0, str(nobody.getsockname()[1])]
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank_0:
             assert rank_0.stdout is not None
@@ -47,14 +55,14 @@ def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, mo
         (tmp_path / f"{name}.py").write_text(f"import sys; sys.stderr.write('{name} of the folder'); sys.exit(7)\n")
     monkeypatch.chdir(tmp_path)
     with socket.socket() as rank_0:
-        rank_0.bind((HERE, 0))
+        rank_0.bind((LOCALHOST, 0))
         rank_0.listen()
-        rank = started(HERE, rank_0.getsockname()[1], 1, 2)
+        rank = launch_worker(LOCALHOST, rank_0.getsockname()[1], 1, 2)
         try:
             while not select.select([rank_0], [], [], 0.1)[0]:  # it has imported what it needs, and connects
                 assert rank.poll() is None, "it took a module of the folder"
         finally:
-            kill([rank])
+            kill_workers([rank])
 
 
 class Started:
@@ -84,14 +92,16 @@ def test_a_signal_while_they_are_started_leaves_none() -> None:
         return found[-1]
 
     with pytest.raises(KeyboardInterrupt):
-        Ranks.start(4, Places(start))
+        WorkerGroup.start(4, WorkerLauncher(start))
     assert [other.over for other in found] == [True, True]
 
 
 def test_more_processes_than_a_machine_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes.os, "cpu_count", lambda: 2)
-    check_devices("cpu", MANY)
-    with pytest.raises(ConfigError, match=f"learner.ranks is 100000, .* 2 processors: give at most {MANY}"):
+    check_devices("cpu", MAX_LOCAL_PROCESSES)
+    with pytest.raises(
+        ConfigError, match=f"learner.world_size is 100000, .* 2 processors: give at most {MAX_LOCAL_PROCESSES}"
+    ):
         check_devices("cpu", 100000)
-    monkeypatch.setattr(processes.os, "cpu_count", lambda: 2 * MANY)
-    check_devices("cpu", 2 * MANY)
+    monkeypatch.setattr(processes.os, "cpu_count", lambda: 2 * MAX_LOCAL_PROCESSES)
+    check_devices("cpu", 2 * MAX_LOCAL_PROCESSES)

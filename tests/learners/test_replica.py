@@ -19,9 +19,9 @@ from doubles.models import Wrapped
 from policygrad.errors import ModelError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.adapters import adapters_of
-from policygrad.models.loading import load_model, resolve, without_dropout
-from policygrad.models.replica import copy_weights, replica
+from policygrad.models.adapters import adapter_configs
+from policygrad.models.loading import disable_dropout, load_model, resolve_model
+from policygrad.models.replica import clone_model, copy_weights
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def small(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype).eval()
     for module in model.modules():
-        without_dropout(module)
+        disable_dropout(module)
     return model
 
 
@@ -43,7 +43,7 @@ def with_adapters(names: tuple[str, ...] = ("default",)) -> nn.Module:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1)
     torch.manual_seed(0)
-    model = peft.get_peft_model(load_model(resolve("tiny")), config)
+    model = peft.get_peft_model(load_model(resolve_model("tiny")), config)
     for name in names[1:]:
         model.add_adapter(name, config)
     model.base_model.set_adapter(list(names))
@@ -66,7 +66,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_it_is_what_deepcopy_makes_sharing_what_stands_under_adapters_and_drawing_no_number(name: str) -> None:
     model = MODELS[name]()
     truth, random = copy.deepcopy(model), torch.get_rng_state()
-    made = replica(model)
+    made = clone_model(model)
     assert torch.equal(torch.get_rng_state(), random)
     for ours, theirs in ((made.named_parameters, truth.named_parameters), (made.named_buffers, truth.named_buffers)):
         expected, found = dict(theirs()), dict(ours())  # type: ignore[operator]
@@ -74,7 +74,7 @@ def test_it_is_what_deepcopy_makes_sharing_what_stands_under_adapters_and_drawin
         for key, tensor in expected.items():
             assert found[key].dtype == tensor.dtype
             assert torch.equal(found[key], tensor)
-    base = {p.data_ptr() for p in model.parameters() if not p.requires_grad} if adapters_of(model) else set()
+    base = {p.data_ptr() for p in model.parameters() if not p.requires_grad} if adapter_configs(model) else set()
     assert {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in made.parameters()} == base
     assert not any(p.requires_grad for p in made.parameters())
     assert not any(module.training for module in made.modules())
@@ -86,7 +86,7 @@ def test_it_is_what_deepcopy_makes_sharing_what_stands_under_adapters_and_drawin
 
 def test_weights_are_copied_again_where_the_model_has_moved() -> None:
     model = small("qwen3")
-    made = replica(model)
+    made = clone_model(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)
@@ -114,8 +114,8 @@ def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Pat
     made = learner(again)
     scored = made.evaluate(batch, algorithm.needs | {"logp_old", "logp_ref"})
     assert torch.equal(scored.logp_old, scored.logp_ref)  # type: ignore[arg-type]
-    scored = algorithm.with_targets(scored)
-    metrics = made.update(scored, algorithm.advantages(scored), algorithm)
+    scored = algorithm.add_critic_targets(scored)
+    metrics = made.update(scored, algorithm.compute_advantages(scored), algorithm)
     assert "kl_old" in metrics
     same = load_model(str(random_model))
     assert made.networks.old is not None
@@ -132,7 +132,7 @@ def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Pat
 )
 def test_what_is_no_second_model_is_refused(build: Callable[[], nn.Module], says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        replica(MODEL, build)
+        clone_model(MODEL, build)
 
 
 MODEL = small("qwen3")
@@ -142,7 +142,7 @@ def test_merged_adapters_are_refused() -> None:
     model = with_adapters()
     model.merge_adapter()  # type: ignore[operator]
     with pytest.raises(ModelError, match="unmerge_adapter"):
-        replica(model)
+        clone_model(model)
 
 
 def test_a_critics_backbone_recomputes_its_activations_where_the_policy_does(random_model: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_critics_backbone_recomputes_its_activations_where_the_policy_does(ran
     for recompute in (False, True):
         config = LearnerConfig(gradient_checkpointing=recompute)
         learner = LocalLearner(load_model(str(random_model)), algorithm, lr=0.0, steps=1, config=config)
-        scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
+        scored = algorithm.add_critic_targets(learner.evaluate(batch, algorithm.needs))
         assert learner.critic is not None
         seen: list[bool] = []
         attention = learner.critic.network.backbone.layers[0].self_attn  # type: ignore[union-attr, index]

@@ -21,7 +21,7 @@ from doubles.experts import EXPERTS, LAYERS, MODELS, built, drawn, shaken
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.moe_routing import Routing
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
 REPLAY = LearnerConfig(micro_tokens=60, routing_replay=True)
@@ -30,18 +30,18 @@ REPLAY = LearnerConfig(micro_tokens=60, routing_replay=True)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_sampler_tells_the_experts_of_every_token_it_has_read(name: str) -> None:
     model = built(name).float()
-    sampler, sampling = LocalSampler(model, frozenset({1}), 0, Routing.of(model)), Sampling(max_tokens=7)
+    sampler, sampling = LocalSampler(model, frozenset({1}), 0, Routing.for_model(model)), SamplingParams(max_tokens=7)
     prompts = [torch.tensor([3, 4, 5]), torch.tensor([6, 7, 8, 9, 10])]
     requests = [Request(prompts[i % 2], (i,), sampling, 7 - i) for i in range(4)]
     for request, found in zip(requests, asyncio.run(sampler.generate(requests)), strict=True):
-        assert found.routes is not None
-        with torch.no_grad(), Routing.of(model).recording():
-            model(input_ids=torch.cat([request.tokens, found.tokens])[None])
-            truth = Routing.of(model).take()
-        assert found.routes.shape == (len(request.tokens) + len(found.tokens), LAYERS[name], 2)
-        assert torch.equal(found.routes[:-1].sort(-1).values, truth[:-1].sort(-1).values)
-        assert (found.routes[-1] == -1).all()
-    assert asyncio.run(LocalSampler(model, frozenset({1}), 0).generate(requests[:1]))[0].routes is None
+        assert found.routed_experts is not None
+        with torch.no_grad(), Routing.for_model(model).recording():
+            model(input_ids=torch.cat([request.prompt_ids, found.tokens])[None])
+            truth = Routing.for_model(model).pop_recorded()
+        assert found.routed_experts.shape == (len(request.prompt_ids) + len(found.tokens), LAYERS[name], 2)
+        assert torch.equal(found.routed_experts[:-1].sort(-1).values, truth[:-1].sort(-1).values)
+        assert (found.routed_experts[-1] == -1).all()
+    assert asyncio.run(LocalSampler(model, frozenset({1}), 0).generate(requests[:1]))[0].routed_experts is None
 
 
 @contextmanager
@@ -70,11 +70,11 @@ def forced(model: nn.Module, routes: Tensor) -> Iterator[None]:
 
 def by_definition(model: nn.Module, batch: pg.Batch) -> Tensor:
     """log π [B, T], one completion at a time, each under its own experts."""
-    assert batch.experts is not None
+    assert batch.routed_experts is not None
     rows = []
     for row, group in enumerate(batch.group.tolist()):
-        with forced(model, torch.cat([batch.prompt_experts[group], batch.experts[row]])):
-            rows.append(naive_logp(model, replace(batch.select(torch.tensor([row])), experts=None), 1.0))
+        with forced(model, torch.cat([batch.prompt_routed_experts[group], batch.routed_experts[row]])):
+            rows.append(naive_logp(model, replace(batch.select(torch.tensor([row])), routed_experts=None), 1.0))
     return torch.cat(rows)
 
 
@@ -83,16 +83,16 @@ def test_what_is_replayed_is_the_choice_and_nothing_else() -> None:
     model = built("qwen3")
     batch = drawn(model, make_batch(3))
     shaken(model)
-    learner = LocalLearner(model, pg.DR_GRPO.with_budget(6), lr=0.0, steps=1, config=REPLAY)
+    learner = LocalLearner(model, pg.DR_GRPO.with_max_tokens(6), lr=0.0, steps=1, config=REPLAY)
     found = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     expected, live = by_definition(model, batch), naive_logp(model, batch, 1.0)
     where = batch.mask
     assert float((found - expected)[where].abs().max()) < 1e-6  # type: ignore[operator]
     assert float((live - expected)[where].abs().max()) > 1e-3  # or replaying would be nothing
-    algorithm = pg.DR_GRPO.with_budget(6)
-    psi = algorithm.advantages(batch)
-    metrics = learner.problem(batch, psi, algorithm).accumulate()
-    learner.evaluator.at_rest()
+    algorithm = pg.DR_GRPO.with_max_tokens(6)
+    psi = algorithm.compute_advantages(batch)
+    metrics = learner.build_problem(batch, psi, algorithm).accumulate()
+    learner.evaluator.release()
     assert 0.01 < metrics["routing/changed"].value < 0.9
     got = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -104,7 +104,7 @@ def test_what_is_replayed_is_the_choice_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_activations_take_the_same_experts(name: str) -> None:
-    algorithm = pg.DR_GRPO.with_budget(6)
+    algorithm = pg.DR_GRPO.with_max_tokens(6)
     gradients = []
     for recompute in (False, True):
         model = built(name)
@@ -112,7 +112,7 @@ def test_recomputed_activations_take_the_same_experts(name: str) -> None:
         shaken(model)
         config = replace(REPLAY, gradient_checkpointing=recompute)
         learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=config)
-        learner.problem(batch, algorithm.advantages(batch), algorithm).accumulate()
+        learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm).accumulate()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
     assert gradients[0].abs().max() > 1e-4
@@ -127,12 +127,12 @@ def test_a_run(tmp_path: Path) -> None:
     run = pg.Run(
         model=model,
         tokenizer=tokenizer,
-        algorithm=replace(pg.DR_GRPO, step=pg.FirstOrder(minibatches=2)),
+        algorithm=replace(pg.DR_GRPO, update_rule=pg.GradientSteps(minibatches=2)),
         steps=2,
         prompts_per_step=4,
         samples_per_prompt=4,
         lr=1e-2,
-        sampling=Sampling(max_tokens=6),
+        sampling=SamplingParams(max_tokens=6),
         learner=LearnerConfig(routing_replay=True),
         evaluation=replace(pg.Run().evaluation, problems=0),
         reward=(length,),
@@ -156,7 +156,7 @@ def test_refusals(tmp_path: Path) -> None:
         LocalLearner(model, pg.TRPO, lr=None, steps=1, config=REPLAY)
     learner, batch = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1, config=REPLAY), make_batch(3)
     with pytest.raises(pg.EngineError, match=r"the sampler does not tell them \(Generation.routes\)"):
-        learner.update(batch, pg.DR_GRPO.advantages(batch), pg.DR_GRPO)
-    Routing.of(model).replay(torch.zeros(3, 2, 2))
+        learner.update(batch, pg.DR_GRPO.compute_advantages(batch), pg.DR_GRPO)
+    Routing.for_model(model).replay(torch.zeros(3, 2, 2))
     with pytest.raises(pg.ModelError, match="experts of 3 tokens, and the router MixtralTopKRouter is called with 4"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))

@@ -16,12 +16,12 @@ import policygrad as pg
 from doubles.architectures import CONFIGS, PLAIN, long_batch
 from doubles.batches import make_batch, naive_logp
 from policygrad.learners.config import LearnerConfig
-from policygrad.learners.local.forward import probe
+from policygrad.learners.local.forward import build_evaluator
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.score_norms import ScoreNorms, matching
+from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
 from policygrad.models.loading import load_model
 
-RLOO = replace(pg.RLOO, psi=(pg.OptimalBaseline(),), shaping=())
+RLOO = replace(pg.RLOO, advantage=(pg.OptimalBaseline(),), shaping=())
 
 
 def naive_norms(model: nn.Module, batch: pg.Batch, temperature: float = 1.0, part: str = "") -> Tensor:
@@ -36,11 +36,11 @@ def naive_norms(model: nn.Module, batch: pg.Batch, temperature: float = 1.0, par
 
 
 def norms_of(model: nn.Module, temperature: float = 1.0, **config: Any) -> ScoreNorms:
-    return ScoreNorms.of(probe(model, temperature), LearnerConfig(**config))
+    return ScoreNorms.of(build_evaluator(model, temperature), LearnerConfig(**config))
 
 
 def scored(norms: ScoreNorms, batch: pg.Batch) -> Tensor:
-    found = norms.evaluate(batch).score_norm
+    found = norms.evaluate(batch).grad_logp_sq_norm
     assert found is not None
     return found
 
@@ -61,10 +61,10 @@ def gpt2() -> nn.Module:
 
 def ways(norms: ScoreNorms) -> Iterator[ScoreNorms]:
     """Together in micro-batches of several sizes, and one by one."""
-    assert norms.together
+    assert norms.batched
     for micro_tokens in (1, 40, 10_000):
         yield replace(norms, micro_tokens=micro_tokens)
-    yield replace(norms, together=False)
+    yield replace(norms, batched=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -84,7 +84,7 @@ def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     """Memory for three completions' gradients, then for one: then there is nothing to do together."""
     batch, norms, calls = make_batch(6), norms_of(gpt2), []
     truth, size = scored(norms, batch), sum(p.numel() for p in gpt2.parameters())
-    original = ScoreNorms._one_by_one
+    original = ScoreNorms._sequential_norms
     monkeypatch.setattr(ScoreNorms, "_one_by_one", lambda *a: calls.append(1) or original(*a))
     for at_once in (3, 1):
         monkeypatch.setattr("policygrad.learners.local.score_norms.CHUNK", at_once * size)
@@ -128,7 +128,7 @@ def test_frozen_parameters_have_no_part(random_model: Path) -> None:
 def test_a_pattern_that_finds_nothing_is_refused_with_names(llama: nn.Module) -> None:
     for pattern in ("lm_head", "layer[9]"):
         with pytest.raises(ValueError, match=r"no parameter.*embed_tokens\.weight.*tied") as error:
-            matching(llama, pattern)
+            select_parameters(llama, pattern)
         assert repr(pattern) in str(error.value)
     with pytest.raises(ValueError, match=r"score_parameters '\(' is no regular expression"):
         LearnerConfig(score_parameters="(")
@@ -146,7 +146,7 @@ def test_what_stands_beside_the_sampled_tokens_is_never_read(gpt2: nn.Module) ->
         batch, tokens=torch.where(batch.mask, batch.tokens, 1), logp_ref=nan, reward=batch.reward + torch.nan
     )
     filled = norms.evaluate(other)
-    assert torch.equal(filled.score_norm, truth)  # type: ignore[arg-type]
+    assert torch.equal(filled.grad_logp_sq_norm, truth)  # type: ignore[arg-type]
     assert filled.logp_ref is nan
 
 
@@ -168,7 +168,7 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(tmp_path)
     model, batch = load_model(str(tmp_path)), long_batch()
     norms = norms_of(model)
-    assert norms.together == (name != "bloom")  # its activation is an autograd.Function that vmap does not take
+    assert norms.batched == (name != "bloom")  # its activation is an autograd.Function that vmap does not take
     torch.testing.assert_close(scored(norms, batch), naive_norms(model, batch), rtol=1e-4, atol=0)
 
 
@@ -177,13 +177,13 @@ def test_the_learner_fills_them_when_they_are_needed_and_leaves_no_gradient(rand
     for config in (LearnerConfig(), LearnerConfig(gradient_checkpointing=True)):
         learner = LocalLearner(load_model(str(random_model)), RLOO, lr=1e-3, steps=1, config=config)
         assert learner.norms is not None
-        assert learner.norms.together != config.gradient_checkpointing
+        assert learner.norms.batched != config.gradient_checkpointing
         filled = learner.evaluate(batch, RLOO.needs)
         truth = naive_norms(learner.model, batch)
-        torch.testing.assert_close(filled.score_norm, truth, rtol=1e-3, atol=0)
+        torch.testing.assert_close(filled.grad_logp_sq_norm, truth, rtol=1e-3, atol=0)
         assert all(p.grad is None for p in learner.model.parameters())
         assert not learner.model.training
-    assert learner.evaluate(batch, frozenset()).score_norm is None
+    assert learner.evaluate(batch, frozenset()).grad_logp_sq_norm is None
     assert LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=1).norms is None
 
 
@@ -200,9 +200,9 @@ def test_a_run_with_exact_norms_resumes_bit_for_bit(random_model: Path, tmp_path
         prompts_per_step=3,
         samples_per_prompt=6,
         lr=3e-3,
-        sampling=pg.Sampling(max_tokens=6),
+        sampling=pg.SamplingParams(max_tokens=6),
         learner=LearnerConfig(score_parameters="mlp"),
-        evaluation=pg.Evaluation(problems=0),
+        evaluation=pg.EvaluationConfig(problems=0),
     )
     plain = replace(base, algorithm=replace(pg.RLOO, shaping=()), learner=LearnerConfig())
     ends = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from policygrad.learners.local import tree_attention
-from policygrad.learners.local.tree_attention import Tree, attention
+from policygrad.learners.local.tree_attention import AttentionTree, tree_attention
 
 
 @st.composite
@@ -41,7 +41,7 @@ def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch,
             shared[row] = sum(text[: i + 1] in seen for i in range(len(text)))
             seen |= {text[: i + 1] for i in range(len(text))}
         q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
-        found, _ = attention(nn.Module(), q, k, v, None, tree=Tree.of(paths, lengths, shared))
+        found, _ = tree_attention(nn.Module(), q, k, v, None, tree=AttentionTree.of(paths, lengths, shared))
         assert found.shape == (1, len(nodes), 2, 4)
         expected = torch.zeros_like(found)
         for text in texts:
@@ -62,9 +62,9 @@ def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch,
 def test_texts_of_one_shape_are_one_call_and_a_long_one_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = np.stack([np.r_[0:4, 4 + 2 * i : 6 + 2 * i] for i in range(3)])
     lengths, shared = np.full(3, 6), np.array([0, 4, 4])
-    found = Tree.of(paths, lengths, shared).blocks
+    found = AttentionTree.of(paths, lengths, shared).blocks
     assert [(tuple(b.queries.shape), b.mask is None) for b in found] == [((1, 6), True), ((2, 2), False)]
     monkeypatch.setattr(
         tree_attention, "_BLOCK", 11
     )  # a mask of 2 × 6 is too large: its queries begin at the beginning
-    assert all(b.mask is None for b in Tree.of(paths, lengths, shared).blocks)
+    assert all(b.mask is None for b in AttentionTree.of(paths, lengths, shared).blocks)

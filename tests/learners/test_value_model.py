@@ -14,10 +14,10 @@ from doubles.batches import float_batch, make_batch, naive_logp
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.networks import ValueModel
-from policygrad.learners.local.packing import pack
+from policygrad.learners.local.packing import pack_micro_batches
 from policygrad.models.loading import load_model
 
-POLICY = pg.Critic(features="policy", lr=1e-2)
+POLICY = pg.Critic(backbone="policy", lr=1e-2)
 
 
 def with_critic(critic: pg.Critic, **changes: object) -> pg.Algorithm:
@@ -37,8 +37,8 @@ def critic_of(learner: LocalLearner) -> ValueModel:
 
 
 def rollout(learner: LocalLearner, algorithm: pg.Algorithm, batch: pg.Batch) -> dict:  # type: ignore[type-arg]
-    scored = algorithm.with_targets(learner.evaluate(batch, algorithm.needs))
-    return learner.update(scored, algorithm.advantages(scored), algorithm)
+    scored = algorithm.add_critic_targets(learner.evaluate(batch, algorithm.needs))
+    return learner.update(scored, algorithm.compute_advantages(scored), algorithm)
 
 
 def copies(module: nn.Module) -> list[Tensor]:
@@ -74,24 +74,24 @@ def test_no_second_backbone_and_no_gradient_into_the_policy(random_model: Path) 
     assert sum(p.numel() for p in network.parameters()) == width + 1
     assert not {id(p) for p in network.parameters()} & {id(p) for p in learner.model.parameters()}
     nn.init.normal_(network.head.weight)  # type: ignore[arg-type, union-attr]
-    scored = algorithm.with_targets(learner.evaluate(float_batch(), algorithm.needs))
+    scored = algorithm.add_critic_targets(learner.evaluate(float_batch(), algorithm.needs))
     assert algorithm.critic is not None
     critic_of(learner).accumulate(scored, algorithm.critic)
     assert all(p.grad is None for p in learner.model.parameters())
     assert all(p.grad is not None for p in network.parameters())
 
 
-@pytest.mark.parametrize("features", ["own", "policy"])
+@pytest.mark.parametrize("backbone", ["separate", "policy"])
 def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path, features: str) -> None:
     """Packed, prompts shared and equal completions once, against one completion at a time: Σ ½(V − R)²/N, no saving at all."""
-    critic = pg.Critic(features=features, clip=0.0, lam=1.0)  # type: ignore[arg-type]
+    critic = pg.Critic(backbone=features, clip=0.0, lam=1.0)  # type: ignore[arg-type]
     algorithm = with_critic(critic)
     model = load_model(str(random_model)).double()
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
     network = critic_of(learner).network
     nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
     batch = make_batch(4)
-    scored = algorithm.with_targets(critic_of(learner).evaluate(batch))
+    scored = algorithm.add_critic_targets(critic_of(learner).evaluate(batch))
     critic_of(learner).accumulate(scored, critic)
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in network.parameters()]
     network.zero_grad()
@@ -99,11 +99,11 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
     assert batch.tokens is not None
     assert batch.prompts is not None
     assert scored.returns is not None
-    trunk = network.backbone if features == "own" else model.get_decoder()  # type: ignore[operator]
+    trunk = network.backbone if features == "separate" else model.get_decoder()  # type: ignore[operator]
     for i in range(len(batch.mask)):
         prompt = batch.prompts[int(batch.group[i])]
         states = trunk(input_ids=torch.cat([prompt, batch.tokens[i]])[None]).last_hidden_state[0, len(prompt) - 1 : -1]
-        values = network.head(states if features == "own" else states.detach()).squeeze(-1)  # type: ignore[operator]
+        values = network.head(states if features == "separate" else states.detach()).squeeze(-1)  # type: ignore[operator]
         loss = loss + (0.5 * (values - scored.returns[i]) ** 2)[batch.mask[i]].sum() / batch.mask.sum()
     expected = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
     largest = max(float(e.abs().max()) for e in expected if e is not None)
@@ -113,11 +113,11 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
         )  # the model normalises and V is kept in float32
 
 
-@pytest.mark.parametrize("features", ["own", "policy"])
+@pytest.mark.parametrize("backbone", ["separate", "policy"])
 @pytest.mark.parametrize("micro_tokens", [16, 4096])
 def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, features: str, micro_tokens: int) -> None:
     """V of the state after the last sampled token, one completion at a time; 0 for what has ended or has no token."""
-    algorithm = with_critic(pg.Critic(features=features), psi=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
+    algorithm = with_critic(pg.Critic(backbone=features), psi=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
     learner = learner_of(random_model, algorithm, micro_tokens=micro_tokens)
     network = critic_of(learner).network
     nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
@@ -129,7 +129,7 @@ def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, features: 
     assert found.bootstrap is not None
     assert batch.tokens is not None
     assert batch.prompts is not None
-    trunk = network.backbone if features == "own" else learner.model.get_decoder()  # type: ignore[operator]
+    trunk = network.backbone if features == "separate" else learner.model.get_decoder()  # type: ignore[operator]
     for i in range(len(batch.mask)):
         expected = torch.zeros(())
         if bool(cut[i] & batch.mask[i].any()):
@@ -149,14 +149,14 @@ def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, features: 
 def test_pretraining_on_the_policys_states_explains_what_the_prompt_decides(random_model: Path, hidden: int) -> None:
     batch = float_batch()
     batch = replace(batch, reward=(batch.group % 2).float())
-    algorithm = with_critic(replace(POLICY, lr=3e-2, lam=1.0, pretrain=60, explained=0.9, hidden=hidden))
+    algorithm = with_critic(replace(POLICY, lr=3e-2, lam=1.0, pretrain=60, pretrain_until=0.9, hidden=hidden))
     learner = learner_of(random_model, algorithm)
-    before, rollouts, state = copies(learner.model), 0, algorithm.init()
+    before, rollouts, state = copies(learner.model), 0, algorithm.init_state()
     while state["critic"]["pretrain"]:
-        now = algorithm.at(state)
-        scored = now.with_targets(learner.evaluate(batch, now.needs))
-        metrics = learner.update(scored, now.advantages(scored), now)
-        state, rollouts = algorithm.update(state, scored, metrics), rollouts + 1
+        now = algorithm.with_state(state)
+        scored = now.add_critic_targets(learner.evaluate(batch, now.needs))
+        metrics = learner.update(scored, now.compute_advantages(scored), now)
+        state, rollouts = algorithm.update_state(state, scored, metrics), rollouts + 1
     assert same(before, learner.model)
     assert metrics["explained_variance"].value >= 0.9
     assert 1 < rollouts < 60
@@ -167,10 +167,10 @@ def test_pretraining_goes_over_each_rollout_several_times_without_the_clip(rando
     batch = float_batch()
     taken = []
     for pretrain in (0, 1):
-        algorithm = with_critic(pg.Critic(lr=1e-2, pretrain=pretrain), step=pg.FirstOrder())
+        algorithm = with_critic(pg.Critic(lr=1e-2, pretrain=pretrain), step=pg.GradientSteps())
         learner = learner_of(random_model, algorithm)
         rollout(learner, algorithm, batch)
-        taken.append(critic_of(learner).optimizer.taken)
+        taken.append(critic_of(learner).optimizer.num_updates)
     assert taken == [1, 4]
     values, old = torch.tensor([[0.9]]), torch.tensor([[0.2]])
     one = pg.Batch(
@@ -185,7 +185,7 @@ def test_pretraining_goes_over_each_rollout_several_times_without_the_clip(rando
 
 
 @pytest.mark.parametrize(
-    "critic", [POLICY, replace(POLICY, hidden=8), pg.Critic(pretrain=1)], ids=["linear", "hidden", "own"]
+    "critic", [POLICY, replace(POLICY, hidden=8), pg.Critic(pretrain=1)], ids=["linear", "hidden", "separate"]
 )
 def test_a_resumed_critic_goes_on_bit_for_bit(random_model: Path, critic: pg.Critic) -> None:
     algorithm, batch = with_critic(critic), float_batch()
@@ -202,17 +202,17 @@ def test_a_resumed_critic_goes_on_bit_for_bit(random_model: Path, critic: pg.Cri
 def test_the_critics_rate_follows_the_policys(random_model: Path) -> None:
     assert critic_of(learner_of(random_model, with_critic(pg.Critic()), lr=1e-3)).optimizer.lr == pytest.approx(1e-2)
     assert critic_of(learner_of(random_model, with_critic(pg.Critic(lr=3e-5)), lr=1e-3)).optimizer.lr == 3e-5
-    assert pg.Run(algorithm=pg.TRPO).resolved().algorithm.critic.lr == pytest.approx(1e-2 / 5**0.5)  # type: ignore[union-attr]
+    assert pg.Run(algorithm=pg.TRPO).resolve().algorithm.critic.lr == pytest.approx(1e-2 / 5**0.5)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"Critic\.lr is open"):
-        pg.Critic().rate(None)
+        pg.Critic().learning_rate(None)
 
 
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: pg.Critic(hidden=8), "set features='policy'"),
-        (lambda: pg.Critic(features="shared"), "'own' or 'policy', not 'shared'"),  # type: ignore[arg-type]
-        (lambda: pg.Critic(features="policy", hidden=-1), "Critic.hidden"),
+        (lambda: pg.Critic(hidden=8), "set backbone='policy'"),
+        (lambda: pg.Critic(backbone="shared"), "'separate' or 'policy', not 'shared'"),  # type: ignore[arg-type]
+        (lambda: pg.Critic(backbone="policy", hidden=-1), "Critic.hidden"),
         (lambda: pg.Critic(pretrain_epochs=0), "Critic.pretrain_epochs"),
     ],
 )
@@ -253,20 +253,20 @@ def test_the_learners_exact_terms_are_those_of_full_logits(
 ) -> None:
     """Packed, merged, in chunks of three tokens, Ψ = 0 everywhere: only the term moves, and every completion counts."""
     monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", chunk)
-    step = pg.FirstOrder(epochs=2)
-    algorithm = replace(pg.DR_GRPO, aggregate=pg.TokenMean(), terms=(EXACT[kind],), step=step)
+    step = pg.GradientSteps(epochs=2)
+    algorithm = replace(pg.DR_GRPO, aggregation=pg.TokenMean(), terms=(EXACT[kind],), update_rule=step)
     model, temperature = load_model(str(random_model)).double(), 0.8
     learner = LocalLearner(
         model, algorithm, lr=0.0, steps=1, temperature=temperature, config=LearnerConfig(micro_tokens=budget)
     )
     batch = make_batch(11)
     old = full_logp(model, batch, temperature).detach()
-    learner.remember()
+    learner.snapshot_old_policy()
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
     psi = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    metrics = learner.problem(batch, psi, algorithm).accumulate()
+    metrics = learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     paper = literal(model, old, batch, EXACT[kind], temperature)
@@ -285,12 +285,12 @@ def test_the_learners_exact_terms_are_those_of_full_logits(
 def test_the_snapshot_is_the_policy_before_each_rollouts_updates(random_model: Path) -> None:
     """Held only where a term asks for it; at the first epoch the KL is 0, at the next it is not, and so again next rollout."""
     assert learner_of(random_model, pg.DR_GRPO).networks.old is None
-    algorithm = replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(1.0, target=0.01),), step=pg.FirstOrder(epochs=2))
+    algorithm = replace(pg.DR_GRPO, terms=(pg.ExactKLToOld(1.0, target=0.01),), update_rule=pg.GradientSteps(epochs=2))
     learner, batch = learner_of(random_model, algorithm, lr=1e-3), float_batch()
     for _ in range(2):
         scored = learner.evaluate(batch, algorithm.needs)
         before = copies(learner.model)
-        metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+        metrics = learner.update(scored, algorithm.compute_advantages(scored), algorithm)
         assert learner.networks.old is not None
         assert same(before, learner.networks.old.model)
         assert not same(before, learner.model)
@@ -299,45 +299,45 @@ def test_the_snapshot_is_the_policy_before_each_rollouts_updates(random_model: P
             metrics["kl_old/last"].value / 2, rel=1e-2
         )  # the first epoch's is 0
         assert metrics["beta/exact_kl_to_old"].value == 1.0
-        assert algorithm.update(algorithm.init(), scored, metrics)["terms.0"]["beta"] in (0.5, 1.0, 2.0)
+        assert algorithm.update_state(algorithm.init_state(), scored, metrics)["terms.0"]["beta"] in (0.5, 1.0, 2.0)
 
 
 def test_what_is_measured_is_of_every_sampled_token(random_model: Path) -> None:
-    """`measured` leaves no gradient and counts the completions that an update would skip; a critic that is fitted first has
+    """`load_eval_options` leaves no gradient and counts the completions that an update would skip; a critic that is fitted first has
     no policy to measure."""
-    algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2))
+    algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2))
     learner, batch = learner_of(random_model, algorithm), float_batch()
     scored = learner.evaluate(batch, algorithm.needs)
     assert scored.logp_old is not None
     shifted = replace(scored, logp_old=scored.logp_old - 0.1)
-    problem = learner.problem(shifted, torch.zeros(batch.mask.shape), algorithm)
-    found = problem.measured()
+    problem = learner.build_problem(shifted, torch.zeros(batch.mask.shape), algorithm)
+    found = problem.measure()
     assert found["kl_old"].value == pytest.approx(torch.tensor(0.1).expm1().item() - 0.1, rel=1e-3)
     assert float(found["kl_old"].count) == int(batch.mask.sum())  # type: ignore[union-attr]
     assert all(p.grad is None for p in learner.model.parameters())
     waiting = replace(problem, algorithm=with_critic(pg.Critic(pretrain=3)))
-    assert waiting.measured() == {}
+    assert waiting.measure() == {}
 
 
 def test_dual_descent_on_a_model_ends_inside_its_band(random_model: Path) -> None:
     """A first round stays below the band, so β halves and the next goes further; what is reported is where it ended."""
     term, step = pg.ExactKLToOld(0.4, target=0.2), pg.DualDescent(epochs=4, rounds=6)
-    algorithm = replace(pg.DR_GRPO, gate=pg.Importance(), terms=(term,), step=step)
+    algorithm = replace(pg.DR_GRPO, gate=pg.Importance(), terms=(term,), update_rule=step)
     learner, batch = learner_of(random_model, algorithm, lr=1e-3), float_batch()
     scored = learner.evaluate(batch, algorithm.needs)
-    metrics = learner.update(scored, algorithm.advantages(scored), algorithm)
+    metrics = learner.update(scored, algorithm.compute_advantages(scored), algorithm)
     rounds = int(metrics["dual_rounds"].value)
     assert 1 < rounds < 6
     assert 0.2 / 1.5 <= metrics["kl_old/last"].value <= 1.5 * 0.2
     assert learner.version == 4 * rounds
     assert metrics["beta/exact_kl_to_old/last"].value == pytest.approx(0.4 / 2 ** (rounds - 1))
-    problem = learner.problem(scored, algorithm.advantages(scored), algorithm)
-    assert problem.measured()["kl_old"].value == pytest.approx(metrics["kl_old/last"].value, rel=1e-4)
+    problem = learner.build_problem(scored, algorithm.compute_advantages(scored), algorithm)
+    assert problem.measure()["kl_old"].value == pytest.approx(metrics["kl_old/last"].value, rel=1e-4)
 
 
 def test_an_evaluator_says_what_it_cannot_give(random_model: Path) -> None:
     learner, batch = learner_of(random_model, pg.DR_GRPO), float_batch()
-    (part,) = pack(batch, torch.arange(3), 10_000)
+    (part,) = pack_micro_batches(batch, torch.arange(3), 10_000)
     with pytest.raises(ValueError, match="not values"):
         learner.evaluator.forward(part, frozenset({"values"}))
     with pytest.raises(ValueError, match="pass its evaluator as `old`"):
@@ -351,11 +351,11 @@ def test_an_evaluator_says_what_it_cannot_give(random_model: Path) -> None:
 
 def test_a_token_that_the_model_rules_out_costs_nothing() -> None:
     """A logit of −∞ has probability 0 and no share in entropy, KL or their gradients."""
-    from policygrad.learners.local.forward import exact
+    from policygrad.learners.local.forward import compute_exact
 
     logits = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[0.5, 0.0, -torch.inf]], dtype=torch.float64)
-    entropy, kl = exact(logits, old, ["entropy", "kl_old"], 1.0)
+    entropy, kl = compute_exact(logits, old, ["entropy", "kl_old"], 1.0)
     p, q = torch.softmax(logits[0, :2], 0), torch.softmax(old[0, :2], 0)
     assert entropy.item() == pytest.approx(-float((p * p.log()).detach().sum()))
     assert kl.item() == pytest.approx(float((q * (q / p).log()).detach().sum()))

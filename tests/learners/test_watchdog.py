@@ -12,11 +12,22 @@ import pytest
 import torch
 
 import policygrad as pg
-from policygrad.learners.fsdp.watchdog import BEAT, LEAST, SHOWN, Beat, Pulse, Watchdog, beat_key, judge, place, waits
+from policygrad.learners.fsdp.watchdog import (
+    BEAT_SECONDS,
+    MIN_CPU_FRACTION,
+    STACK_AFTER_BEATS,
+    Heartbeat,
+    ThreadMonitor,
+    Watchdog,
+    describe_location,
+    diagnose_hang,
+    heartbeat_key,
+    is_in_collective,
+)
 
 LIMIT = 5
-MOVES, WAITS = Beat(9, 0, False, "a (x.py:1)"), Beat(9, 50, True, "b (x.py:2)")
-HANGS, SOON = Beat(9, 5, False, "c (x.py:3)"), Beat(9, 4, False, "c (x.py:3)")
+MOVES, WAITS = Heartbeat(9, 0, False, "a (x.py:1)"), Heartbeat(9, 50, True, "b (x.py:2)")
+HANGS, SOON = Heartbeat(9, 5, False, "c (x.py:3)"), Heartbeat(9, 4, False, "c (x.py:3)")
 
 
 @pytest.mark.parametrize(
@@ -36,10 +47,10 @@ HANGS, SOON = Beat(9, 5, False, "c (x.py:3)"), Beat(9, 4, False, "c (x.py:3)")
         ([WAITS, WAITS, MOVES], [0] * 3, None, ""),
     ],
 )
-def test_who_hangs(beats: list[Beat | None], silent: list[int], ranks: tuple[int, ...] | None, words: str) -> None:
-    found = judge(beats, silent, LIMIT)
+def test_who_hangs(beats: list[Heartbeat | None], silent: list[int], ranks: tuple[int, ...] | None, words: str) -> None:
+    found = diagnose_hang(beats, silent, LIMIT)
     assert (found and found.ranks) == ranks
-    assert words in (found.words if found else "")
+    assert words in (found.message if found else "")
 
 
 def frame(*files: str) -> FrameType:
@@ -56,19 +67,19 @@ GLOO, MODULE, OPS = (TORCH + name for name in ("distributed/c10d.py", "nn/module
 
 
 def test_a_collective_is_told_from_what_is_called_below_it() -> None:
-    assert waits(frame(GLOO, "/home/me/mine.py"))
-    assert waits(frame(OPS, GLOO, MODULE, "/home/me/mine.py"))
-    assert not waits(frame("/home/me/mine.py", GLOO, MODULE))  # a hook of one's own
-    assert not waits(frame(MODULE, "/home/me/mine.py", GLOO))
-    assert not waits(frame(MODULE, OPS))
-    assert not waits(None)
+    assert is_in_collective(frame(GLOO, "/home/me/mine.py"))
+    assert is_in_collective(frame(OPS, GLOO, MODULE, "/home/me/mine.py"))
+    assert not is_in_collective(frame("/home/me/mine.py", GLOO, MODULE))  # a hook of one's own
+    assert not is_in_collective(frame(MODULE, "/home/me/mine.py", GLOO))
+    assert not is_in_collective(frame(MODULE, OPS))
+    assert not is_in_collective(None)
 
 
 def test_the_place_is_in_nobody_s_library() -> None:
     library = threading.__file__
-    assert place(frame(library, GLOO, "/home/me/mine.py", "/home/me/other.py")) == "f2 (/home/me/mine.py:2)"
-    assert place(frame(library, GLOO)) == f"f0 ({library}:0)"
-    assert place(None) == "nowhere"
+    assert describe_location(frame(library, GLOO, "/home/me/mine.py", "/home/me/other.py")) == "f2 (/home/me/mine.py:2)"
+    assert describe_location(frame(library, GLOO)) == f"f0 ({library}:0)"
+    assert describe_location(None) == "nowhere"
 
 
 class Clock:
@@ -93,19 +104,19 @@ def test_a_thread_that_sleeps_stands_still_until_it_computes_or_moves() -> None:
     thread.start()
     begun.wait()
     thread.join(0.2)  # by when it sleeps
-    pulse = Pulse(thread.ident, lambda: clock.computed, lambda: clock.now)
+    pulse = ThreadMonitor(thread.ident, lambda: clock.computed, lambda: clock.now)
     found = []
-    for computed in (0.0, 0.0, LEAST / 2, 0.0, 0.0, 1.0, 0.0):
-        clock.pass_by(BEAT, computed)
+    for computed in (0.0, 0.0, MIN_CPU_FRACTION / 2, 0.0, 0.0, 1.0, 0.0):
+        clock.pass_by(BEAT_SECONDS, computed)
         found.append(pulse.beat())
     assert [beat.still for beat in found] == [0, 1, 2, 3, 4, 0, 1]
     assert [beat.number for beat in found] == [1, 2, 3, 4, 5, 6, 7]
-    assert [bool(beat.stack) for beat in found] == [beat.still >= SHOWN for beat in found]
+    assert [bool(beat.stack) for beat in found] == [beat.still >= STACK_AFTER_BEATS for beat in found]
     assert "in asleep\n" in found[3].stack
     assert found[3].place.startswith("asleep (")
     assert found[3].pid == os.getpid()
     pulse.watch(threading.get_ident())
-    assert pulse.beat().still == 0
+    assert pulse.beat().idle_beats == 0
     wake.set()
 
 
@@ -122,21 +133,21 @@ def test_beats_that_do_not_come_are_counted() -> None:
     watchdog.start(0.0, None)
     watchdog.close()
     watchdog._thread.join()  # type: ignore[union-attr]
-    watchdog._silent = [0, 0, 0]
-    line[beat_key(1)] = '{"number": 1, "still": 0}'
-    watchdog._look()
-    watchdog._look()
-    assert watchdog._silent == [0, 1, 2]
-    line[beat_key(1)] = '{"number": 2, "still": 0}'
-    watchdog._look()
-    assert watchdog._silent == [0, 0, 3]
-    assert watchdog.mute == ""  # nobody is waited for, for ever
+    watchdog._missed = [0, 0, 0]
+    line[heartbeat_key(1)] = '{"number": 1, "still": 0}'
+    watchdog._collect_heartbeats()
+    watchdog._collect_heartbeats()
+    assert watchdog._missed == [0, 1, 2]
+    line[heartbeat_key(1)] = '{"number": 2, "still": 0}'
+    watchdog._collect_heartbeats()
+    assert watchdog._missed == [0, 0, 3]
+    assert watchdog.unresponsive == ""  # nobody is waited for, for ever
     watchdog._limit = 3
-    assert watchdog.mute == "rank 2 did not answer"
+    assert watchdog.unresponsive == "rank 2 did not answer"
 
 
 def test_the_option() -> None:
-    assert pg.LearnerConfig().patience == 45
+    assert pg.LearnerConfig().hang_timeout == 45
     with pytest.raises(pg.ConfigError, match=r"learner\.patience must be at least 0, and finite, not -1"):
-        pg.LearnerConfig(patience=-1)
-    assert pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(patience=3)).learner.patience == 3
+        pg.LearnerConfig(hang_timeout=-1)
+    assert pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(hang_timeout=3)).learner.hang_timeout == 3

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from doubles.models import changed_copy
 from doubles.templates import ENDS, tokenizer
 from policygrad.errors import DataError, ModelError
-from policygrad.models.chat_template import continuation, prompt_ids, render
+from policygrad.models.chat_template import encode_continuation, encode_prompt, render
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 
@@ -28,11 +28,11 @@ def play(name: str, first: str, turns: list[tuple[str, str]], **options: Any) ->
     """The ids of a conversation as a policy meets them: prompt, what it samples, what follows, …; and its messages."""
     own = tokenizer(name)
     messages = [says("user", first)]
-    ids = prompt_ids(own, messages, **options)
+    ids = encode_prompt(own, messages, **options)
     for reply, answer in turns:
         new = [says("user", answer)]
-        ids += own.hf(reply, add_special_tokens=False)["input_ids"] + list(own.end)
-        ids += continuation(own, messages, reply, new, **options)
+        ids += own.hf(reply, add_special_tokens=False)["input_ids"] + list(own.end_ids)
+        ids += encode_continuation(own, messages, reply, new, **options)
         messages += [says("assistant", reply), *new]
     return ids, messages
 
@@ -74,22 +74,22 @@ def test_the_first_ids_are_sampling_s_own_and_stay() -> None:
 def test_a_template_that_leaves_out_earlier_reasoning_is_refused(thought: str) -> None:
     own, first = tokenizer("reasoning"), [says("user", "1 + 1 =")]
     with pytest.raises(ModelError, match=r"^x:3: .*'reasoning' rewrites earlier turns .*: begin a new trajectory at"):
-        continuation(own, first, thought, [says("user", "2 + 2 =")], source="x:3")
-    assert continuation(own, first, "2", [says("user", "2 + 2 =")])
+        encode_continuation(own, first, thought, [says("user", "2 + 2 =")], source="x:3")
+    assert encode_continuation(own, first, "2", [says("user", "2 + 2 =")])
 
 
 def test_reasoning_stays_while_tools_answer_and_is_refused_when_the_user_speaks_again() -> None:
     """An earlier turn that a later message shortens is found too, not the last one alone."""
     own = tokenizer("reasoning")
     messages, call = [says("user", "1 + 1 =")], "<think>\nadd\n</think>\n\n<tool_call>add</tool_call>"
-    ids = prompt_ids(own, messages, tools=TOOLS)
-    ids += own.hf(call)["input_ids"] + list(own.end)
-    ids += continuation(own, messages, call, [says("tool", "2")], tools=TOOLS)
+    ids = encode_prompt(own, messages, tools=TOOLS)
+    ids += own.hf(call)["input_ids"] + list(own.end_ids)
+    ids += encode_continuation(own, messages, call, [says("tool", "2")], tools=TOOLS)
     messages += [says("assistant", call), says("tool", "2")]
     assert own.hf.decode(ids) == render(own, messages, generation_prompt=True, tools=TOOLS)
     assert '"name": "add"' in own.hf.decode(ids)
     with pytest.raises(ModelError, match="rewrites earlier turns"):
-        continuation(own, messages, "It is 2.", [says("user", "2 + 2 =")], tools=TOOLS)
+        encode_continuation(own, messages, "It is 2.", [says("user", "2 + 2 =")], tools=TOOLS)
 
 
 def test_an_end_token_that_the_template_does_not_write_is_left_where_it_was_sampled() -> None:
@@ -97,18 +97,20 @@ def test_an_end_token_that_the_template_does_not_write_is_left_where_it_was_samp
     own = tokenizer("chatml")
     new = [says("user", "2")]
     ends = [own.hf.eos_token_id]
-    ids = continuation(own, [says("user", "1")], "a", new, end_ids=ends)
+    ids = encode_continuation(own, [says("user", "1")], "a", new, end_ids=ends)
     assert own.hf.decode(ids).startswith("<|im_end|>\n<|im_start|>user")
-    both = continuation(own, [says("user", "1")], "a", new, end_ids=[*ends, *own.end])
+    both = encode_continuation(own, [says("user", "1")], "a", new, end_ids=[*ends, *own.end_ids])
     assert own.hf.decode(both).startswith("\n<|im_start|>user")
 
 
 def test_text_goes_on_as_text() -> None:
     own = tokenizer("chatml")
-    assert continuation(own, "1 +", " 1 =", "\nnext: ") == own.hf("\nnext: ", add_special_tokens=False)["input_ids"]
+    assert (
+        encode_continuation(own, "1 +", " 1 =", "\nnext: ") == own.hf("\nnext: ", add_special_tokens=False)["input_ids"]
+    )
     for so_far, new in (("1 +", [says("user", "2")]), ([says("user", "2")], "text")):
         with pytest.raises(DataError, match="what began as text goes on as text"):
-            continuation(own, so_far, "a", new)
+            encode_continuation(own, so_far, "a", new)
 
 
 def test_messages_that_a_template_refuses() -> None:
@@ -118,7 +120,7 @@ def test_messages_that_a_template_refuses() -> None:
     ):
         render(gemma, [says("system", "a")], generation_prompt=True)
     with pytest.raises(ModelError, match=r"roles: user, assistant, assistant"):
-        continuation(gemma, [says("user", "a")], "b", [says("assistant", "c")])
+        encode_continuation(gemma, [says("user", "a")], "b", [says("assistant", "c")])
 
 
 def test_a_chat_template_that_raises_is_refused_with_the_line(random_model: Path, tmp_path: Path) -> None:

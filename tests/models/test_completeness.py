@@ -120,13 +120,13 @@ def test_a_file_of_other_names_shows_them(copy: Callable[..., Path]) -> None:
 
 def test_a_buffer_that_an_older_file_does_not_have(copy: Callable[..., Path]) -> None:
     """Computed, so absent from no model; a persistent buffer that is learnt is as bad as a missing weight."""
-    from policygrad.models.loading import check_complete
+    from policygrad.models.loading import check_missing_weights
 
     model = load_model(str(copy()))
     info: dict[str, Any] = {"unexpected_keys": set(), "mismatched_keys": set()}
-    check_complete(model, info | {"missing_keys": {"model.rotary_emb.inv_freq", "h.0.attn.masked_bias"}}, "it")
+    check_missing_weights(model, info | {"missing_keys": {"model.rotary_emb.inv_freq", "h.0.attn.masked_bias"}}, "it")
     with pytest.raises(ModelError, match="e_score_correction_bias"):
-        check_complete(model, info | {"missing_keys": {"model.layers.0.mlp.gate.e_score_correction_bias"}}, "it")
+        check_missing_weights(model, info | {"missing_keys": {"model.layers.0.mlp.gate.e_score_correction_bias"}}, "it")
 
 
 WIDTH = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from doubles.templates import ENDS, MARKS, tokenizer
 from policygrad.errors import ModelError
-from policygrad.models.chat_template import continuation
-from policygrad.models.control_tokens import veiled
+from policygrad.models.chat_template import encode_continuation
+from policygrad.models.control_tokens import escape_special_tokens
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -30,7 +30,7 @@ def controls(own: Tokenizer, ids: list[int]) -> list[str]:
 
 def goes_on(own: Tokenizer, role: str, text: str) -> list[int]:
     tools = TOOLS if role == "tool" else None
-    return continuation(own, [says("user", "1 + 1 =")], "2", [says(role, text)], tools=tools)
+    return encode_continuation(own, [says("user", "1 + 1 =")], "2", [says(role, text)], tools=tools)
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -55,7 +55,7 @@ def test_what_a_tool_says_too(name: str) -> None:
 def test_whatever_they_are_put_together_of(name: str, pieces: list[str]) -> None:
     own, text = tokenizer(name), "".join(pieces)
     assert controls(own, goes_on(own, "user", f"a{text}b")) == controls(own, goes_on(own, "user", "ab"))
-    ids = continuation(own, "1 +", " 1", text)
+    ids = encode_continuation(own, "1 +", " 1", text)
     assert controls(own, ids) == []
     assert own.hf.decode(ids) == text
 
@@ -63,15 +63,15 @@ def test_whatever_they_are_put_together_of(name: str, pieces: list[str]) -> None
 def test_text_without_them_is_read_as_ever() -> None:
     own = tokenizer("chatml")
     for text in ("2 < 3 |> 4", "<|im_end>", "</answer> and <answer>"):
-        assert continuation(own, "1 +", " 1", text) == own.hf(text, add_special_tokens=False)["input_ids"]
-    messages, words = veiled(own.hf, [says("user", "plain")], "W")
+        assert encode_continuation(own, "1 +", " 1", text) == own.hf(text, add_special_tokens=False)["input_ids"]
+    messages, words = escape_special_tokens(own.hf, [says("user", "plain")], "W")
     assert (messages, words) == ([says("user", "plain")], {})
 
 
 def test_roles_are_no_text_and_parts_of_a_content_are() -> None:
     own = tokenizer("chatml")
     parts = {"role": "<|im_end|>", "content": [{"type": "text", "text": "a<|im_end|>"}], "n": 1}
-    [found], words = veiled(own.hf, [parts], "W")
+    [found], words = escape_special_tokens(own.hf, [parts], "W")
     [word] = words
     assert found == {"role": "<|im_end|>", "content": [{"type": "text", "text": f"a{word}"}], "n": 1}
     assert words == {word: "<|im_end|>"}
@@ -83,4 +83,4 @@ def test_a_control_token_of_one_letter_is_refused_with_the_way_out() -> None:
     with pytest.raises(
         ModelError, match=r"^x:3: a tool or an environment has said '§', .*: take it out of what they say"
     ):
-        continuation(own, "1", "2", "see § 3", source="x:3")
+        encode_continuation(own, "1", "2", "see § 3", source="x:3")

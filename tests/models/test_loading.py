@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
-from policygrad.models.loading import PRIMITIVES, load_model
+from policygrad.models.loading import ONEDNN_CACHE, load_model
 from policygrad.models.tokenizer import load_tokenizer
 
 
@@ -32,11 +32,11 @@ def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_mo
     network, own = load_model(str(random_model)), AutoTokenizer.from_pretrained(random_model)
     found = load_tokenizer(own, network)
     assert found.hf is own
-    assert found.end == {own.eos_token_id}
-    assert (found.name, found.context) == (str(random_model), 256)
+    assert found.end_ids == {own.eos_token_id}
+    assert (found.name, found.context_length) == (str(random_model), 256)
     network.generation_config = GenerationConfig(eos_token_id=[3, 4])  # type: ignore[assignment]
     network.generation_config._from_model_config = False  # type: ignore[union-attr]
-    assert load_tokenizer(own, network).end == {own.eos_token_id, 3, 4}
+    assert load_tokenizer(own, network).end_ids == {own.eos_token_id, 3, 4}
 
 
 def test_what_is_neither_name_nor_model_is_refused(random_model: Path) -> None:
@@ -62,11 +62,11 @@ def test_an_end_token_that_only_the_architecture_names_is_no_end_token(random_mo
     with pytest.raises(ModelError, match="neither the tokenizer nor a configuration file of"):
         load_tokenizer(str(silent), network)
     tokenizer = changed_copy(random_model, tmp_path / "tokenizer", **ends)
-    assert load_tokenizer(str(tokenizer), load_model(str(tokenizer))).end == {1}
+    assert load_tokenizer(str(tokenizer), load_model(str(tokenizer))).end_ids == {1}
     file = changed_copy(
         random_model, tmp_path / "file", config={"eos_token_id": OUT}, generation_config={"eos_token_id": [1, 5]}
     )
-    assert load_tokenizer(str(file), load_model(str(file))).end == {1, 5}
+    assert load_tokenizer(str(file), load_model(str(file))).end_ids == {1, 5}
 
 
 def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path
 def test_few_compiled_operations_are_kept_in_half_precision_on_a_cpu(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, few = PRIMITIVES
+    name, few = ONEDNN_CACHE
     monkeypatch.delenv(name, raising=False)
     load_model(str(random_model))
     assert name not in os.environ

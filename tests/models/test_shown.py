@@ -20,17 +20,17 @@ def tokenizer(random_model: Path) -> Tokenizer:
 
 def test_an_answer_to_a_text_is_its_ids_and_an_end_token(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("10 + 20 =\n", 0)
-    ids = tokenizer.answer(prompt, "10 + 20 =\n", TEXT)
-    assert ids[-1] in tokenizer.end
-    assert not tokenizer.end & set(ids[:-1])
+    ids = tokenizer.encode_answer(prompt, "10 + 20 =\n", TEXT)
+    assert ids[-1] in tokenizer.end_ids
+    assert not tokenizer.end_ids & set(ids[:-1])
     assert tokenizer.decode(ids) == TEXT
 
 
 def test_an_answer_to_a_chat_is_what_its_template_writes_up_to_the_end_of_the_turn(tokenizer: Tokenizer) -> None:
     said = ({"role": "user", "content": "10 + 20 ="},)
     prompt = tokenizer.encode(said, 0)
-    ids = tokenizer.answer(prompt, said, TEXT)
-    assert ids[-1] in tokenizer.end
+    ids = tokenizer.encode_answer(prompt, said, TEXT)
+    assert ids[-1] in tokenizer.end_ids
     assert tokenizer.decode(ids).strip() == TEXT
     whole = tokenizer.hf.apply_chat_template([*said, {"role": "assistant", "content": TEXT}], tokenize=False)
     assert str(whole).startswith(tokenizer.hf.decode([*prompt.tolist(), *ids[:-1]]))
@@ -42,4 +42,4 @@ def test_text_that_melts_into_its_prompt_is_refused_with_its_place(tokenizer: To
     if ids[: len(prompt)] == prompt.tolist():
         pytest.skip("this tokenizer does not join them")
     with pytest.raises(pg.ModelError, match=r"rows.jsonl:3: the tokenizer of .* joins the end of 'prompt'"):
-        tokenizer.answer(prompt, "ans", "wer", "rows.jsonl:3")
+        tokenizer.encode_answer(prompt, "ans", "wer", "rows.jsonl:3")

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from policygrad.errors import ModelError
-from policygrad.models.chat_template import tools_block, without_tools
-from policygrad.models.tool_calls import TAGGED, JsonCalls, TaggedCalls, ToolCall, UnknownCalls, form_of, takes_tools
+from policygrad.models.chat_template import format_tools, inline_tools
+from policygrad.models.tool_calls import (
+    TAGGED_PARSER,
+    JsonToolCallParser,
+    TaggedToolCallParser,
+    ToolCall,
+    UnsupportedToolCalls,
+    parser_for_template,
+    supports_tools,
+)
 
 TEMPLATES = Path(__file__).parent / "templates"
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -23,49 +31,53 @@ def template(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("qwen3", TaggedCalls()),
-        ("llama31", JsonCalls("<|python_tag|>")),
-        ("mistral_tools", JsonCalls("[TOOL_CALLS]")),
-        ("chatml", TAGGED),
-        ("gemma", TAGGED),
-        ("phi4", TAGGED),
-        ("reasoning", UnknownCalls("reasoning")),
+        ("qwen3", TaggedToolCallParser()),
+        ("llama31", JsonToolCallParser("<|python_tag|>")),
+        ("mistral_tools", JsonToolCallParser("[TOOL_CALLS]")),
+        ("chatml", TAGGED_PARSER),
+        ("gemma", TAGGED_PARSER),
+        ("phi4", TAGGED_PARSER),
+        ("reasoning", UnsupportedToolCalls("reasoning")),
     ],
 )
 def test_a_template_says_how_its_model_writes_calls(name: str, form: Any) -> None:
-    assert form_of(template(name), name) == form
-    assert takes_tools(template(name)) is (name in ("qwen3", "llama31", "mistral_tools", "reasoning"))
+    assert parser_for_template(template(name), name) == form
+    assert supports_tools(template(name)) is (name in ("qwen3", "llama31", "mistral_tools", "reasoning"))
 
 
 def test_no_template_writes_tags_and_an_unknown_one_is_refused_when_it_is_read() -> None:
-    assert form_of(None) == TAGGED
-    assert not takes_tools("{{ '# no tools' }}")
+    assert parser_for_template(None) == TAGGED_PARSER
+    assert not supports_tools("{{ '# no tools' }}")
     with pytest.raises(ModelError, match=r"'glm' writes calls is not known .*ToolUse\(form=…\)"):
-        form_of("{% if tools %}<tool_call>f<arg_key>{% endif %}", "glm")("anything")
+        parser_for_template("{% if tools %}<tool_call>f<arg_key>{% endif %}", "glm")("anything")
 
 
 @pytest.mark.parametrize(
     ("form", "text", "calls"),
     [
-        (TAGGED, 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [SUM]),
-        (TAGGED, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', [SUM]),
-        (TAGGED, "<tool_call>add(1, b=-2)</tool_call>", [ToolCall("add", {"b": -2}, (1,))]),
-        (TAGGED, '<tool_call>{"name": "f"}</tool_call> <tool_call>f()</tool_call>', [ToolCall("f"), ToolCall("f")]),
-        (TAGGED, "<think><tool_call>add(1, 2)</tool_call></think>3", []),
-        (TAGGED, "<think>not yet <tool_call>f()</tool_call>", []),
-        (TAGGED, "so far</think><tool_call>f()</tool_call>", [ToolCall("f")]),
-        (TAGGED, "The answer is {3}.", []),
-        (JsonCalls(), '{"name": "add", "parameters": {"a": 1, "b": 2}}', [SUM]),
-        (JsonCalls("<|python_tag|>"), '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', [SUM]),
-        (JsonCalls(), '[{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "f"}]', [SUM, ToolCall("f")]),
+        (TAGGED_PARSER, 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [SUM]),
+        (TAGGED_PARSER, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', [SUM]),
+        (TAGGED_PARSER, "<tool_call>add(1, b=-2)</tool_call>", [ToolCall("add", {"b": -2}, (1,))]),
         (
-            JsonCalls(),
+            TAGGED_PARSER,
+            '<tool_call>{"name": "f"}</tool_call> <tool_call>f()</tool_call>',
+            [ToolCall("f"), ToolCall("f")],
+        ),
+        (TAGGED_PARSER, "<think><tool_call>add(1, 2)</tool_call></think>3", []),
+        (TAGGED_PARSER, "<think>not yet <tool_call>f()</tool_call>", []),
+        (TAGGED_PARSER, "so far</think><tool_call>f()</tool_call>", [ToolCall("f")]),
+        (TAGGED_PARSER, "The answer is {3}.", []),
+        (JsonToolCallParser(), '{"name": "add", "parameters": {"a": 1, "b": 2}}', [SUM]),
+        (JsonToolCallParser("<|python_tag|>"), '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', [SUM]),
+        (JsonToolCallParser(), '[{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "f"}]', [SUM, ToolCall("f")]),
+        (
+            JsonToolCallParser(),
             '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
             [ToolCall("f"), ToolCall("g")],
         ),
-        (JsonCalls(), "The sum is 3.", []),
-        (JsonCalls(), "[1, 2]", []),
-        (JsonCalls(), "{3}", []),
+        (JsonToolCallParser(), "The sum is 3.", []),
+        (JsonToolCallParser(), "[1, 2]", []),
+        (JsonToolCallParser(), "{3}", []),
     ],
 )
 def test_calls_are_read(form: Any, text: str, calls: list[ToolCall]) -> None:
@@ -75,24 +87,28 @@ def test_calls_are_read(form: Any, text: str, calls: list[ToolCall]) -> None:
 @pytest.mark.parametrize(
     ("form", "text", "error"),
     [
-        (TAGGED, '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "no JSON"),
-        (TAGGED, '<tool_call>{"name": "add", "arguments": {"a": 1}}', "not closed by </tool_call>"),
-        (TAGGED, '<tool_call>{"arguments": {"a": 1}}</tool_call>', 'a call is {"name"'),
-        (TAGGED, '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "arguments of add are no JSON object"),
+        (TAGGED_PARSER, '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "no JSON"),
+        (TAGGED_PARSER, '<tool_call>{"name": "add", "arguments": {"a": 1}}', "not closed by </tool_call>"),
+        (TAGGED_PARSER, '<tool_call>{"arguments": {"a": 1}}</tool_call>', 'a call is {"name"'),
         (
-            TAGGED,
+            TAGGED_PARSER,
+            '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>',
+            "arguments of add are no JSON object",
+        ),
+        (
+            TAGGED_PARSER,
             '<tool_call>{"name": "add", "arguments": "1 and 2"}</tool_call>',
             "arguments of add are no JSON object",
         ),
-        (TAGGED, "<tool_call>add(1, open('/etc/passwd'))</tool_call>", 'a call is {"name"'),
-        (TAGGED, "<tool_call>add(*x)</tool_call>", 'a call is {"name"'),
-        (TAGGED, "<tool_call>1 + 2</tool_call>", 'a call is {"name"'),
-        (TAGGED, "<tool_call></tool_call>", 'a call is {"name"'),
-        (TAGGED, "<tool_call>" + "(" * 10_000 + "</tool_call>", 'a call is {"name"'),
-        (TAGGED, '<tool_call>{"name":' + "[" * 100_000 + "</tool_call>", "no JSON"),
-        (JsonCalls(), '{"name": "add", "parameters": {"a": 1}', "no JSON"),
-        (JsonCalls("[TOOL_CALLS]"), "[TOOL_CALLS] add", "no JSON"),
-        (JsonCalls(), '[{"name": 3}]', 'a call is {"name"'),
+        (TAGGED_PARSER, "<tool_call>add(1, open('/etc/passwd'))</tool_call>", 'a call is {"name"'),
+        (TAGGED_PARSER, "<tool_call>add(*x)</tool_call>", 'a call is {"name"'),
+        (TAGGED_PARSER, "<tool_call>1 + 2</tool_call>", 'a call is {"name"'),
+        (TAGGED_PARSER, "<tool_call></tool_call>", 'a call is {"name"'),
+        (TAGGED_PARSER, "<tool_call>" + "(" * 10_000 + "</tool_call>", 'a call is {"name"'),
+        (TAGGED_PARSER, '<tool_call>{"name":' + "[" * 100_000 + "</tool_call>", "no JSON"),
+        (JsonToolCallParser(), '{"name": "add", "parameters": {"a": 1}', "no JSON"),
+        (JsonToolCallParser("[TOOL_CALLS]"), "[TOOL_CALLS] add", "no JSON"),
+        (JsonToolCallParser(), '[{"name": 3}]', 'a call is {"name"'),
     ],
 )
 def test_what_cannot_be_read_says_why(form: Any, text: str, error: str) -> None:
@@ -101,9 +117,9 @@ def test_what_cannot_be_read_says_why(form: Any, text: str, error: str) -> None:
 
 
 def test_a_call_that_cannot_be_read_hides_none_before_it() -> None:
-    first, second = TAGGED("<tool_call>f()</tool_call><tool_call>f(</tool_call>")
+    first, second = TAGGED_PARSER("<tool_call>f()</tool_call><tool_call>f(</tool_call>")
     assert (first.error, bool(second.error)) == ("", True)
-    first, second = JsonCalls()('{"name": "f"} and')
+    first, second = JsonToolCallParser()('{"name": "f"} and')
     assert (first.error, bool(second.error)) == ("", True)
 
 
@@ -114,9 +130,9 @@ def test_a_template_without_tools_is_given_them_in_words() -> None:
         {"role": "tool", "content": "3"},
         {"role": "tool", "content": "4"},
     ]
-    first, said, answers = without_tools(messages, [ADD])
+    first, said, answers = inline_tools(messages, [ADD])
     assert first["role"] == "user"
-    assert first["content"] == f"{tools_block([ADD])}\n\n1 + 2?"
+    assert first["content"] == f"{format_tools([ADD])}\n\n1 + 2?"
     assert '{"type": "function", "function": {"name": "add"' in first["content"]
     assert said == messages[1]
     assert answers["role"] == "user"

@@ -20,11 +20,11 @@ import policygrad as pg
 from doubles.files import write_rows
 from doubles.models import OUT, changed_copy
 from policygrad.errors import ModelError
-from policygrad.models.classifier import labels, load_classifier
-from policygrad.models.loading import load_model, refuse_pickles
+from policygrad.models.classifier import load_classifier, read_num_labels
+from policygrad.models.loading import load_model, reject_pickle_files
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.training.cost_estimate import footprint
+from policygrad.training.cost_estimate import estimate_memory
 
 CODE = """
 from pathlib import Path
@@ -52,16 +52,16 @@ def test_code_in_a_model_s_folder_runs_only_when_it_is_trusted(with_code: Path, 
     with pytest.raises(ModelError, match=r"brings code of its own along.* give --trust-remote-code"):
         load_model(str(with_code))
     with pytest.raises(ModelError, match="--trust-remote-code"):
-        labels(str(with_code))
+        read_num_labels(str(with_code))
     with pytest.raises(ModelError, match="--trust-remote-code"):
         load_classifier(str(with_code))
     with pytest.raises((ModelError, ValueError)):
-        footprint(pg.Run(model=str(with_code)).resolved())
+        estimate_memory(pg.Run(model=str(with_code)).resolve())
     assert not (tmp_path / "ran").exists()
     loaded = load_model(str(with_code), trust_remote_code=True)
     assert (tmp_path / "ran").exists()
     assert type(loaded).__name__ == "OwnModel"
-    assert load_tokenizer(str(with_code), loaded, trust_remote_code=True).end
+    assert load_tokenizer(str(with_code), loaded, trust_remote_code=True).end_ids
 
 
 def test_code_of_a_tokenizer_is_refused_too(random_model: Path, tmp_path: Path, with_code: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_the_hub_has_as_safetensors_too_is_left_to_be_fetched(monkeypatch: 
     names = ["adapter_model.bin", "adapter_model.safetensors", "pytorch_model.bin"]
     told = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: told)
-    refuse_pickles("org/both", "the model")
+    reject_pickle_files("org/both", "the model")
 
 
 def test_an_architecture_of_transformers_needs_no_code_of_the_folder(random_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.planning.pipeline import LearnerSpeed, SamplerSpeed, learner_speed, least_squares, sampler_speed
+from policygrad.planning.pipeline import (
+    LearnerSpeed,
+    SamplerSpeed,
+    fit_learner_speed,
+    fit_nonnegative,
+    fit_sampler_speed,
+)
 
 ROLLOUTS = [[3, 9, 4, 4], [1, 1, 20, 2], [7, 7, 7, 7], [12, 2, 2, 30], [5]]
 SPEED = st.floats(0.01, 3)
@@ -15,17 +21,17 @@ SPEED = st.floats(0.01, 3)
 @given(SPEED, SPEED, SPEED, SPEED)
 def test_speeds_are_found_again(fixed: float, each: float, start: float, publish: float) -> None:
     sampler, learner = SamplerSpeed(fixed, each, 2, start), LearnerSpeed(fixed, each, publish)
-    found = sampler_speed(ROLLOUTS, [sampler(r) for r in ROLLOUTS], 2)
-    assert found.slots == 2
-    assert (found.fixed, found.each, found.start) == pytest.approx((fixed, each, start), rel=1e-3, abs=1e-3)
-    other = learner_speed(ROLLOUTS, [learner(r) for r in ROLLOUTS], publish)
-    assert (other.fixed, other.each, other.publish) == pytest.approx((fixed, each, publish), rel=1e-3, abs=1e-3)
+    found = fit_sampler_speed(ROLLOUTS, [sampler(r) for r in ROLLOUTS], 2)
+    assert found.max_concurrency == 2
+    assert (found.fixed, found.per_completion, found.startup) == pytest.approx((fixed, each, start), rel=1e-3, abs=1e-3)
+    other = fit_learner_speed(ROLLOUTS, [learner(r) for r in ROLLOUTS], publish)
+    assert (other.fixed, other.per_token, other.publish) == pytest.approx((fixed, each, publish), rel=1e-3, abs=1e-3)
 
 
 @given(st.lists(st.floats(0, 10), min_size=5, max_size=5))
 def test_nothing_is_less_than_0_and_no_constant_is_better(seconds: list[float]) -> None:
-    found = sampler_speed(ROLLOUTS, seconds, 2)
-    assert min(found.fixed, found.each, found.start) >= 0
+    found = fit_sampler_speed(ROLLOUTS, seconds, 2)
+    assert min(found.fixed, found.per_completion, found.startup) >= 0
     mean = sum(seconds) / len(seconds)
     error = sum((found(r) - y) ** 2 for r, y in zip(ROLLOUTS, seconds, strict=True))
     assert error <= sum((mean - y) ** 2 for y in seconds) + 1e-6 * sum(y * y for y in seconds) + 1e-12
@@ -33,15 +39,15 @@ def test_nothing_is_less_than_0_and_no_constant_is_better(seconds: list[float]) 
 
 def test_a_slope_by_hand() -> None:
     """y = 1, 2, 4 at x = 0, 1, 2: slope 3/2, 5/6 at 0. Downhill, the mean stands for all."""
-    assert least_squares([[0, 1, 2], [1, 1, 1]], [1, 2, 4]) == pytest.approx([1.5, 5 / 6])
-    assert least_squares([[0, 1, 2], [1, 1, 1]], [4, 2, 1]) == pytest.approx([0, 7 / 3])
-    assert least_squares([[1, 1], [0, 0]], [0, 0]) == [0, 0]
+    assert fit_nonnegative([[0, 1, 2], [1, 1, 1]], [1, 2, 4]) == pytest.approx([1.5, 5 / 6])
+    assert fit_nonnegative([[0, 1, 2], [1, 1, 1]], [4, 2, 1]) == pytest.approx([0, 7 / 3])
+    assert fit_nonnegative([[1, 1], [0, 0]], [0, 0]) == [0, 0]
 
 
 def test_columns_that_hang_on_each_other_are_the_first_of_them() -> None:
     alike = [[4, 4]] * 3
-    found = sampler_speed(alike, [16.0, 15.0, 17.0], 2)
-    assert (found.fixed, found.each, found.start) == (0, pytest.approx(2), 0)
+    found = fit_sampler_speed(alike, [16.0, 15.0, 17.0], 2)
+    assert (found.fixed, found.per_completion, found.startup) == (0, pytest.approx(2), 0)
     assert found([4, 4]) == pytest.approx(16)
     with pytest.raises(ValueError, match="at least one measurement"):
-        sampler_speed([], [], 2)
+        fit_sampler_speed([], [], 2)

@@ -10,18 +10,18 @@ from policygrad.planning.pipeline import (
     LearnerSpeed,
     SamplerSpeed,
     Timeline,
-    best_staleness,
-    enough,
-    resampled,
+    find_best_staleness,
+    resample_lengths,
     simulate,
+    smallest_sufficient,
 )
 
-ONE = SamplerSpeed(fixed=0.0, each=1.0, slots=1)  # a token a second
+ONE = SamplerSpeed(fixed=0.0, per_completion=1.0, max_concurrency=1)  # a token a second
 lengths = st.lists(st.integers(0, 20), min_size=1, max_size=12)
 
 
 def test_slots_are_refilled_as_completions_end() -> None:
-    speed = SamplerSpeed(fixed=1.0, each=0.5, slots=2, start=3.0)
+    speed = SamplerSpeed(fixed=1.0, per_completion=0.5, max_concurrency=2, startup=3.0)
     # 4 and 1 together for one token (2 s), then 4's other three beside 3 (3 · 2 s)
     assert speed([4, 1, 3]) == 3.0 + 2.0 + 6.0
     assert speed([4, 3, 1]) == 3.0 + 3 * 2.0 + 2.0
@@ -31,35 +31,35 @@ def test_slots_are_refilled_as_completions_end() -> None:
 
 def test_lock_step_is_the_sum() -> None:
     found = simulate([[2, 2], [5]], ONE, LearnerSpeed(1.0, 0.5, 0.25), 0)
-    assert found.sampled == (4.0, 4.0 + 3.0 + 0.25 + 5.0)
-    assert found.ended == (7.25, 7.25 + 5.0 + 3.5 + 0.25)
-    assert found.waited == (4.0, 5.0)
-    assert found.seconds == 16.0
-    assert found.idle(slice(0, 2)) == (9 / 16, 7 / 16)
-    assert (found.full, found.step) == (slice(1, 2), 8.75)
-    assert (found.learner_idle, found.sampler_idle) == found.idle() == (5 / 8.75, 1 - 5 / 8.75)
+    assert found.rollout_ready == (4.0, 4.0 + 3.0 + 0.25 + 5.0)
+    assert found.step_ends == (7.25, 7.25 + 5.0 + 3.5 + 0.25)
+    assert found.learner_waits == (4.0, 5.0)
+    assert found.total_seconds == 16.0
+    assert found.idle_fractions(slice(0, 2)) == (9 / 16, 7 / 16)
+    assert (found.steady_state, found.step_seconds) == (slice(1, 2), 8.75)
+    assert (found.learner_idle, found.sampler_idle) == found.idle_fractions() == (5 / 8.75, 1 - 5 / 8.75)
 
 
 def test_beside_an_update_a_step_takes_the_longer_of_both() -> None:
     rollouts, learner = [[4]] * 4, LearnerSpeed(3.0, 0.0, 1.0)
     found = simulate(rollouts, ONE, learner, 1)
-    assert found.ended == (4.0 + 4.0 + 1.0, 14.0, 19.0, 19.0 + 3.0 + 1.0)  # nothing is drawn beside the last one
-    assert found.waited == (4.0 + 1.0, 1.0, 1.0, 0.0)
+    assert found.step_ends == (4.0 + 4.0 + 1.0, 14.0, 19.0, 19.0 + 3.0 + 1.0)  # nothing is drawn beside the last one
+    assert found.learner_waits == (4.0 + 1.0, 1.0, 1.0, 0.0)
     deeper = simulate(rollouts, ONE, learner, 2)
-    assert deeper.sampled[0] == 8.0  # two are drawn first, by the same weights
-    assert deeper.seconds == 8.0 + 5.0 + 5.0 + 4.0 + 4.0
+    assert deeper.rollout_ready[0] == 8.0  # two are drawn first, by the same weights
+    assert deeper.total_seconds == 8.0 + 5.0 + 5.0 + 4.0 + 4.0
 
 
 def test_a_sampler_that_takes_weights_in_flight_draws_on() -> None:
     rollouts, learner = [[4], [1], [7], [4]], LearnerSpeed(3.0, 0.0, 1.0)
     found = simulate(rollouts, ONE, learner, 1, in_flight=True)
     # 1: 0–4. 2: 4–5, taken at 8. 3: 8–16, resting 11–12. 4: 16–21, resting 19–20
-    assert found.sampled == (4.0, 8.0, 16.0, 21.0)
-    assert found.ended == (8.0, 12.0, 20.0, 25.0)
-    assert found.waited == (4.0, 0.0, 4.0, 1.0)
+    assert found.rollout_ready == (4.0, 8.0, 16.0, 21.0)
+    assert found.step_ends == (8.0, 12.0, 20.0, 25.0)
+    assert found.learner_waits == (4.0, 0.0, 4.0, 1.0)
     deeper = simulate(rollouts, ONE, learner, 2, in_flight=True)
     # 2: 4–5. 3: 5–14, resting 7–8 and 11–12. 4: 14–19, resting 17–18
-    assert deeper.sampled == (4.0, 8.0, 14.0, 19.0)
+    assert deeper.rollout_ready == (4.0, 8.0, 14.0, 19.0)
 
 
 @given(st.lists(lengths, min_size=1, max_size=8), st.floats(0.1, 5), st.floats(0, 2), st.integers(0, 5), st.booleans())
@@ -70,10 +70,10 @@ def test_no_run_is_faster_than_the_slower_of_both_nor_slower_than_lock_step(
     found = simulate(rollouts, ONE, learner, staleness, in_flight=in_flight)
     together = simulate(rollouts, ONE, learner, 0)
     learning, drawing = len(rollouts) * (update + publish), sum(map(sum, rollouts))
-    assert found.seconds >= max(learning, drawing) - 1e-9
-    assert found.seconds <= together.seconds + 1e-9
-    assert found.seconds == pytest.approx(learning + sum(found.waited))
-    assert all(a <= b for a, b in zip(found.sampled, found.ended, strict=True))
+    assert found.total_seconds >= max(learning, drawing) - 1e-9
+    assert found.total_seconds <= together.total_seconds + 1e-9
+    assert found.total_seconds == pytest.approx(learning + sum(found.learner_waits))
+    assert all(a <= b for a, b in zip(found.rollout_ready, found.step_ends, strict=True))
     assert 0 <= found.sampler_idle <= 1
 
 
@@ -82,7 +82,7 @@ def test_more_room_is_never_slower_for_a_sampler_that_draws_on(
     rollouts: list[list[int]], update: float, staleness: int
 ) -> None:
     learner = LearnerSpeed(update, 0.0, 0.5)
-    some, more = (simulate(rollouts, ONE, learner, k, in_flight=True).seconds for k in (staleness, staleness + 1))
+    some, more = (simulate(rollouts, ONE, learner, k, in_flight=True).total_seconds for k in (staleness, staleness + 1))
     assert more <= some + 1e-9
 
 
@@ -93,12 +93,12 @@ SERVICE = st.floats(0.25, 8, width=16)
 
 def steady(line: Timeline, at: int) -> float:
     """Seconds from one step's end to the next."""
-    return line.ended[at] - line.ended[at - 1]
+    return line.step_ends[at] - line.step_ends[at - 1]
 
 
 def _sampler_idle(line: Timeline, draw: float, period: float) -> float:
     """1 − D / period, and less by the pauses that fall into a rollout in the making."""
-    inside = sum(line.drawn[line.full]) / len(line.drawn[line.full]) - draw
+    inside = sum(line.sampling_seconds[line.steady_state]) / len(line.sampling_seconds[line.steady_state]) - draw
     assert -1e-9 <= inside <= period - draw + 1e-9
     return 1 - (draw + inside) / period
 
@@ -111,16 +111,18 @@ def test_equal_rollouts_take_the_sum_in_lock_step_and_the_longer_of_both_apart(
     they are published is no further than one that is whole before."""
     rollouts, learner = [[1]] * 12, LearnerSpeed(update, 0.0, publish)
     sampler = SamplerSpeed(0.0, draw, 1)
-    assert simulate(rollouts, sampler, learner, 0).step == pytest.approx(draw + update + publish)
-    assert simulate(rollouts, sampler, learner, 0).idle() == pytest.approx(
+    assert simulate(rollouts, sampler, learner, 0).step_seconds == pytest.approx(draw + update + publish)
+    assert simulate(rollouts, sampler, learner, 0).idle_fractions() == pytest.approx(
         (draw / (draw + update + publish), (update + publish) / (draw + update + publish))
     )
     period = max(draw, update) + publish
     for staleness in (1, 2, 5):
         for in_flight in (False, True):
             line = simulate(rollouts, sampler, learner, staleness, in_flight=in_flight)
-            assert line.step == pytest.approx(period)
-            assert line.idle() == pytest.approx((1 - (update + publish) / period, _sampler_idle(line, draw, period)))
+            assert line.step_seconds == pytest.approx(period)
+            assert line.idle_fractions() == pytest.approx(
+                (1 - (update + publish) / period, _sampler_idle(line, draw, period))
+            )
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=10), st.floats(0.25, 8, width=16))
@@ -129,10 +131,10 @@ def test_without_an_end_to_staleness_nobody_waits_twice(draws: list[int], update
     update ends at max over j ≤ i of (d_1 + … + d_j) + (i − j + 1) U, Lindley's recursion written out."""
     line = simulate([[d] for d in draws], ONE, LearnerSpeed(update, 0.0, 0.0), len(draws), in_flight=True)
     whole = [float(sum(draws[: i + 1])) for i in range(len(draws))]
-    assert line.ended == pytest.approx(
+    assert line.step_ends == pytest.approx(
         [max(whole[j] + (i - j + 1) * update for j in range(i + 1)) for i in range(len(draws))]
     )
-    assert line.idle(slice(0, len(draws)))[1] == pytest.approx(1 - whole[-1] / line.seconds)
+    assert line.idle_fractions(slice(0, len(draws)))[1] == pytest.approx(1 - whole[-1] / line.total_seconds)
 
 
 def test_lengths_that_change_are_what_staleness_is_for() -> None:
@@ -140,12 +142,15 @@ def test_lengths_that_change_are_what_staleness_is_for() -> None:
     rollouts, learner = [[1], [7]] * 20, LearnerSpeed(4.0, 0.0, 0.0)
     steps = [simulate(rollouts, ONE, learner, k, in_flight=True) for k in (0, 1, 2, 3)]
     assert [steady(line, 21) + steady(line, 20) for line in steps] == [16.0, 11.0, 8.0, 8.0]
-    assert best_staleness(rollouts, ONE, learner, in_flight=True) == 2
-    assert best_staleness([[4]] * 20, ONE, learner, in_flight=True) == 1
-    assert best_staleness([[4]] * 20, ONE, LearnerSpeed(0.0, 0.0, 0.0)) == 0  # nothing to draw beside
+    assert find_best_staleness(rollouts, ONE, learner, in_flight=True) == 2
+    assert find_best_staleness([[4]] * 20, ONE, learner, in_flight=True) == 1
+    assert find_best_staleness([[4]] * 20, ONE, LearnerSpeed(0.0, 0.0, 0.0)) == 0  # nothing to draw beside
     far = simulate([[4]] * 20, ONE, LearnerSpeed(3.0, 0.0, 0.0), 16)
-    assert far.sampled[0] == 64.0  # what is drawn before the first step is no gain in the others
-    assert (far.step, simulate([[4]] * 3, ONE, LearnerSpeed(3.0, 0.0, 0.0), 5).step) == (4.0, (12.0 + 9.0) / 3)
+    assert far.rollout_ready[0] == 64.0  # what is drawn before the first step is no gain in the others
+    assert (far.step_seconds, simulate([[4]] * 3, ONE, LearnerSpeed(3.0, 0.0, 0.0), 5).step_seconds) == (
+        4.0,
+        (12.0 + 9.0) / 3,
+    )
 
 
 @given(st.lists(lengths, min_size=1, max_size=8), st.floats(0.1, 5), st.floats(0, 2), st.integers(0, 5), st.booleans())
@@ -155,13 +160,13 @@ def test_all_that_is_drawn_is_drawn_once_and_no_second_is_counted_twice(
     """Σ of what steps draw is Σ of the rollouts, and the pauses in their midst; no step draws longer than it takes."""
     line = simulate(rollouts, ONE, LearnerSpeed(update, 0.0, publish), staleness, in_flight=in_flight)
     needed, pauses = float(sum(map(sum, rollouts))), len(rollouts) * publish if in_flight and staleness else 0.0
-    assert needed - 1e-9 <= sum(line.drawn) <= needed + pauses + 1e-9
-    begins = (0.0, *line.ended)
-    for i, (drawn, waited) in enumerate(zip(line.drawn, line.waited, strict=True)):
+    assert needed - 1e-9 <= sum(line.sampling_seconds) <= needed + pauses + 1e-9
+    begins = (0.0, *line.step_ends)
+    for i, (drawn, waited) in enumerate(zip(line.sampling_seconds, line.learner_waits, strict=True)):
         seconds = begins[i + 1] - begins[i]
         assert -1e-9 <= drawn <= seconds + 1e-9
         assert waited + update + publish == pytest.approx(seconds)
-    learner, sampler = line.idle()
+    learner, sampler = line.idle_fractions()
     assert 0 <= learner <= 1
     assert 0 <= sampler <= 1
 
@@ -169,10 +174,10 @@ def test_all_that_is_drawn_is_drawn_once_and_no_second_is_counted_twice(
 def test_a_rollout_that_rests_while_weights_are_taken_over_is_in_the_making() -> None:
     found = simulate([[4], [1], [7], [4]], ONE, LearnerSpeed(3.0, 0.0, 1.0), 1, in_flight=True)
     # 0–4 and 4–5 in the first step, 0–8; 8–16 in the second, 8–12, and the third, 12–20, with 16–21 after it
-    assert found.drawn == (5.0, 4.0, 8.0, 1.0)
-    assert found.idle(slice(0, 4)) == (9 / 25, 1 - 18 / 25)
-    assert found.full == slice(1, 3)  # nothing is drawn beside the last
-    assert found.idle() == (4 / 12, 0.0)
+    assert found.sampling_seconds == (5.0, 4.0, 8.0, 1.0)
+    assert found.idle_fractions(slice(0, 4)) == (9 / 25, 1 - 18 / 25)
+    assert found.steady_state == slice(1, 3)  # nothing is drawn beside the last
+    assert found.idle_fractions() == (4 / 12, 0.0)
 
 
 # --- a server's places
@@ -197,19 +202,19 @@ def test_equal_completions_are_drawn_in_waves() -> None:
 
 
 def test_lengths_are_drawn_from_those_that_were_measured() -> None:
-    found = resampled([1, 2, 2, 9], 500, 16, seed=3)
+    found = resample_lengths([1, 2, 2, 9], 500, 16, seed=3)
     assert [len(rollout) for rollout in found] == [16] * 500
     every = [n for rollout in found for n in rollout]
     assert {n: round(every.count(n) / len(every), 2) for n in (1, 2, 9)} == {
         n: pytest.approx(share, abs=0.02) for n, share in ((1, 0.25), (2, 0.5), (9, 0.25))
     }
-    assert found == resampled([1, 2, 2, 9], 500, 16, seed=3) != resampled([1, 2, 2, 9], 500, 16, seed=4)
+    assert found == resample_lengths([1, 2, 2, 9], 500, 16, seed=3) != resample_lengths([1, 2, 2, 9], 500, 16, seed=4)
 
 
 def test_the_first_that_is_fast_enough() -> None:
-    assert enough([4.0, 2.01, 2.0, 2.0]) == 1
-    assert enough([4.0, 2.1, 2.0]) == 2
-    assert enough([1.0]) == 0
+    assert smallest_sufficient([4.0, 2.01, 2.0, 2.0]) == 1
+    assert smallest_sufficient([4.0, 2.1, 2.0]) == 2
+    assert smallest_sufficient([1.0]) == 0
 
 
 def test_what_is_no_run_is_refused() -> None:

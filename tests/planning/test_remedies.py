@@ -6,83 +6,92 @@ from itertools import pairwise
 
 import pytest
 
-from policygrad.planning.cost_model import Asks, Layout, Work
-from policygrad.planning.hardware import DEVICES, Reached
-from policygrad.planning.model_shapes import NAMED
-from policygrad.planning.planner import Plan, Question, remedies
-from policygrad.planning.render import assumptions, summary, tables
+from policygrad.planning.cost_model import AlgorithmCost, ParallelLayout, Workload
+from policygrad.planning.hardware import DEVICES, Efficiency
+from policygrad.planning.model_shapes import KNOWN_SHAPES
+from policygrad.planning.planner import CapacityPlan, PlanRequest, suggest_changes
+from policygrad.planning.render import list_assumptions, plan_summary, plan_tables
 
 
-def plan(model: str, layout: Layout, device: str = "H100", budget: int = 3840) -> Plan:
-    work = Work(64, 8, 256, 1000, budget)
-    return Plan(Question(NAMED[model], DEVICES[device], work, Asks("grpo", frozen=1, scores=1), Reached()), layout)
+def plan(model: str, layout: ParallelLayout, device: str = "H100", budget: int = 3840) -> CapacityPlan:
+    work = Workload(64, 8, 256, 1000, budget)
+    return CapacityPlan(
+        PlanRequest(
+            KNOWN_SHAPES[model],
+            DEVICES[device],
+            work,
+            AlgorithmCost("grpo", frozen_models=1, scoring_passes=1),
+            Efficiency(),
+        ),
+        layout,
+    )
 
 
 def test_a_plan_that_fits_needs_none() -> None:
-    found = plan("Qwen3-0.6B", Layout(8))
+    found = plan("Qwen3-0.6B", ParallelLayout(8))
     assert found.fits
-    assert remedies(found) == []
+    assert suggest_changes(found) == []
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "device"),
     [
-        ("Qwen3-8B", Layout(8), "H100"),
-        ("Qwen3-8B", Layout(2, dtype="fp32"), "H200"),
-        ("Qwen3-14B", Layout(8, samplers=4, staleness=1), "H100"),
-        ("Qwen3-32B", Layout(8), "H100"),
-        ("Llama-3.1-70B", Layout(8), "H100"),
-        ("Llama-3.1-70B", Layout(16, samplers=8, staleness=1), "H200"),
+        ("Qwen3-8B", ParallelLayout(8), "H100"),
+        ("Qwen3-8B", ParallelLayout(2, dtype="fp32"), "H200"),
+        ("Qwen3-14B", ParallelLayout(8, samplers=4, max_staleness=1), "H100"),
+        ("Qwen3-32B", ParallelLayout(8), "H100"),
+        ("Llama-3.1-70B", ParallelLayout(8), "H100"),
+        ("Llama-3.1-70B", ParallelLayout(16, samplers=8, max_staleness=1), "H200"),
     ],
 )
-def test_every_change_takes_less_and_the_last_fits(model: str, layout: Layout, device: str) -> None:
+def test_every_change_takes_less_and_the_last_fits(model: str, layout: ParallelLayout, device: str) -> None:
     found = plan(model, layout, device)
-    ways = remedies(found)
+    ways = suggest_changes(found)
     assert not found.fits
     assert ways
     kept = [way for way in ways if not way.option.startswith("--gpus")]
-    assert all(b.plan.peak < a.plan.peak for a, b in pairwise(kept))
-    assert not kept or kept[0].plan.peak < found.peak
+    assert all(b.plan.peak_bytes < a.plan.peak_bytes for a, b in pairwise(kept))
+    assert not kept or kept[0].plan.peak_bytes < found.peak_bytes
     assert all(not way.plan.fits for way in kept[:-1])
     for way in ways:
         assert way.plan.fits or way in kept
 
 
 def test_in_their_order() -> None:
-    ways = remedies(plan("Qwen3-8B", Layout(8)))
+    ways = suggest_changes(plan("Qwen3-8B", ParallelLayout(8)))
     assert ways[0].option == "--gradient-checkpointing"
     assert ways[0].plan.layout.checkpointing
     assert ways[-1].plan.fits
 
 
 def test_what_does_not_fit_in_a_sampler_is_spread_over_several() -> None:
-    layout = Layout(32, samplers=8, staleness=1, checkpointing=True, whole=False)
+    layout = ParallelLayout(32, samplers=8, max_staleness=1, checkpointing=True, keeps_full_policy=False)
     found = plan("Llama-3.1-70B", layout, "H200")
-    (way,) = remedies(found)
-    assert found.learner.peak < found.usable < found.peak
+    (way,) = suggest_changes(found)
+    assert found.learner.peak_bytes < found.usable_bytes < found.peak_bytes
     assert way.option == "--tensor-parallel 2"
-    assert way.plan.layout.tensor == 2
+    assert way.plan.layout.tensor_parallel == 2
     assert way.plan.fits
 
 
 @pytest.mark.parametrize(("model", "gpus"), [("Llama-3.1-70B", 64), ("Qwen3-32B", 64), ("Qwen3-32B", 16)])
 def test_a_division_is_proposed_only_where_it_fits(model: str, gpus: int) -> None:
     """One sampler that held no completion was proposed here, with a step of hours."""
-    found = plan(model, Layout(gpus))
-    ways = remedies(found)
+    found = plan(model, ParallelLayout(gpus))
+    ways = suggest_changes(found)
     divided = [way for way in ways if "--samplers" in way.option]
     assert divided
-    assert all(way.plan.fits and way.plan.step < 1800 for way in divided)
+    assert all(way.plan.fits and way.plan.step_seconds < 1800 for way in divided)
     assert ways[-1].plan.fits
     assert any(way.option.startswith("--engine") for way in ways)
 
 
 def test_where_nothing_is_enough_it_says_so() -> None:
-    found = plan("Llama-3.1-70B", Layout(8))
-    ways = remedies(found)
+    found = plan("Llama-3.1-70B", ParallelLayout(8))
+    ways = suggest_changes(found)
     assert ways
     assert not any(way.plan.fits for way in ways)  # the policy whole is more than an H100 has
-    told = next(table for table in tables(found, [found], ways, 1000, None) if table.title == "What to change")
+    told = next(table for table in plan_tables(found, [found], ways, 1000, None) if table.title == "What to change")
     assert "Nothing of this is enough" in told.note
-    assert "It does not fit" in summary(found, 1000, None)
-    assert any("whole in a learner" in text for text in assumptions(found))
+    assert "It does not fit" in plan_summary(found, 1000, None)
+    assert any("whole in a learner" in text for text in list_assumptions(found))

@@ -12,7 +12,7 @@ import transformers as tf
 
 from policygrad.errors import ConfigError
 from policygrad.models.loading import load_model
-from policygrad.planning.model_shapes import KINDS, NAMED, Shape, read, shape
+from policygrad.planning.model_shapes import KNOWN_SHAPES, MODEL_TYPES, ModelShape, load_shape, read_shape
 
 PUBLISHED = {
     "SmolLM2-135M": 134_515_008,
@@ -27,7 +27,7 @@ PUBLISHED = {
 }
 
 
-def made(kind: str, of: Shape, **more: Any) -> dict[str, Any]:
+def made(kind: str, of: ModelShape, **more: Any) -> dict[str, Any]:
     """A configuration of that shape."""
     return {
         "model_type": kind,
@@ -52,59 +52,59 @@ def counted(config: dict[str, Any]) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
 def test_named_shapes_have_as_many_parameters_as_the_models(name: str) -> None:
-    of = NAMED[name]
+    of = KNOWN_SHAPES[name]
     kind = "qwen3" if name.startswith("Qwen3") else "llama"
     assert of.parameters == PUBLISHED[name] == counted(made(kind, of))
 
 
-SMALL = Shape("small", 24, 40, 2, 4, 2, 8, 50)
+SMALL = ModelShape("small", 24, 40, 2, 4, 2, 8, 50)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_TYPES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_kind_is_counted(kind: str, tied: bool, tmp_path: Path) -> None:
     config = made(kind, SMALL, tie_word_embeddings=tied)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert shape(str(tmp_path)).parameters == counted(config)
+    assert load_shape(str(tmp_path)).parameters == counted(config)
     if kind in ("llama", "qwen3"):
         biased = config | {"attention_bias": True} | ({"mlp_bias": True} if kind == "llama" else {})
         (tmp_path / "config.json").write_text(json.dumps(biased))
-        assert shape(str(tmp_path)).parameters == counted(biased) > counted(config)
+        assert load_shape(str(tmp_path)).parameters == counted(biased) > counted(config)
 
 
 def test_by_hand() -> None:
-    of = Shape("", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)
-    assert of.widths == 8
-    assert of.layer_products == 4 * (8 + 4) + 3 * 4 * 8 == 144
+    of = ModelShape("", 4, 8, layers=2, heads=2, kv_heads=1, head_dim=2, vocabulary=10)
+    assert of.qkv_width == 8
+    assert of.layer_matmul_weights == 4 * (8 + 4) + 3 * 4 * 8 == 144
     assert of.parameters == 2 * (144 + 8) + 2 * 40 + 4
-    assert of.cache == 2 * 2 * 1 * 2
+    assert of.cache_numbers_per_token == 2 * 2 * 1 * 2
 
 
 def test_the_model_inside_the_package() -> None:
     model = load_model("tiny")
-    assert shape("tiny").parameters == sum(p.numel() for p in model.parameters())
+    assert load_shape("tiny").parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_names_with_owners_and_of_what_was_trained_further() -> None:
     for name in ("Qwen/Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B-Base"):
-        assert shape(name) is NAMED["Qwen3-8B"]
-    assert shape("Qwen/Qwen3-4B-Instruct-2507") is NAMED["Qwen3-4B"]
-    assert shape("meta-llama/Llama-3.1-70B-Instruct") is NAMED["Llama-3.1-70B"]
+        assert load_shape(name) is KNOWN_SHAPES["Qwen3-8B"]
+    assert load_shape("Qwen/Qwen3-4B-Instruct-2507") is KNOWN_SHAPES["Qwen3-4B"]
+    assert load_shape("meta-llama/Llama-3.1-70B-Instruct") is KNOWN_SHAPES["Llama-3.1-70B"]
 
 
 def test_a_runs_folder_is_the_model_that_it_trained(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(made("llama", SMALL)))
-    assert shape(str(tmp_path)).hidden == shape(str(tmp_path / "model" / "config.json")).hidden == 24
+    assert load_shape(str(tmp_path)).hidden == load_shape(str(tmp_path / "model" / "config.json")).hidden == 24
 
 
 def test_what_is_not_known_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'Qwen3-8B'"):
-        shape("Qwen/Qwen3-9B")
+        load_shape("Qwen/Qwen3-9B")
     with pytest.raises(ConfigError, match=r"known: SmolLM2-135M.*download its config\.json"):
-        shape("something")
+        load_shape("something")
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_other_configurations_are_refused(text: str, said: str, tmp_path: Path) 
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        read(file, "m")
+        read_shape(file, "m")

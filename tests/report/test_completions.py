@@ -9,8 +9,8 @@ import pytest
 
 from doubles.runs import row, run_folder
 from policygrad.report import completions
-from policygrad.report.completions import embedded, shown, weight
-from policygrad.report.data import rows
+from policygrad.report.completions import count_chars, embed_completions, excerpt_completions
+from policygrad.report.data import read_json_rows
 
 
 def file(folder: Path, steps: int, many: int, length: int = 10) -> Path:
@@ -22,21 +22,21 @@ def file(folder: Path, steps: int, many: int, length: int = 10) -> Path:
 
 
 def test_a_small_file_is_shown_whole(tmp_path: Path) -> None:
-    found = shown(file(tmp_path / "a", 3, 2))
-    assert found.whole
+    found = excerpt_completions(file(tmp_path / "a", 3, 2))
+    assert found.is_complete
     assert [r["step"] for r in found.rows] == [1, 1, 2, 2, 3, 3]
 
 
 def test_none_is_none(tmp_path: Path) -> None:
-    assert shown(tmp_path / "completions.jsonl").rows == ()
+    assert excerpt_completions(tmp_path / "completions.jsonl").rows == ()
 
 
 @pytest.mark.parametrize("length", [1, 10, 200])
 def test_of_a_large_file_steps_evenly_apart_first_and_last_among_them(tmp_path: Path, length: int) -> None:
     path = file(tmp_path / "a", 231, 8, length)
-    found = shown(path, text=sum(map(weight, rows(path))) - 1)
+    found = excerpt_completions(path, text=sum(map(count_chars, read_json_rows(path))) - 1)
     steps = list(dict.fromkeys(r["step"] for r in found.rows))
-    assert not found.whole
+    assert not found.is_complete
     assert steps == list(range(1, 232, 10))  # 24 of them
     assert all(r["completion"].startswith(f"{r['step']}.") for r in found.rows)
 
@@ -47,22 +47,22 @@ def test_the_limit_counts_characters_and_not_the_bytes_of_the_file(tmp_path: Pat
     path = run_folder(tmp_path / "a", [], texts) / "completions.jsonl"
     characters = 14 * 4 * (40 + 40 + 60)
     assert path.stat().st_size > 3 * characters
-    assert shown(path, text=characters).whole
-    assert not shown(path, text=characters - 1).whole
-    assert shown(path, most=56).whole
-    assert not shown(path, most=55).whole
+    assert excerpt_completions(path, text=characters).is_complete
+    assert not excerpt_completions(path, text=characters - 1).is_complete
+    assert excerpt_completions(path, most=56).is_complete
+    assert not excerpt_completions(path, most=55).is_complete
 
 
 def test_turns_count_too(tmp_path: Path) -> None:
     turns = [["policy", "y" * 1000]]
     path = run_folder(tmp_path / "a", [], [(1, [row("p", "c", 0.0, turns=turns)])]) / "completions.jsonl"
-    assert not shown(path, text=1000).whole
-    assert shown(path, text=1200).whole
+    assert not excerpt_completions(path, text=1000).is_complete
+    assert excerpt_completions(path, text=1200).is_complete
 
 
 def test_it_keeps_to_its_size_and_prefers_prompts_that_come_again(tmp_path: Path) -> None:
     path = file(tmp_path / "a", 100, 6)
-    found = shown(path, text=24 * 3 * 95)
+    found = excerpt_completions(path, text=24 * 3 * 95)
     by_step: dict[int, list[dict[str, Any]]] = {}
     for r in found.rows:
         by_step.setdefault(r["step"], []).append(r)
@@ -78,7 +78,7 @@ def test_ten_thousand_steps_are_not_read_through(tmp_path: Path, monkeypatch: py
     parsed = completions.parsed
     lines: list[bytes] = []
     monkeypatch.setattr(completions, "parsed", lambda line: lines.append(line) or parsed(line))
-    assert len({r["step"] for r in shown(path, text=100_000).rows}) == 24
+    assert len({r["step"] for r in excerpt_completions(path, text=100_000).rows}) == 24
     assert len(lines) < 3000  # of 40,000
 
 
@@ -86,8 +86,8 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = file(tmp_path / "a", 40, 2)
     with path.open("ab") as end:
         end.write(b'{"step": 41, "pro')
-    assert [r["step"] for r in shown(path).rows][-1] == 40
-    assert [r["step"] for r in shown(path, text=100).rows][-1] == 40
+    assert [r["step"] for r in excerpt_completions(path).rows][-1] == 40
+    assert [r["step"] for r in excerpt_completions(path, text=100).rows][-1] == 40
 
 
 def test_rows_for_the_page_name_their_prompt_once_and_keep_every_reward(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_rows_for_the_page_name_their_prompt_once_and_keep_every_reward(tmp_path
         row("plain", "x" * 9000, 0.0),
     ]
     folder = run_folder(tmp_path / "a", [], [(1, rows)])
-    found = embedded([shown(folder / "completions.jsonl")])
+    found = embed_completions([excerpt_completions(folder / "completions.jsonl")])
     assert found["prompts"] == [[["system", "Be brief."], ["user", "1+1?"]], [["", "plain"]]]
     first, second, third = found["rows"]
     assert first == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from doubles.runs import run_folder
-from policygrad.report.data import cost, drawn, grouped, read
+from policygrad.report.data import build_curves, compute_cost, group_runs, read_run
 
 
 def test_runs_that_differ_in_their_seed_are_one_series_and_others_say_what_differs(tmp_path: Path) -> None:
@@ -16,25 +16,25 @@ def test_runs_that_differ_in_their_seed_are_one_series_and_others_say_what_diffe
         run_folder(tmp_path / "c", steps, seed=1),
         run_folder(tmp_path / "d", steps, name="gspo"),
     ]
-    found = grouped([read(folder) for folder in made])
+    found = group_runs([read_run(folder) for folder in made])
     assert [group.label for group in found] == ["dapo lr=0.1", "dapo lr=0.2", "gspo"]
     assert [run.folder.name for run in found[0].runs] == ["a", "c"]
 
 
 def test_a_point_is_the_mean_over_runs_and_the_band_their_ends(tmp_path: Path) -> None:
-    a = run_folder(tmp_path / "a", [(0, {"held_out": 0.0}), (1, {"reward": 1.0}), (2, {"reward": 4.0})], seed=0)
+    a = run_folder(tmp_path / "a", [(0, {"eval/reward": 0.0}), (1, {"reward": 1.0}), (2, {"reward": 4.0})], seed=0)
     b = run_folder(tmp_path / "b", [(1, {"reward": 3.0})], seed=1)
     c = run_folder(tmp_path / "c", [(2, {"reward": 7.0})], name="gspo")
-    series = grouped([read(folder) for folder in (a, b, c)])
+    series = group_runs([read_run(folder) for folder in (a, b, c)])
     both = {"value": [2.0, 4.0], "low": [1.0, 4.0], "high": [3.0, 4.0]}
-    assert drawn(series, "reward") == {"x": [1, 2], "lines": [both, {"value": [None, 7.0]}], "per": 1}
-    assert drawn(series, "held_out") == {"x": [0], "lines": [{"value": [0.0]}, None], "per": 1}
+    assert build_curves(series, "reward") == {"x": [1, 2], "lines": [both, {"value": [None, 7.0]}], "per": 1}
+    assert build_curves(series, "eval/reward") == {"x": [0], "lines": [{"value": [0.0]}, None], "per": 1}
 
 
 def test_long_curves_are_thinned_and_keep_their_ends_in_the_band(tmp_path: Path) -> None:
     """10 steps in at most 4 points are 3 to a point: 1 2 3, 4 5 6, 7 8 9, 10."""
     folder = run_folder(tmp_path / "a", [(step, {"reward": float(step)}) for step in range(1, 11)])
-    plot = drawn(grouped([read(folder)]), "reward", most=4)
+    plot = build_curves(group_runs([read_run(folder)]), "reward", most=4)
     assert plot["per"] == 3
     assert plot["x"] == [3, 6, 9, 10]
     assert plot["lines"] == [
@@ -47,9 +47,9 @@ def test_costs_are_sums_over_steps_and_means_over_runs(tmp_path: Path) -> None:
     metrics |= {"completions/offered": 20.0, "completions/computed": 15.0, "time/rollout": 3.0, "time/update": 1.0}
     a = run_folder(tmp_path / "a", [(1, metrics), (2, metrics)], seed=0)
     b = run_folder(tmp_path / "b", [(1, metrics)], seed=1)
-    (group,) = grouped([read(folder) for folder in (a, b)])
-    found = cost(group)
+    (group,) = group_runs([read_run(folder) for folder in (a, b)])
+    found = compute_cost(group)
     assert ("tokens/sampled", "tokens sampled", "1.5k") in found.sums
     assert [(took, share) for _, took, share in found.times] == [("3 s", 0.75), ("1 s", 0.25)]
-    assert found.said[0].startswith("1.50 completions were sampled")
-    assert found.said[1].startswith("25% of the forward and backward passes were spared")
+    assert found.notes[0].startswith("1.50 completions were sampled")
+    assert found.notes[1].startswith("25% of the forward and backward passes were spared")

@@ -16,10 +16,10 @@ from doubles.comparison import plan
 from doubles.comparison import row as comparison_row
 from doubles.runs import row, run_folder
 from policygrad.cli import main
-from policygrad.commands.report import run_folders
-from policygrad.compare.plan import TUNING, Job, open_folder
-from policygrad.report.data import read
-from policygrad.report.page import page
+from policygrad.commands.report import find_runs
+from policygrad.compare.plan import FIRST_TUNING_SEED, Job, open_comparison
+from policygrad.report.data import read_run
+from policygrad.report.page import render_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -57,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
     def made(name: str, algorithm: str, seed: int, high: float, completions: bool) -> Path:
         texts = [(s, answers(s)) for s in steps] if completions else []
-        held = [(0, {"held_out": 0.1}), (8, {"held_out": high})]
+        held = [(0, {"eval/reward": 0.1}), (8, {"eval/reward": high})]
         lines = [held[0], *((s, metrics(s, high)) for s in steps), held[1]]
         return run_folder(place / name, lines, texts, name=algorithm, seed=seed)
 
@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def text(folders: list[Path]) -> str:
-    return page([read(folder) for folder in folders])
+    return render_report([read_run(folder) for folder in folders])
 
 
 def embedded(text: str) -> Any:
@@ -91,33 +91,33 @@ def test_it_says_what_ran(text: str) -> None:
 
 def test_runs_of_different_lengths_are_not_said_to_be_of_one(tmp_path: Path) -> None:
     runs = [
-        read(run_folder(tmp_path / name, [(s, {"reward": 0.5}) for s in range(1, last + 1)], name=name))
+        read_run(run_folder(tmp_path / name, [(s, {"reward": 0.5}) for s in range(1, last + 1)], name=name))
         for name, last in (("dapo", 16), ("gspo", 12))
     ]
-    assert '<p class="lede" data-live="lede">12 to 16 steps.' in page(runs)
-    assert '<p class="lede" data-live="lede">16 steps.' in page(runs[:1])
+    assert '<p class="lede" data-live="lede">12 to 16 steps.' in render_report(runs)
+    assert '<p class="lede" data-live="lede">16 steps.' in render_report(runs[:1])
 
 
 def test_a_unit_that_repeats_the_name_is_left_out(text: str) -> None:
     """It was headed "reward, reward"."""
     data = embedded(text)["metrics"]
     assert "unit" not in data["reward"]
-    assert data["held_out"]["unit"] == "reward"
+    assert data["eval/reward"]["unit"] == "reward"
 
 
 def test_every_metric_is_there_with_what_it_means(text: str) -> None:
     data = embedded(text)
-    assert data["first"] == ["reward", "held_out", "entropy", "grad_norm"]  # nothing was cut off
+    assert data["first"] == ["reward", "eval/reward", "entropy", "grad_norm"]  # nothing was cut off
     assert data["metrics"]["entropy"]["unit"] == "nats a token"
     assert "exploration is over" in data["metrics"]["entropy"]["moves"]
     assert data["chapters"]["Others"] == ["mine/own"]
     assert sorted(n for names in data["chapters"].values() for n in names) == sorted(data["metrics"])
-    assert data["metrics"]["held_out"]["lines"][0] == {"value": [0.1, 0.9], "low": [0.1, 0.8], "high": [0.1, 1.0]}
+    assert data["metrics"]["eval/reward"]["lines"][0] == {"value": [0.1, 0.9], "low": [0.1, 0.8], "high": [0.1, 1.0]}
 
 
 def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("policygrad.report.page.TEXT", 1500)
-    found = page([read(folders[0])])
+    found = render_report([read_run(folders[0])])
     data = embedded(found)["completions"]["rows"]
     assert 8 <= len(data) < 32
     said = re.sub(r"\s+", " ", found)
@@ -127,7 +127,7 @@ def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.Monke
 def test_steps_that_are_left_out_are_counted(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("policygrad.report.page.TEXT", 1500)
     monkeypatch.setattr("policygrad.report.completions.STEPS", 4)
-    found = re.sub(r"\s+", " ", page([read(folders[0])]))
+    found = re.sub(r"\s+", " ", render_report([read_run(folders[0])]))
     assert "completions from 4 of the 8 steps, which are not all" in found
 
 
@@ -148,18 +148,18 @@ def test_what_is_no_run_in_a_glob_is_left_out_and_said(folders: list[Path], tmp_
 def test_a_comparisons_folder_is_the_runs_that_it_reports(tmp_path: Path, capsys: Any) -> None:
     made = plan(comparison_row("first"), comparison_row("second"), seeds=2)
     folder = tmp_path / "compared"
-    open_folder(folder, made)
+    open_comparison(folder, made)
     assert main(["report", str(folder)]) == 2
     assert "is a comparison without a run yet" in capsys.readouterr().err
     for name, algorithm in (("first", "dapo"), ("second", "gspo")):
-        for seed in (0, 1, TUNING):
+        for seed in (0, 1, FIRST_TUNING_SEED):
             place = folder / Job(name, None, seed).folder
             run_folder(place, [(s, metrics(s, 0.8)) for s in (1, 2)], name=algorithm, seed=seed)
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert "<h1>dapo and gspo</h1>" in text
-    assert run_folders([folder]) == tuple(folder / Job(n, None, s).folder for n in ("first", "second") for s in (0, 1))
+    assert find_runs([folder]) == tuple(folder / Job(n, None, s).folder for n in ("first", "second") for s in (0, 1))
 
 
 def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_path: Path, capsys: Any) -> None:

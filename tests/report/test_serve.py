@@ -19,13 +19,13 @@ import pytest
 import browser as browsers
 from doubles.runs import row, run_folder
 from policygrad.errors import ConfigError, RunError
-from policygrad.report.server import Server, server
+from policygrad.report.server import ReportServer, create_server
 from policygrad.trackers import JsonlTracker
 
 
 @contextmanager
-def serving(*folders: Path) -> Iterator[Server]:
-    with server(folders) as found:
+def serving(*folders: Path) -> Iterator[ReportServer]:
+    with create_server(folders) as found:
         thread = Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -35,7 +35,7 @@ def serving(*folders: Path) -> Iterator[Server]:
             thread.join()
 
 
-def ask(found: Server, path: str) -> tuple[int, str]:
+def ask(found: ReportServer, path: str) -> tuple[int, str]:
     host, port = found.server_address[:2]
     line = HTTPConnection(str(host), int(port), timeout=30)
     line.request("GET", path)
@@ -89,10 +89,10 @@ def test_the_page_follows_the_run_and_is_made_again_only_then(tmp_path: Path) ->
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no run"):
-        server([tmp_path])
+        create_server([tmp_path])
     folder = run_folder(tmp_path / "a", [])
-    with server([folder]) as found, pytest.raises(ConfigError, match="take another --port"):
-        server([folder], port=int(found.server_address[1]))
+    with create_server([folder]) as found, pytest.raises(ConfigError, match="take another --port"):
+        create_server([folder], port=int(found.server_address[1]))
 
 
 def test_the_command_prints_its_address_and_ctrl_c_ends_it(tmp_path: Path) -> None:

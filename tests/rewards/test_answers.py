@@ -11,75 +11,88 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.rewards.workers.messages import LARGEST, NONCE, Asked, Inbox, Judgement, NoAnswerError, answer, started
+from policygrad.rewards.workers.messages import (
+    MAX_ABS_REWARD,
+    NONCE_BYTES,
+    PendingCall,
+    ProtocolError,
+    ReplyParser,
+    SampleResult,
+    encode_ready,
+    encode_reply,
+)
 
-OURS = bytes(range(NONCE))
-ASKED = Asked(3, (5, 7))
+OURS = bytes(range(NONCE_BYTES))
+ASKED = PendingCall(3, (5, 7))
 FINE = ["", "", []]
 
-numbers = st.floats(-LARGEST, LARGEST)
-values = numbers.map(Judgement) | st.builds(
-    Judgement, st.none(), st.sampled_from(["raised", "nan", "inf", "type", "length"]), st.text(), st.text(max_size=20)
+numbers = st.floats(-MAX_ABS_REWARD, MAX_ABS_REWARD)
+values = numbers.map(SampleResult) | st.builds(
+    SampleResult,
+    st.none(),
+    st.sampled_from(["raised", "nan", "inf", "type", "length"]),
+    st.text(),
+    st.text(max_size=20),
 )
 steps = st.lists(st.tuples(st.integers(1, 40), numbers), max_size=80)
-scored = steps.map(lambda found: Judgement(steps=tuple(sorted(found, key=lambda step: step[0]))))
+scored = steps.map(lambda found: SampleResult(steps=tuple(sorted(found, key=lambda step: step[0]))))
 
 
 def framed(body: bytes, nonce: bytes = OURS, length: int | None = None) -> bytes:
-    return struct.pack(f">{NONCE}sI", nonce, len(body) if length is None else length) + body
+    return struct.pack(f">{NONCE_BYTES}sI", nonce, len(body) if length is None else length) + body
 
 
-def read(data: bytes, asked: Asked = ASKED) -> object:
-    inbox = Inbox(OURS)
+def read(data: bytes, asked: PendingCall = ASKED) -> object:
+    inbox = ReplyParser(OURS)
     inbox.feed(data)
-    return inbox.answer(asked)
+    return inbox.parse_reply(asked)
 
 
 @given(st.lists(values, max_size=8), st.booleans(), st.data())
-def test_numbers_come_back_to_the_bit_in_any_pieces(said: list[Judgement], last: bool, data: st.DataObject) -> None:
-    asked = Asked(12, (0,) * len(said))
-    whole, inbox = answer(OURS, asked, said, last), Inbox(OURS)
+def test_numbers_come_back_to_the_bit_in_any_pieces(said: list[SampleResult], last: bool, data: st.DataObject) -> None:
+    asked = PendingCall(12, (0,) * len(said))
+    whole, inbox = encode_reply(OURS, asked, said, last), ReplyParser(OURS)
     cut = data.draw(st.integers(0, len(whole) - 1))
     inbox.feed(whole[:cut])
-    assert inbox.answer(asked) is None
+    assert inbox.parse_reply(asked) is None
     inbox.feed(whole[cut:])
-    found = inbox.answer(asked)
+    found = inbox.parse_reply(asked)
     assert found is not None
     assert found.last is last
-    assert [repr(j.value) for j in found.judgements] == [repr(j.value) for j in said]
-    assert [j.reason for j in found.judgements] == [j.reason for j in said]
-    printable = [(j.message, k.message) for j, k in zip(found.judgements, said, strict=True) if k.message.isprintable()]
+    assert [repr(j.value) for j in found.results] == [repr(j.value) for j in said]
+    assert [j.reason for j in found.results] == [j.reason for j in said]
+    printable = [(j.message, k.message) for j, k in zip(found.results, said, strict=True) if k.message.isprintable()]
     assert all(shown == meant[:1000] for shown, meant in printable)
 
 
 @given(st.lists(scored, min_size=1, max_size=4))
-def test_steps_come_back(said: list[Judgement]) -> None:
-    asked = Asked(0, (40,) * len(said), process_reward=True)
-    found = read(answer(OURS, asked, said), asked)
+def test_steps_come_back(said: list[SampleResult]) -> None:
+    asked = PendingCall(0, (40,) * len(said), process_reward=True)
+    found = read(encode_reply(OURS, asked, said), asked)
     assert found.judgements == said  # type: ignore[attr-defined]
 
 
 def test_the_first_word() -> None:
     for error in (None, "no licence\nfile"):
-        inbox = Inbox(OURS)
-        inbox.feed(started(OURS, error))
-        found = inbox.started()
+        inbox = ReplyParser(OURS)
+        inbox.feed(encode_ready(OURS, error))
+        found = inbox.parse_ready()
         assert found is not None
         assert found.error == error
 
 
 def test_texts_are_cut_and_do_not_steer_a_terminal() -> None:
-    said = Judgement(None, "raised", "\x1b[2J" + "\ud800" + "x" * 5000, "E" * 500)
-    found = read(answer(OURS, replace(ASKED, lengths=(5,)), [said]), replace(ASKED, lengths=(5,)))
+    said = SampleResult(None, "raised", "\x1b[2J" + "\ud800" + "x" * 5000, "E" * 500)
+    found = read(encode_reply(OURS, replace(ASKED, lengths=(5,)), [said]), replace(ASKED, lengths=(5,)))
     (judgement,) = found.judgements  # type: ignore[attr-defined]
     assert judgement.message.startswith("\ufffd[2J?xxx")
     assert (len(judgement.message), len(judgement.kind)) == (1000, 100)
 
 
 def test_more_steps_than_an_answer_may_have_are_a_failure_of_that_call() -> None:
-    asked = Asked(0, (10,), process_reward=True)
-    many = Judgement(steps=tuple((1 + k % 10, 0.123456789) for k in range(9000)))
-    (judgement,) = read(answer(OURS, asked, [many]), asked).judgements  # type: ignore[attr-defined]
+    asked = PendingCall(0, (10,), process_reward=True)
+    many = SampleResult(steps=tuple((1 + k % 10, 0.123456789) for k in range(9000)))
+    (judgement,) = read(encode_reply(OURS, asked, [many]), asked).judgements  # type: ignore[attr-defined]
     assert (judgement.reason, judgement.steps) == ("type", ())
     assert "return fewer" in judgement.message
 
@@ -125,7 +138,7 @@ class Bomb:
     ],
 )
 def test_what_is_no_answer(body: object, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(NoAnswerError, match=says):
+    with pytest.raises(ProtocolError, match=says):
         read(framed(body if isinstance(body, bytes) else json.dumps(body).encode()))
     assert capsys.readouterr().out == ""
 
@@ -133,35 +146,35 @@ def test_what_is_no_answer(body: object, says: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("step", [[0, 1.0], [6, 1.0], [1.0, 1.0], [True, 1.0], [1, None], [1], "11", [1, 1e19]])
 def test_what_is_no_step(step: object) -> None:
     body = json.dumps([3, [[None, None, "", "", [step]]], False]).encode()
-    with pytest.raises(NoAnswerError):
-        read(framed(body), Asked(3, (5,), process_reward=True))
+    with pytest.raises(ProtocolError):
+        read(framed(body), PendingCall(3, (5,), process_reward=True))
     value = json.dumps([3, [[1.0, None, "", "", []]], False]).encode()
-    with pytest.raises(NoAnswerError):
-        read(framed(value), Asked(3, (5,), process_reward=True))
+    with pytest.raises(ProtocolError):
+        read(framed(value), PendingCall(3, (5,), process_reward=True))
 
 
 def test_a_foreign_beginning_and_a_great_length_are_refused_at_once() -> None:
-    with pytest.raises(NoAnswerError, match="does not begin as this worker's do"):
-        read(framed(b"", nonce=bytes(NONCE))[: NONCE + 4])
-    with pytest.raises(NoAnswerError, match="4,294,967,295 bytes"):
+    with pytest.raises(ProtocolError, match="does not begin as this worker's do"):
+        read(framed(b"", nonce=bytes(NONCE_BYTES))[: NONCE_BYTES + 4])
+    with pytest.raises(ProtocolError, match="4,294,967,295 bytes"):
         read(framed(b"", length=2**32 - 1))
-    asked = Asked(3, (5, 7))
+    asked = PendingCall(3, (5, 7))
     assert asked.limit == (1 << 16) + 2 * (1 << 13)
     assert replace(asked, process_reward=True).limit == asked.limit + 12 * 64
     for word in (b'["started", 5]', b'["stopped", null]', b'["started", "%s"]' % (b"x" * 1001), b"[]"):
-        inbox = Inbox(OURS)
+        inbox = ReplyParser(OURS)
         inbox.feed(framed(word))
-        with pytest.raises(NoAnswerError, match="its first word is another"):
-            inbox.started()
+        with pytest.raises(ProtocolError, match="its first word is another"):
+            inbox.parse_ready()
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_answer_or_none(data: bytes) -> None:
     for stream in (data, framed(data)):
-        inbox = Inbox(OURS)
+        inbox = ReplyParser(OURS)
         inbox.feed(stream)
         try:
-            found = inbox.answer(ASKED)
-        except NoAnswerError:
+            found = inbox.parse_reply(ASKED)
+        except ProtocolError:
             continue
-        assert found is None or len(found.judgements) == 2
+        assert found is None or len(found.results) == 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from policygrad.errors import RewardError
 from policygrad.rewards import Reward, RewardPool, RewardScores, reward
-from policygrad.rewards.workers.pool import Begun, Pace
+from policygrad.rewards.workers.pool import CallTimeEstimator, IncrementalScoring
 from policygrad.rewards.workers.process import WorkerProcess
 
 BUDGET = 0.5  # seconds, for what overruns it on purpose
@@ -51,9 +51,9 @@ def told(pool: RewardPool, completions: list[str], looks: list[tuple[list[int], 
     """The scores where these places are over by turns, and whatever is in none of them at last. True: time passes until all that
     is over has been judged."""
     prompts, columns = asked(completions)
-    with pool.begin(prompts, columns) as begun:
+    with pool.score_incrementally(prompts, columns) as begun:
         for number, (places, waits) in enumerate(looks, 1):
-            begun.look({place: completions[place] for place in places})
+            begun.add_completions({place: completions[place] for place in places})
             if waits:
                 answered(begun, 2 * sum(len(some) for some, _ in looks[:number]))  # by two functions
         return pool.score(prompts, completions, columns, begun)
@@ -64,10 +64,10 @@ def at_once(pool: RewardPool, completions: list[str]) -> RewardScores:
     return pool.score(prompts, completions, columns)
 
 
-def answered(begun: Begun, count: int) -> None:
+def answered(begun: IncrementalScoring, count: int) -> None:
     """Looks in until so many calls have been answered."""
     for _ in range(6000):
-        begun.look({})
+        begun.add_completions({})
         if len(begun._said) >= count:
             return
         threading.Event().wait(0.01)
@@ -79,7 +79,7 @@ def answered(begun: Begun, count: int) -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool([unruly, Reward("halves", halves, 0.5), rank], budget=60.0) as pool:
+    with RewardPool([unruly, Reward("halves", halves, 0.5), rank], timeout=60.0) as pool:
         yield pool
 
 
@@ -104,17 +104,17 @@ def test_what_hangs_costs_its_sample_and_what_was_answered_is_not_asked_again(tm
         return [1.0]
 
     completions = ["a", "hang", "bb", "none", "exit", "a"]
-    with RewardPool([unruly, counted], workers=2, budget=BUDGET) as pool:
+    with RewardPool([unruly, counted], num_workers=2, timeout=BUDGET) as pool:
         whole = at_once(pool, completions)
         assert whole.failures == {"timeout": 1, "crashed": 1}
         (tmp_path / "calls").unlink()
         prompts, columns = asked(completions)
-        with pool.begin(prompts, columns) as begun:
-            begun.look({0: "a", 1: "hang"})
+        with pool.score_incrementally(prompts, columns) as begun:
+            begun.add_completions({0: "a", 1: "hang"})
             answered(
                 begun, 4
             )  # two functions, two samples: the one that hangs has been given up while others were drawn
-            begun.look({5: "a", 4: "exit"})
+            begun.add_completions({5: "a", 4: "exit"})
             assert pool.score(prompts, completions, columns, begun) == whole
         assert sorted((tmp_path / "calls").read_text().split()) == ["p0", "p1", "p2", "p3", "p4", "p5"]
 
@@ -122,17 +122,17 @@ def test_what_hangs_costs_its_sample_and_what_was_answered_is_not_asked_again(tm
 def test_completions_that_were_changed_afterwards_are_judged_anew(pool: RewardPool) -> None:
     prompts, columns = asked(["a", "bb"])
     whole = at_once(pool, ["a", "bb"])
-    with pool.begin(prompts, columns) as begun:
-        begun.look({0: "raise", 1: "bb"})
+    with pool.score_incrementally(prompts, columns) as begun:
+        begun.add_completions({0: "raise", 1: "bb"})
         answered(begun, 1)
         assert pool.score(prompts, ["a", "bb"], columns, begun) == whole
 
 
 def test_an_error_is_raised_with_the_scores_and_not_where_it_is_drawn() -> None:
     prompts, columns = ["p"] * 2, {"part": [threading.Lock()] * 2}
-    with RewardPool([unruly], workers=1) as pool, pool.begin(prompts, columns) as begun:
-        begun.look({0: "a"})
-        begun.look({1: "a"})
+    with RewardPool([unruly], num_workers=1) as pool, pool.score_incrementally(prompts, columns) as begun:
+        begun.add_completions({0: "a"})
+        begun.add_completions({1: "a"})
         with pytest.raises(RewardError, match="column 'part' cannot be sent to a reward worker"):
             pool.score(prompts, ["a", "a"], columns, begun)
         with pytest.raises(RewardError, match="closed"):
@@ -141,12 +141,12 @@ def test_an_error_is_raised_with_the_scores_and_not_where_it_is_drawn() -> None:
 
 def test_what_is_waited_for_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[tuple[str, int, int]]()
-    with RewardPool([unruly], workers=1, budget=BUDGET, phase=lambda *words: said.append(words)) as pool:
+    with RewardPool([unruly], num_workers=1, timeout=BUDGET, progress=lambda *words: said.append(words)) as pool:
         at_once(pool, ["a"])
         monkeypatch.setattr("policygrad.rewards.workers.pool.SILENCE", 0.0)
         said.clear()
-        with pool.begin(["p"] * 3, {}) as begun:
-            begun.look({0: "a"})
+        with pool.score_incrementally(["p"] * 3, {}) as begun:
+            begun.add_completions({0: "a"})
             answered(begun, 1)
             assert said == []
             pool.score(["p"] * 3, ["a", "hang", "a"], {}, begun)
@@ -157,23 +157,23 @@ def test_what_is_waited_for_counts_what_is_there_already(monkeypatch: pytest.Mon
 # --- when it is broken off
 
 
-def break_off(pool: RewardPool, found: list[Begun], error: type[BaseException]) -> None:
-    with pool.begin(["p"] * 3, {}) as begun:
+def break_off(pool: RewardPool, found: list[IncrementalScoring], error: type[BaseException]) -> None:
+    with pool.score_incrementally(["p"] * 3, {}) as begun:
         found.append(begun)
-        begun.look({0: "hang", 2: "a"})
+        begun.add_completions({0: "hang", 2: "a"})
         raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_what_breaks_it_off_leaves_the_pool_as_it_was(error: type[BaseException]) -> None:
     threads = {thread.name for thread in threading.enumerate()}
-    with RewardPool([unruly], workers=2, budget=60.0) as pool:
+    with RewardPool([unruly], num_workers=2, timeout=60.0) as pool:
         at_once(pool, ["a", "bb"])
-        found: list[Begun] = []
+        found: list[IncrementalScoring] = []
         with pytest.raises(error):
             break_off(pool, found, error)
         (begun,) = found
-        begun.look({1: "exit"})  # whoever still draws in a thread of its own is not heard any more
+        begun.add_completions({1: "exit"})  # whoever still draws in a thread of its own is not heard any more
         assert [slot.work for slot in pool._slots] == [None, None]
         assert at_once(pool, ["a", "bb"]).parts == {"unruly": [1.0, 2.0]}
         assert {thread.name for thread in threading.enumerate()} == threads | {"reward workers"}
@@ -181,9 +181,9 @@ def test_what_breaks_it_off_leaves_the_pool_as_it_was(error: type[BaseException]
 
 def test_another_scoring_waits_until_it_is_over() -> None:
     found: list[RewardScores] = []
-    with RewardPool([unruly], workers=1) as pool:
-        with pool.begin(["p"] * 2, {}) as begun:
-            begun.look({0: "a"})
+    with RewardPool([unruly], num_workers=1) as pool:
+        with pool.score_incrementally(["p"] * 2, {}) as begun:
+            begun.add_completions({0: "a"})
             other = threading.Thread(target=lambda: found.append(pool.score(["p"], ["ccc"], {})))
             other.start()
             assert pool.score(["p"] * 2, ["a", "bb"], {}, begun).total == [1.0, 2.0]
@@ -239,31 +239,31 @@ COUNT = 16  # completions: 0.8 s of `slow`
 @pytest.mark.filterwarnings("ignore:.*cannot be sent")
 def test_it_does_not_pay_for_a_reward_that_is(kind: str) -> None:
     function: Any = NEVER[kind]() if kind == "in this process" else NEVER[kind]
-    with RewardPool([function], workers=1) as pool:
-        for score in (pool.score, pool.steps):
+    with RewardPool([function], num_workers=1) as pool:
+        for score in (pool.score, pool.score_steps):
             score(["p"] * 4, ["c"] * 4, {})
-        assert not pool.pays(COUNT)
+        assert not pool.is_overlap_worthwhile(COUNT)
 
 
 def test_it_pays_for_what_has_been_found_slow_and_for_many() -> None:
-    with RewardPool([cheap, Reward("later", slow)], workers=1) as pool:
-        assert not pool.pays(10**9)  # nothing is known
+    with RewardPool([cheap, Reward("later", slow)], num_workers=1) as pool:
+        assert not pool.is_overlap_worthwhile(10**9)  # nothing is known
         pool.score(["p"], ["c"], {})
-        assert not pool.pays(10**9)  # a worker's first call may load what it needs
+        assert not pool.is_overlap_worthwhile(10**9)  # a worker's first call may load what it needs
         pool.score(["p"] * 3, ["c"] * 3, {})
-        assert pool.pays(COUNT)
-        assert not pool.pays(1)
+        assert pool.is_overlap_worthwhile(COUNT)
+        assert not pool.is_overlap_worthwhile(1)
 
 
 def test_a_pace_is_a_mean_that_forgets() -> None:
-    pace = Pace()
+    pace = CallTimeEstimator()
     assert pace[0] == 0.0
     for seconds in (1.0, 3.0):
-        pace.took(0, seconds)
+        pace.record(0, seconds)
     assert (pace[0], pace[1]) == (2.0, 0.0)
-    pace.scored()
+    pace.end_scoring()
     assert pace[0] == 2.0
-    pace.took(0, 0.0)
+    pace.record(0, 0.0)
     assert pace[0] == 1.0  # the first two count as one now
 
 
@@ -279,7 +279,7 @@ def in_thread(work: Callable[[], object]) -> None:
 def test_a_worker_outlives_the_thread_that_scored() -> None:
     """As a rollout beside an update is one: Linux ends a child with the thread that made it."""
     made: list[RewardPool] = []
-    in_thread(lambda: made.append(RewardPool([unruly], workers=1)))
+    in_thread(lambda: made.append(RewardPool([unruly], num_workers=1)))
     with made[0] as pool:
         in_thread(lambda: at_once(pool, ["exit", "a"]))  # the second worker
         worker = pool._slots[0].worker
@@ -292,7 +292,7 @@ def test_a_worker_outlives_the_thread_that_scored() -> None:
 
 
 def test_a_pool_that_is_closed_starts_no_worker() -> None:
-    with RewardPool([unruly], workers=1) as pool:
+    with RewardPool([unruly], num_workers=1) as pool:
         slot = pool._slots[0]
     with pytest.raises(RewardError, match="closed"):
         slot.launch()

@@ -9,10 +9,10 @@ import zlib
 import pytest
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards import RewardPool, resolve
-from policygrad.rewards.code import Code, code_in, exam_of, program_in, whole_program
-from policygrad.rewards.resolve import codes_of
-from policygrad.sandbox import Dialogue, Examination, converse, examine, standing
+from policygrad.rewards import RewardPool, resolve_reward
+from policygrad.rewards.code import Code, build_tests, complete_program, extract_program, extract_prompt_code
+from policygrad.rewards.resolve import find_code
+from policygrad.sandbox import FunctionTests, StdioTests, find_backend, run_function_tests, run_stdio_tests
 
 ADD = 'def add(a: int, b: int) -> int:\n    """Add.\n    >>> add(1, 2)\n    3\n    """\n'
 CHECK = (
@@ -34,7 +34,7 @@ def pickle_of_more(text):
 
 def stands():
     try:
-        standing()
+        find_backend()
     except ConfigError:
         return False
     return True
@@ -83,7 +83,7 @@ EXTRACTED = {
 @pytest.mark.parametrize("name", EXTRACTED)
 def test_the_program_in_a_completion(name):
     completion, program = EXTRACTED[name]
-    assert program_in(completion) == program
+    assert extract_program(completion) == program
 
 
 @pytest.mark.parametrize(
@@ -91,20 +91,20 @@ def test_the_program_in_a_completion(name):
     [
         (
             {"test_list": ["assert f(1)"], "test_setup_code": "x = 1", "test_imports": ["import math"]},
-            Examination(("assert f(1)",), "import math\nx = 1"),
+            FunctionTests(("assert f(1)",), "import math\nx = 1"),
         ),
-        ({"test_list": ["assert f(1)"]}, Examination(("assert f(1)",), "")),
-        ({"tests": ["assert f(1)", "assert f(2)"]}, Examination(("assert f(1)", "assert f(2)"))),
-        ({"tests": "assert f(1)\nassert f(2)"}, Examination(("assert f(1)\nassert f(2)",))),
-        ({"tests": [{"input": "1", "output": "2"}]}, Dialogue((("1", "2"),))),
-        ({"inputs": ["1"], "outputs": ["2"]}, Dialogue((("1", "2"),))),
-        ({"tests": '[{"input": "1", "output": "2"}]'}, Dialogue((("1", "2"),))),
-        ({"input_output": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, Dialogue((("1", "2"),), imports=True)),
-        ({"input_output": {"inputs": [["1", "2"]], "outputs": [["3"]]}}, Dialogue((("1\n2", "3"),), imports=True)),
-        ({"public_test_cases": json.dumps([CASE]), "metadata": "{}"}, Dialogue((("1", "2"),), imports=True)),
+        ({"test_list": ["assert f(1)"]}, FunctionTests(("assert f(1)",), "")),
+        ({"tests": ["assert f(1)", "assert f(2)"]}, FunctionTests(("assert f(1)", "assert f(2)"))),
+        ({"tests": "assert f(1)\nassert f(2)"}, FunctionTests(("assert f(1)\nassert f(2)",))),
+        ({"tests": [{"input": "1", "output": "2"}]}, StdioTests((("1", "2"),))),
+        ({"inputs": ["1"], "outputs": ["2"]}, StdioTests((("1", "2"),))),
+        ({"tests": '[{"input": "1", "output": "2"}]'}, StdioTests((("1", "2"),))),
+        ({"input_output": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, StdioTests((("1", "2"),), imports=True)),
+        ({"input_output": {"inputs": [["1", "2"]], "outputs": [["3"]]}}, StdioTests((("1\n2", "3"),), imports=True)),
+        ({"public_test_cases": json.dumps([CASE]), "metadata": "{}"}, StdioTests((("1", "2"),), imports=True)),
         (
             {"public_test_cases": [CASE], "private_test_cases": packed([CASE])},
-            Dialogue((("1", "2"),) * 2, imports=True),
+            StdioTests((("1", "2"),) * 2, imports=True),
         ),
         ({"tests": None}, None),
         ({"test_list": []}, None),
@@ -113,20 +113,20 @@ def test_the_program_in_a_completion(name):
     ],
 )
 def test_rows_of_data_sets(row, tests):
-    assert exam_of("", row) == tests
+    assert build_tests("", row) == tests
 
 
 def test_a_row_of_humaneval_has_its_prompt_as_what_a_program_cannot_replace():
-    tests = exam_of(ADD, HUMANEVAL)
-    assert tests == Examination((f"{CHECK}\n\ncheck(add)",), setup=ADD, entry="add")
-    assert whole_program(ADD, "    return a + b\n", tests) == ADD + "    return a + b\n"
+    tests = build_tests(ADD, HUMANEVAL)
+    assert tests == FunctionTests((f"{CHECK}\n\ncheck(add)",), setup=ADD, entry="add")
+    assert complete_program(ADD, "    return a + b\n", tests) == ADD + "    return a + b\n"
     assert (
-        whole_program(ADD, "```python\ndef add(a, b):\n    return a + b\n```", tests)
+        complete_program(ADD, "```python\ndef add(a, b):\n    return a + b\n```", tests)
         == f"{ADD}\ndef add(a, b):\n    return a + b\n"  # whose imports and helpers it may use
     )
     chat = [{"role": "user", "content": f"Complete this:\n```python\n{ADD}```\n"}]
-    assert code_in(chat) == ADD
-    assert code_in([{"role": "user", "content": "Write a function that adds."}]) == ""
+    assert extract_prompt_code(chat) == ADD
+    assert extract_prompt_code([{"role": "user", "content": "Write a function that adds."}]) == ""
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_a_row_of_humaneval_has_its_prompt_as_what_a_program_cannot_replace():
 )
 def test_rows_of_no_known_form(row, said):
     with pytest.raises(DataError, match=said):
-        exam_of("", row)
+        build_tests("", row)
 
 
 def test_options_by_name():
-    assert Code.of("seconds=20,memory=2GiB,share=yes") == Code(20.0, "2GiB", True)
-    assert codes_of("code:seconds=20") == ()
+    assert Code.from_options("seconds=20,memory=2GiB,share=yes") == Code(20.0, "2GiB", True)
+    assert find_code("code:seconds=20") == ()
     for wrong, said in (
         ("time=1", "there is no option 'time'; write code:seconds=…,memory=…,share=…,wall=…"),
         ("seconds=x", "seconds is a number"),
@@ -162,21 +162,21 @@ def test_options_by_name():
         ("share=maybe", "share is yes or no"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Code.of(wrong)
+            Code.from_options(wrong)
 
 
 def test_it_is_refused_where_no_wall_stands(monkeypatch):
     monkeypatch.setattr("policygrad.sandbox.backends.program", lambda: None)
     monkeypatch.setattr("policygrad.sandbox.landlock.version", lambda: 0)
-    standing.cache_clear()
+    find_backend.cache_clear()
     try:
         for name in ("code", "code:seconds=3"):
             with pytest.raises(ConfigError, match="cannot be kept apart from this machine"):
-                resolve(name)
+                resolve_reward(name)
         with pytest.raises(ConfigError, match="cannot be kept apart from this machine"):
             RewardPool(["exact_match"], sandbox="auto")
     finally:
-        standing.cache_clear()
+        find_backend.cache_clear()
 
 
 HELPED = (
@@ -292,7 +292,7 @@ def test_a_wrong_program_does_not_make_its_row_one_that_none_can_pass(program):
 @needs_wall
 def test_rows_that_no_program_can_pass_are_counted_and_each_is_named_once():
     rows = {"tests": [["assert f(1"], ["assert f(1"], ["assert f(2"], ["assert f(1) == 1"]], "id": [1, 1, 2, 3]}
-    with RewardPool(["code"], workers=1) as pool:
+    with RewardPool(["code"], num_workers=1) as pool:
         scores = pool.score([""] * 4, [FUNCTION] * 4, rows)
     assert scores.total == [None, None, None, 1.0]
     assert scores.failures == {"row": 3}
@@ -301,24 +301,24 @@ def test_rows_that_no_program_can_pass_are_counted_and_each_is_named_once():
 
 @needs_wall
 def test_without_shares_the_first_test_that_fails_is_the_last(monkeypatch):
-    dialogue = Dialogue((("1", "1"), ("2", "4"), ("3", "3")))
-    assert converse("print(input())", dialogue).points == (1.0, 0.0, 1.0)
-    assert converse("print(input())", dialogue, to_end=False).points == (1.0, 0.0, 0.0)
-    tests = Examination(("assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 3"))
-    assert examine(FUNCTION, tests).points == (1.0, 0.0, 1.0)
-    assert examine(FUNCTION, tests, to_end=False).points == (1.0, 0.0, 0.0)
+    dialogue = StdioTests((("1", "1"), ("2", "4"), ("3", "3")))
+    assert run_stdio_tests("print(input())", dialogue).points == (1.0, 0.0, 1.0)
+    assert run_stdio_tests("print(input())", dialogue, to_end=False).points == (1.0, 0.0, 0.0)
+    tests = FunctionTests(("assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 3"))
+    assert run_function_tests(FUNCTION, tests).points == (1.0, 0.0, 1.0)
+    assert run_function_tests(FUNCTION, tests, to_end=False).points == (1.0, 0.0, 0.0)
 
 
 @needs_wall
 def test_programs_through_the_workers():
     """HumanEval's form, MBPP's and pairs; a row without tests has no reward, and no forged one is paid."""
     completions = ["    return a + b\n", "    return 3\n", "    import os\n    os._exit(0)\n", "    return a + b\n"]
-    with RewardPool(["code"], workers=2) as pool:
+    with RewardPool(["code"], num_workers=2) as pool:
         rows = {"test": [CHECK, CHECK, CHECK, None], "entry_point": ["add"] * 4}
         assert pool.score([ADD] * 4, completions, rows).total == [1.0, 0.0, 0.0, None]
         doubles = ["print(int(input()) * 2)", "print(2)", "print('2', end='')\nimport os\nos._exit(1)"]
         rows = {"inputs": [["1", "2"]] * 3, "outputs": [["2", "4"]] * 3}
         assert pool.score([""] * 3, doubles, rows).total == [1.0, 0.0, 0.0]
-    with RewardPool(["code:share=yes"], workers=1) as pool:
+    with RewardPool(["code:share=yes"], num_workers=1) as pool:
         rows = {"test_list": [["assert f(2) == 4", "assert f(3) == 5"]]}
         assert pool.score([""], ["def f(x):\n    return x + x"], rows).total == [0.5]

@@ -12,9 +12,9 @@ import pytest
 import policygrad as pg
 from doubles.files import rows
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import RewardPool, resolve
+from policygrad.rewards import RewardPool, resolve_reward
 from policygrad.rewards.builtin import LengthPenalty, RepetitionPenalty
-from policygrad.rewards.resolve import Spec, codes_of
+from policygrad.rewards.resolve import RewardSpec, find_code
 
 MINE = """
 import policygrad as pg
@@ -50,7 +50,7 @@ def mine(tmp_path: Path) -> str:
 
 
 def scores(*rewards: str, texts: list[str], **columns: list[object]) -> list[float | None]:
-    with RewardPool(rewards, workers=1) as pool:
+    with RewardPool(rewards, num_workers=1) as pool:
         return pool.score([""] * len(texts), texts, columns).total
 
 
@@ -76,7 +76,7 @@ def scores(*rewards: str, texts: list[str], **columns: list[object]) -> list[flo
     ],
 )
 def test_a_weight_is_never_part_of_a_pattern(text: str, name: str, weight: float) -> None:
-    found = resolve(text)
+    found = resolve_reward(text)
     assert (found.name, found.weight) == (name, pytest.approx(weight))
 
 
@@ -107,19 +107,19 @@ def test_every_way_of_writing_it_means_the_same() -> None:
 )
 def test_what_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        resolve(text)
+        resolve_reward(text)
 
 
 def test_all_code_that_is_named_needs_leave() -> None:
     """A gate is code as well: a file of options may not name it unseen."""
-    assert codes_of("0.5*a.py:f if b.py:g and c.d") == ("a.py", "b.py", "c")
-    assert codes_of("format:x if evil.py:f") == ("evil.py",)
-    assert codes_of("math within 0..1 if format") == ()
+    assert find_code("0.5*a.py:f if b.py:g and c.d") == ("a.py", "b.py", "c")
+    assert find_code("format:x if evil.py:f") == ("evil.py",)
+    assert find_code("math within 0..1 if format") == ()
 
 
 def test_a_spec_says_what_it_is() -> None:
-    assert Spec("math", 2.0).title == "math"
-    assert Spec("math", 2.0, 0.0, math.inf, ("format",)).title == "math within 0.. if format"
+    assert RewardSpec("math", 2.0).title == "math"
+    assert RewardSpec("math", 2.0, 0.0, math.inf, ("format",)).title == "math within 0.. if format"
 
 
 # --- as they count
@@ -140,18 +140,18 @@ def test_a_gate_that_does_not_apply_holds_nothing_back(mine: str) -> None:
 
 def test_the_whole_batch_reaches_who_wants_it_and_only_that(mine: str) -> None:
     """A batched function gets all that pass at once; a gate that is none gets one text at a time."""
-    reward = resolve(f"{mine}:all_at_once if {mine}:slow and format:a")
-    assert (reward.batched, reward.budget, reward.alone) == (True, 77, False)
+    reward = resolve_reward(f"{mine}:all_at_once if {mine}:slow and format:a")
+    assert (reward.batched, reward.timeout, reward.dedicated_worker) == (True, 77, False)
     assert scores(f"{mine}:all_at_once if format:a", texts=["a", "b", "a", "a"]) == [3.0, 0.0, 3.0, 3.0]
 
 
 def test_what_fails_fails_with_its_own_reason(mine: str) -> None:
     texts = ["a", "b"]
-    with RewardPool([f"{mine}:nan if format:a"], workers=1) as pool:
+    with RewardPool([f"{mine}:nan if format:a"], num_workers=1) as pool:
         found = pool.score(["", ""], texts, {})
     assert found.total == [None, 0.0]
     assert found.failures == {"nan": 1}
-    with RewardPool([f"format if {mine}:broken"], workers=1) as pool:
+    with RewardPool([f"format if {mine}:broken"], num_workers=1) as pool:
         found = pool.score(["", ""], texts, {})
     assert found.total == [None, None]
     assert found.failures == {"raised": 2}
@@ -159,13 +159,16 @@ def test_what_fails_fails_with_its_own_reason(mine: str) -> None:
 
 
 def test_columns_that_any_part_needs_are_asked_for_at_once(mine: str) -> None:
-    with RewardPool([f"format if {mine}:asked"], workers=1) as pool, pytest.raises(RewardError, match="column 'label'"):
+    with (
+        RewardPool([f"format if {mine}:asked"], num_workers=1) as pool,
+        pytest.raises(RewardError, match="column 'label'"),
+    ):
         pool.score([""], ["x"], {})
 
 
 def test_below_a_loop_of_somebody_else_s() -> None:
     async def inside() -> list[float | None]:
-        return [said.value for said in resolve("format:a if format:b").function([""], ["ab"])]  # type: ignore[union-attr]
+        return [said.value for said in resolve_reward("format:a if format:b").function([""], ["ab"])]  # type: ignore[union-attr]
 
     assert asyncio.run(inside()) == [1.0]
 
@@ -194,9 +197,9 @@ def test_a_run_tells_what_each_reward_says(small: pg.Run, tmp_path: Path) -> Non
 
 def test_length_penalty_by_hand() -> None:
     """L_max 10, L_cache 4: nothing up to 6, a quarter more for each word, all of it at 10 and beyond."""
-    found = LengthPenalty.of("longest=10,ramp=4")
+    found = LengthPenalty.from_options("longest=10,ramp=4")
     assert found("", ["w " * n for n in (0, 6, 7, 9, 10, 99)]) == [0, 0, -0.25, -0.75, -1, -1]
-    assert LengthPenalty.of("longest=10,unit=characters")("", ["w" * 9]) == [-0.5]  # a ramp of a fifth, 2
+    assert LengthPenalty.from_options("longest=10,unit=characters")("", ["w" * 9]) == [-0.5]  # a ramp of a fifth, 2
 
 
 def test_repetition_penalty_by_hand() -> None:
@@ -204,4 +207,4 @@ def test_repetition_penalty_by_hand() -> None:
     two, three = RepetitionPenalty(2), RepetitionPenalty()
     assert two("", ["a b a B a", "a b c", "a", ""]) == [-0.5, 0.0, 0.0, 0.0]
     assert three("", ["x " * 12]) == [pytest.approx(-0.9)]
-    assert RepetitionPenalty.of("ngram=1,unit=characters")("", ["aab"]) == [pytest.approx(-1 / 3)]
+    assert RepetitionPenalty.from_options("ngram=1,unit=characters")("", ["aab"]) == [pytest.approx(-1 / 3)]

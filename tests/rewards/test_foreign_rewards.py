@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from policygrad.errors import ConfigError
-from policygrad.rewards import RewardPool, resolve
-from policygrad.rewards.resolve import codes_of
+from policygrad.rewards import RewardPool, resolve_reward
+from policygrad.rewards.resolve import find_code
 
 VERL = """
 import asyncio
@@ -48,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def total(name: str, prompts: list[object], texts: list[str], **columns: list[object]) -> list[float | None]:
-    with RewardPool([name], workers=1) as pool:
+    with RewardPool([name], num_workers=1) as pool:
         found = pool.score(prompts, texts, columns)
     assert None in found.total or not found.messages
     return found.total
@@ -75,9 +75,9 @@ def test_openrlhf(here: Path) -> None:
 
 
 def test_their_files_are_code_that_needs_leave(here: Path) -> None:
-    assert codes_of("verl:from_verl.py") == codes_of("verl:from_verl.py:plain") == ("from_verl.py",)
-    assert codes_of("openrlhf:package.module.f*2") == ("package.module",)
+    assert find_code("verl:from_verl.py") == find_code("verl:from_verl.py:plain") == ("from_verl.py",)
+    assert find_code("openrlhf:package.module.f*2") == ("package.module",)
     with pytest.raises(ConfigError, match="there is no function 'compute_score'"):
-        resolve("verl:from_openrlhf.py")
+        resolve_reward("verl:from_openrlhf.py")
     with pytest.raises(ConfigError, match=r"names no function: openrlhf:mine\.py"):
-        resolve("openrlhf:")
+        resolve_reward("openrlhf:")

@@ -18,7 +18,14 @@ import pytest
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import Reward, RewardPool, reward
 from policygrad.rewards.workers import process
-from policygrad.rewards.workers.limits import GIVEN, chosen, hint, listed, size, words
+from policygrad.rewards.workers.limits import (
+    PASSED_VARIABLES,
+    explain_missing_variable,
+    filter_environment,
+    format_size,
+    parse_names,
+    parse_size,
+)
 
 HELD: list[bytearray] = []
 MIB = 1 << 20
@@ -93,9 +100,9 @@ def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
             while frame.f_code.co_name != "serve":
                 frame = frame.f_back
             service = frame.f_locals["self"]
-            from policygrad.rewards.workers.messages import Asked, Judgement, answer
+            from policygrad.rewards.workers.messages import PendingCall, SampleResult, encode_reply
 
-            os.write(service.sink, answer(service.nonce, Asked(service.calls, (5,)), [Judgement(9.0)]))
+            os.write(service.sink, encode_reply(service.nonce, PendingCall(service.calls, (5,)), [SampleResult(9.0)]))
         return [1.0]
 
     scores = score([forges], ["a", "forge", "b", "c"], workers=1)
@@ -158,14 +165,14 @@ def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyP
 
 
 def test_names_of_variables() -> None:
-    assert listed("A, B_C,") == ("A", "B_C")
-    assert listed("none") == ()
+    assert parse_names("A, B_C,") == ("A", "B_C")
+    assert parse_names("none") == ()
     given = {"PATH": "/bin", "LC_ALL": "C"}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     others = {"AWS_SECRET_ACCESS_KEY": "x", "http_proxy": "x", "OMP_NUM_THREADS": "8"}
-    assert chosen({**given, **others}, ()) == {**given, **threads}
-    assert chosen({**given, **others}, ("http_proxy",)) == {**given, **threads, "http_proxy": "x"}
-    assert hint("raised KeyError: 'NO_SUCH_VARIABLE_IS_SET'", ()) == ""
+    assert filter_environment({**given, **others}, ()) == {**given, **threads}
+    assert filter_environment({**given, **others}, ("http_proxy",)) == {**given, **threads, "http_proxy": "x"}
+    assert explain_missing_variable("raised KeyError: 'NO_SUCH_VARIABLE_IS_SET'", ()) == ""
     for wrong in ("A=1", "", "1A"):
         with pytest.raises(ConfigError, match="no name of an environment variable"):
             RewardPool(["format"], environment=(wrong,))
@@ -176,7 +183,7 @@ def test_names_of_variables() -> None:
 def test_the_page_lists_what_is_given() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
     listed_there = page.partition("<!-- given: begin -->")[2].partition("<!-- given: end -->")[0]
-    assert re.findall(r"`(.+?)`", listed_there) == list(GIVEN)
+    assert re.findall(r"`(.+?)`", listed_there) == list(PASSED_VARIABLES)
 
 
 # --- memory
@@ -194,17 +201,17 @@ def test_the_page_lists_what_is_given() -> None:
     ],
 )
 def test_sizes(text: str, count: int | None) -> None:
-    assert size(text) == count
+    assert parse_size(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "much", "4 potatoes", "-1GiB", "1e9", "5B", "0", "inf", "1" * 400, 4])
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(ConfigError, match=r"no size|not between|a text such as"):
-        size(text)
+        parse_size(text)
 
 
 def test_sizes_in_words() -> None:
-    assert [words(n) for n in (4 << 30, 64 << 20, 3 << 29)] == ["4 GiB", "64 MiB", "1.5 GiB"]
+    assert [format_size(n) for n in (4 << 30, 64 << 20, 3 << 29)] == ["4 GiB", "64 MiB", "1.5 GiB"]
 
 
 def leaks(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -261,7 +268,11 @@ def test_a_reward_of_its_own_worker_has_no_limit_and_all_go_before_the_trainer()
     def turn(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(Path("/proc/self/oom_score_adj").read_text())]
 
-    rewards = [Reward("alone", limit, batched=True, alone=True), Reward("shared", limit), Reward("turn", turn)]
+    rewards = [
+        Reward("alone", limit, batched=True, dedicated_worker=True),
+        Reward("shared", limit),
+        Reward("turn", turn),
+    ]
     scores = score(rewards, ["a"], workers=1, memory="1GiB")
     assert scores.parts == {"alone": [0.0], "shared": [1.0], "turn": [1000.0]}
     assert score([Reward("shared", limit)], ["a"], memory="none").total == [0.0]
@@ -306,7 +317,7 @@ def orphaned(prompts: Any, completions: Any, **_: Any) -> list[float]:
 @linux
 @pytest.mark.parametrize("function", [plain_daemon, hidden_daemon])
 def test_a_daemon_is_gone_with_the_pool(function: Callable[..., list[float]]) -> None:
-    with RewardPool([function], workers=1) as pool:
+    with RewardPool([function], num_workers=1) as pool:
         (pid,) = pool.score(["p"], ["c"], {}).total
         assert pid is not None
         assert Path(f"/proc/{int(pid)}").exists()
@@ -327,7 +338,7 @@ def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worke
 
     monkeypatch.setattr(process, "_processes", counted)
     for workers in (1, 4):
-        pool = RewardPool(["exact_match"], workers=workers)
+        pool = RewardPool(["exact_match"], num_workers=workers)
         leaders = [slot.worker.pid for slot in pool._slots if slot.worker]
         looks.append(0)
         pool.close()

@@ -11,10 +11,10 @@ import pytest
 
 from doubles.judge_server import Answer, Asked, judging, shown
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import RewardPool, RewardScores, resolve
-from policygrad.rewards.llm_judge import Judge, read_score
-from policygrad.rewards.resolve import codes_of
-from policygrad.training.config.trust import Allowed, from_words, not_allowed
+from policygrad.rewards import RewardPool, RewardScores, resolve_reward
+from policygrad.rewards.llm_judge import LLMJudge, parse_score
+from policygrad.rewards.resolve import find_code
+from policygrad.training.config.trust import CodePermissions, code_in_argv, missing_permissions
 
 KEY = "JUDGE_TEST_KEY"
 
@@ -36,7 +36,7 @@ def spec(rubric: Path, asked: Asked, *options: str) -> str:
 
 
 def score(name: str, texts: Sequence[str], environment: Sequence[str] = (), **columns: list[Any]) -> RewardScores:
-    with RewardPool([name], workers=1, environment=environment) as pool:
+    with RewardPool([name], num_workers=1, environment=environment) as pool:
         return pool.score([f"about {text}" for text in texts], texts, columns)
 
 
@@ -63,14 +63,14 @@ def test_a_wall_without_network_is_refused_before_anybody_is_asked(rubric: Path,
         with pytest.raises(
             ConfigError, match=r"'judge:.* asks a server, and behind --rewards.sandbox auto there is no"
         ):
-            RewardPool([form.format(spec(rubric, asked))], workers=1, sandbox="auto")
+            RewardPool([form.format(spec(rubric, asked))], num_workers=1, sandbox="auto")
         assert not asked.bodies
 
 
 def test_equal_texts_are_one_question(rubric: Path) -> None:
     with (
         judging(lambda text, before: (200, said(5), {})) as asked,
-        RewardPool([spec(rubric, asked)], workers=1) as pool,
+        RewardPool([spec(rubric, asked)], num_workers=1) as pool,
     ):
         assert pool.score(["p"] * 4, ["same"] * 4, {}).total == [0.5] * 4
         assert len(asked.bodies) == 1
@@ -112,10 +112,10 @@ def test_what_is_wrong_for_a_while_is_asked_again(rubric: Path) -> None:
 
 def test_requests_have_a_budget_that_workers_share(rubric: Path) -> None:
     with judging(lambda text, before: (200, said(10), {})) as asked:
-        reward = resolve(spec(rubric, asked, "calls=2"))
-        with RewardPool([reward], workers=1) as pool:
+        reward = resolve_reward(spec(rubric, asked, "calls=2"))
+        with RewardPool([reward], num_workers=1) as pool:
             assert pool.score([""], ["a"], {}).total == [1.0]
-        with RewardPool([reward], workers=1) as pool:  # a worker that takes another's place has no more
+        with RewardPool([reward], num_workers=1) as pool:  # a worker that takes another's place has no more
             found = pool.score([""] * 3, ["a", "b", "c"], {})
         assert found.total[0] == 1.0, "what is known costs nothing"
         assert sorted(map(str, found.total)) == ["1.0", "1.0", "None"]
@@ -148,7 +148,7 @@ def test_a_column_that_is_not_there(rubric: Path) -> None:
 
 @pytest.mark.parametrize("text", [said(3), f" {said(3)}\n", f"```json\n{said(3)}\n```", f"```\n{said(3.0)}\n```"])
 def test_an_answer_that_counts(text: str) -> None:
-    assert read_score(text, 0, 10) == 3
+    assert parse_score(text, 0, 10) == 3
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_an_answer_that_counts(text: str) -> None:
 )
 def test_an_answer_that_does_not(text: str) -> None:
     with pytest.raises(RewardError, match="the judge's answer is no"):
-        read_score(text, 0, 10)
+        parse_score(text, 0, 10)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_an_answer_that_does_not(text: str) -> None:
 )
 def test_what_is_refused(rubric: Path, words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        resolve(f"judge:{words.format(rubric=rubric)}")
+        resolve_reward(f"judge:{words.format(rubric=rubric)}")
 
 
 def test_a_file_may_not_send_texts_and_keys_anywhere(tmp_path: Path) -> None:
@@ -193,15 +193,15 @@ def test_a_file_may_not_send_texts_and_keys_anywhere(tmp_path: Path) -> None:
     away = "judge:r.md,model=m,url=http://localhost@evil.example/v1,key=AWS_SECRET_ACCESS_KEY"
     file = tmp_path / "run.toml"
     address = "http://localhost@evil.example/v1"
-    assert not_allowed({"reward": [f"math if {away}"]}, file) == [address]
-    assert not_allowed({"reward": [away]}, file, Allowed((address,))) == []
-    assert from_words(["train", "--reward", away]) == [address]
-    assert not_allowed({"reward": [away]}, file, Allowed(("http://localhost",))) == [address]
-    assert codes_of("judge:r.md,model=m") == ("https://api.openai.com/v1",)
-    assert codes_of("judge:r.md,model=m,url=http://127.0.0.1:8000/v1") == ()
+    assert missing_permissions({"reward": [f"math if {away}"]}, file) == [address]
+    assert missing_permissions({"reward": [away]}, file, CodePermissions((address,))) == []
+    assert code_in_argv(["train", "--reward", away]) == [address]
+    assert missing_permissions({"reward": [away]}, file, CodePermissions(("http://localhost",))) == [address]
+    assert find_code("judge:r.md,model=m") == ("https://api.openai.com/v1",)
+    assert find_code("judge:r.md,model=m,url=http://127.0.0.1:8000/v1") == ()
 
 
 def test_its_defaults_are_those_of_the_documentation(rubric: Path) -> None:
-    found = resolve(f"judge:{rubric},model=m")
-    assert isinstance(found.function, Judge)
+    found = resolve_reward(f"judge:{rubric},model=m")
+    assert isinstance(found.function, LLMJudge)
     assert (found.batched, found.function.url, found.function.scale) == (True, "https://api.openai.com/v1", (0.0, 10.0))

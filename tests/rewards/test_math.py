@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.rewards import RewardPool, resolve
+from policygrad.rewards import RewardPool, resolve_reward
 from policygrad.rewards.math import Gsm8k, Math, grading, gsm8k, math
 from policygrad.rewards.math.extraction import POLICIES, extract
-from policygrad.rewards.math.numbers import read, unit_of
-from policygrad.rewards.resolve import codes_of
+from policygrad.rewards.math.numbers import parse_quantity, parse_unit
+from policygrad.rewards.resolve import find_code
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -108,7 +108,7 @@ def test_policies(text, policy, found):
     ],
 )
 def test_numbers(text, number):
-    found = read(text)
+    found = parse_quantity(text)
     assert (found and found.value) == (number and Fraction(number))
 
 
@@ -150,13 +150,13 @@ def test_no_text_breaks_the_reading(text):
     ],
 )
 def test_units_convert(mine, theirs, same):
-    assert read(mine).equals(read(theirs)) is same
+    assert parse_quantity(mine).equals(parse_quantity(theirs)) is same
 
 
 def test_words_behind_a_number_are_a_unit_or_a_formula():
-    assert unit_of("small red apples") == (True, None)
-    assert unit_of("sin x") == (False, None)
-    assert unit_of("x", glued=True) == (False, None)
+    assert parse_unit("small red apples") == (True, None)
+    assert parse_unit("sin x") == (False, None)
+    assert parse_unit("x", glued=True) == (False, None)
 
 
 WRITTEN = [  # reference, completion, reward
@@ -307,7 +307,7 @@ def test_hostile_answers_are_wrong_and_no_more(number):
 def test_an_answer_that_math_verify_does_not_get_done_with_costs_its_own_sample():
     """No alarm comes through while one long number is computed: the pool's budget ends it, and the next sample is judged."""
     texts = [r"\boxed{9^{\frac{9^{9999}}{1}}}", r"\boxed{\binom{999999999}{499999999}}", r"\boxed{\sqrt{7}}"]
-    with RewardPool(["math"], workers=1, budget=5.0) as pool:
+    with RewardPool(["math"], num_workers=1, timeout=5.0) as pool:
         scores = pool.score([""] * 3, texts, {"answer": [r"\sqrt{7}"] * 3})
     assert scores.total[2] == 1.0
     assert all(total in (0.0, None) for total in scores.total[:2])
@@ -315,15 +315,15 @@ def test_an_answer_that_math_verify_does_not_get_done_with_costs_its_own_sample(
 
 
 def test_policies_of_ones_own_by_name():
-    assert resolve("gsm8k:hashes,last").function == Gsm8k(("hashes", "last"))
-    assert resolve("math:boxed*0.5").function == Math(("boxed",))
-    assert resolve("math:boxed*0.5").weight == 0.5
-    assert codes_of("gsm8k:hashes") == ()
-    assert resolve("gsm8k:boxed").function([""], ["#### 5"], answer=["5"]) == [0.0]
+    assert resolve_reward("gsm8k:hashes,last").function == Gsm8k(("hashes", "last"))
+    assert resolve_reward("math:boxed*0.5").function == Math(("boxed",))
+    assert resolve_reward("math:boxed*0.5").weight == 0.5
+    assert find_code("gsm8k:hashes") == ()
+    assert resolve_reward("gsm8k:boxed").function([""], ["#### 5"], answer=["5"]) == [0.0]
     with pytest.raises(ConfigError, match="unknown extraction policy 'box'; there are answer, hashes"):
-        resolve("gsm8k:box")
+        resolve_reward("gsm8k:box")
     with pytest.raises(ConfigError, match="no extraction policy is named"):
-        resolve("math:")
+        resolve_reward("math:")
 
 
 def test_gsm8k_needs_neither_math_verify_nor_sympy():

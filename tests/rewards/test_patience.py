@@ -9,11 +9,11 @@ import pytest
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import RewardPool
-from policygrad.rewards.config import Rewarding
+from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers import pool as waiting
-from policygrad.rewards.workers.failures import FailingSteps, NeverAnswers
-from policygrad.rewards.workers.messages import Chunk, Judgement, WorkerStart
-from policygrad.rewards.workers.pool import Slot, Waits, Work
+from policygrad.rewards.workers.failures import FailedStepTracker, UnresponsiveFunctionDetector
+from policygrad.rewards.workers.messages import Chunk, SampleResult, WorkerStart
+from policygrad.rewards.workers.pool import SlowCallReporter, WorkerSlot, WorkItem
 
 BUDGET = 0.2  # seconds, for what overruns it on purpose
 
@@ -34,7 +34,7 @@ def raises_or_hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
 
 
 def test_a_function_that_never_answers_ends_the_scoring_after_two_calls_of_every_worker() -> None:
-    with RewardPool([hangs], workers=2, budget=BUDGET) as pool:
+    with RewardPool([hangs], num_workers=2, timeout=BUDGET) as pool:
         with pytest.raises(RewardError) as caught:
             pool.score(["p"] * 512, ["x"] * 512, {})
         assert "reward 'hangs' has not given a single reward yet, and 4 calls of it were lost" in str(caught.value)
@@ -44,47 +44,52 @@ def test_a_function_that_never_answers_ends_the_scoring_after_two_calls_of_every
 
 
 def test_calls_that_raise_are_no_rewards() -> None:
-    with RewardPool([raises_or_hangs], workers=2, budget=BUDGET) as pool, pytest.raises(RewardError, match="4 calls"):
+    with (
+        RewardPool([raises_or_hangs], num_workers=2, timeout=BUDGET) as pool,
+        pytest.raises(RewardError, match="4 calls"),
+    ):
         pool.score(["p"] * 64, [str(i) for i in range(64)], {})
 
 
 def test_one_reward_is_enough_and_patience_is_endless_where_it_is_asked_for() -> None:
-    with RewardPool([hangs], workers=1, budget=BUDGET) as pool:
+    with RewardPool([hangs], num_workers=1, timeout=BUDGET) as pool:
         assert pool.score(["p"], ["fine"], {}).total == [1.0]
         assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
-    with RewardPool([hangs], workers=1, budget=BUDGET, patient=True) as pool:
+    with RewardPool([hangs], num_workers=1, timeout=BUDGET, tolerate_unresponsive=True) as pool:
         assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
 
 
 def test_before_it_gives_up_other_prompts_are_tried() -> None:
     """The first three samples hang, as the answers to one prompt may: the others are asked before they are all tried."""
     completions = ["x"] * 3 + ["fine"] * 9
-    with RewardPool([hangs], workers=1, budget=BUDGET) as pool:  # chunks of three
+    with RewardPool([hangs], num_workers=1, timeout=BUDGET) as pool:  # chunks of three
         scores = pool.score(["p"] * 12, completions, {})
     assert scores.total == [None] * 3 + [1.0] * 9
 
 
 def test_lost_calls_are_counted_per_function() -> None:
-    never = NeverAnswers(["a", "b"], 2)
-    never.lost(0, "hung")
-    never.lost(1, "hung")
-    never.answered(1, [Judgement(None, "raised"), Judgement(0.0)])
-    assert never.proven(1)
-    never.lost(1, "hung")
-    never.answered(0, [Judgement(None, "raised")])
+    never = UnresponsiveFunctionDetector(["a", "b"], 2)
+    never.record_lost(0, "hung")
+    never.record_lost(1, "hung")
+    never.record_results(1, [SampleResult(None, "raised"), SampleResult(0.0)])
+    assert never.has_succeeded(1)
+    never.record_lost(1, "hung")
+    never.record_results(0, [SampleResult(None, "raised")])
     with pytest.raises(RewardError, match=r"reward 'a' .* 2 calls .* last one hung"):
-        never.lost(0, "hung")
+        never.record_lost(0, "hung")
 
 
 # --- steps
 
 
 def test_three_failing_steps_in_a_row() -> None:
-    rule = FailingSteps(0.5, 3)
+    rule = FailedStepTracker(0.5, 3)
     said = ["reward 'x' raised A", "dynamic sampling: …", "reward 'x' raised B"]
-    assert rule.step(0.0, ()) is None
-    assert [rule.step(f, said) for f in (0.6, 1.0, 0.5, 0.9, 1.0)] == [None] * 5  # a half is not more than a half
-    assert rule.step(0.51, ["reward 'x' raised C", "reward 'x' raised D"]) == (
+    assert rule.record_step(0.0, ()) is None
+    assert [rule.record_step(f, said) for f in (0.6, 1.0, 0.5, 0.9, 1.0)] == [
+        None
+    ] * 5  # a half is not more than a half
+    assert rule.record_step(0.51, ["reward 'x' raised C", "reward 'x' raised D"]) == (
         "more than 50% of the samples have no reward in the last 3 steps, all in a row (90%, 100%, 51%): reward 'x' raised A; "
         "reward 'x' raised B; reward 'x' raised C; and 1 more"
     )
@@ -92,25 +97,26 @@ def test_three_failing_steps_in_a_row() -> None:
 
 def test_a_first_step_or_evaluation_without_any_reward() -> None:
     assert (
-        FailingSteps(0.5, 3).step(1.0, ["no reward: why"]) == "no sample of the first step has a reward: no reward: why"
+        FailedStepTracker(0.5, 3).record_step(1.0, ["no reward: why"])
+        == "no sample of the first step has a reward: no reward: why"
     )
-    assert FailingSteps(0.5, 3).step(0.99, ()) is None
-    assert FailingSteps(0.5, 3).evaluation(True, ()) == "no sample of the first evaluation has a reward"
-    rule = FailingSteps(0.5, 3)
-    assert rule.evaluation(False, ()) is None
-    assert rule.step(1.0, ()) == "no sample of the first step has a reward"
-    rule = FailingSteps(0.5, 3)
-    assert rule.step(0.5, ()) is None
-    assert rule.evaluation(True, ()) is None  # after steps that had rewards, it is a note
-    assert rule.step(1.0, ()) is None
+    assert FailedStepTracker(0.5, 3).record_step(0.99, ()) is None
+    assert FailedStepTracker(0.5, 3).record_evaluation(True, ()) == "no sample of the first evaluation has a reward"
+    rule = FailedStepTracker(0.5, 3)
+    assert rule.record_evaluation(False, ()) is None
+    assert rule.record_step(1.0, ()) == "no sample of the first step has a reward"
+    rule = FailedStepTracker(0.5, 3)
+    assert rule.record_step(0.5, ()) is None
+    assert rule.record_evaluation(True, ()) is None  # after steps that had rewards, it is a note
+    assert rule.record_step(1.0, ()) is None
 
 
 def test_endless_patience_and_none() -> None:
-    rule = FailingSteps(0.5, 0)
-    assert rule.evaluation(True, ()) is None
-    assert [rule.step(1.0, ()) for _ in range(9)] == [None] * 9
-    rule = FailingSteps(0.0, 1)
-    assert rule.step(0.01, ()) == "more than 0% of the samples have no reward in the last step (1%)"
+    rule = FailedStepTracker(0.5, 0)
+    assert rule.record_evaluation(True, ()) is None
+    assert [rule.record_step(1.0, ()) for _ in range(9)] == [None] * 9
+    rule = FailedStepTracker(0.0, 1)
+    assert rule.record_step(0.01, ()) == "more than 0% of the samples have no reward in the last step (1%)"
 
 
 @pytest.mark.parametrize(
@@ -118,40 +124,40 @@ def test_endless_patience_and_none() -> None:
 )
 def test_impossible_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"rewards\.{next(iter(options))}"):
-        Rewarding(**options)
+        RewardConfig(**options)
 
 
 # --- what is said meanwhile
 
 
-def slot(name: str, *, ready: bool, deadline: float) -> Slot:
+def slot(name: str, *, ready: bool, deadline: float) -> WorkerSlot:
     start = WorkerStart(((name, b"", False),))
-    work = Work(Chunk(b"", ((0, (0,)),)), (0,), (1,))
-    return Slot(start, ready=ready, work=work, deadline=deadline)
+    work = WorkItem(Chunk(b"", ((0, (0,)),)), (0,), (1,))
+    return WorkerSlot(start, ready=ready, work=work, deadline=deadline)
 
 
 def test_what_is_waited_for_is_said_after_seconds_and_then_every_second() -> None:
     now, told = [0.0], list[tuple[str, int, int]]()
-    waits = Waits(lambda *words: told.append(words), ["x"], [10.0], 512, silence=4.0, clock=lambda: now[0])
+    waits = SlowCallReporter(lambda *words: told.append(words), ["x"], [10.0], 512, silence=4.0, clock=lambda: now[0])
     busy = [slot("x", ready=True, deadline=9.0), slot("x", ready=False, deadline=99.0)]
     for now[0] in (0.0, 3.9):
-        waits.look(busy)
+        waits.report_if_due(busy)
     assert told == []
-    waits.answered(3)
+    waits.record_results(3)
     for now[0] in (4.0, 4.5, 5.0):
-        waits.look(busy)
+        waits.report_if_due(busy)
     waiting_for_x = "waiting for reward 'x' (each call has up to 10 s)"
     assert told == [(waiting_for_x, 3, 512)] * 2
     now[0] = 6.0
-    waits.look(busy[1:])
+    waits.report_if_due(busy[1:])
     assert told[2] == ("waiting for a reward worker to load x", 3, 512)
-    waits.over()
+    waits.close()
     assert told[3:] == [("", 0, 0)]
 
 
 def test_a_quick_scoring_says_nothing_and_a_slow_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[tuple[str, int, int]]()
-    with RewardPool([hangs], workers=1, phase=lambda *words: told.append(words)) as pool:
+    with RewardPool([hangs], num_workers=1, progress=lambda *words: told.append(words)) as pool:
         pool.score(["p"], ["fine"], {})
     assert [words for words in told if not words[0].startswith("waiting for a reward worker to load")] in (
         [],
@@ -159,7 +165,7 @@ def test_a_quick_scoring_says_nothing_and_a_slow_one_does(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(waiting, "SILENCE", 0.0)
     told.clear()
-    with RewardPool([hangs], workers=1, budget=2.5, phase=lambda *words: told.append(words)) as pool:
+    with RewardPool([hangs], num_workers=1, timeout=2.5, progress=lambda *words: told.append(words)) as pool:
         pool.score(["p"] * 2, ["fine", "x"], {})
     assert ("waiting for reward 'hangs' (each call has up to 2.5 s)", 1, 2) in told
     assert told[-1] == ("", 0, 0)

@@ -134,7 +134,7 @@ def test_what_a_reward_prints_is_shown_on_demand(capfd):
 
 
 def test_the_note_about_prints_comes_once():
-    with RewardPool([chatty], workers=1) as pool:
+    with RewardPool([chatty], num_workers=1) as pool:
         first, second = (pool.score(["p"], ["good"], {}) for _ in range(2))
     assert (len(first.messages), second.messages) == (1, [])
 
@@ -157,7 +157,7 @@ def test_order_is_kept_when_workers_are_killed_in_the_middle():
 
 
 def test_the_pool_goes_on_after_its_worker_died_between_calls():
-    with RewardPool([number], workers=1) as pool:
+    with RewardPool([number], num_workers=1) as pool:
         assert pool.score(["p"], ["1"], {}).total == [1.0]
         process = pool._slots[0].worker
         os.kill(process.pid, signal.SIGKILL)
@@ -218,7 +218,7 @@ def test_batch_functions_get_everything_at_once():
     def short(prompts, completions, **_):
         return [1.0]
 
-    @reward(batch=True, budget=BUDGET)
+    @reward(batch=True, timeout=BUDGET)
     def hang(prompts, completions, **_):
         time.sleep(1000)
 
@@ -233,12 +233,12 @@ def test_batch_functions_get_everything_at_once():
 
 
 def test_budget_of_a_function_counts_before_the_pools():
-    patient = Reward("patient", lambda p, c, **_: time.sleep(2 * BUDGET) or [1.0], budget=60.0)
+    patient = Reward("patient", lambda p, c, **_: time.sleep(2 * BUDGET) or [1.0], timeout=60.0)
     assert score([patient], ["a"], budget=BUDGET).total == [1.0]
 
 
 def test_preparation_is_not_part_of_a_budget():
-    @reward(prepare=lambda: time.sleep(2 * BUDGET), budget=BUDGET)
+    @reward(prepare=lambda: time.sleep(2 * BUDGET), timeout=BUDGET)
     def slow_to_load(prompts, completions, **_):
         return [1.0]
 
@@ -364,11 +364,11 @@ def test_impossible_pools_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="2 rewards are called 'length'"):
         RewardPool([length, length])
     with pytest.raises(ConfigError, match="workers must be at least 1"):
-        RewardPool([length], workers=0)
-    with pytest.raises(ConfigError, match=r"rewards.workers is 100000, .* give at most \d+"):
-        RewardPool([length], workers=100000)
+        RewardPool([length], num_workers=0)
+    with pytest.raises(ConfigError, match=r"rewards.num_workers is 100000, .* give at most \d+"):
+        RewardPool([length], num_workers=100000)
     with pytest.raises(ConfigError, match="budget must be a positive"):
-        RewardPool([length], budget=0)
+        RewardPool([length], timeout=0)
 
 
 def test_close_kills_the_workers_and_their_children():
@@ -376,7 +376,7 @@ def test_close_kills_the_workers_and_their_children():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         return [float(child.pid)]
 
-    pool = RewardPool([breed], workers=2)
+    pool = RewardPool([breed], num_workers=2)
     (child,) = pool.score(["p"], ["c"], {}).total
     processes = [slot.worker._process for slot in pool._slots]
     pool.close()
@@ -438,7 +438,7 @@ def test_a_pool_that_is_dropped_takes_its_workers_along():
     gc.collect()  # what other tests have left warns now, and not below
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pool = RewardPool([length], workers=1)
+        pool = RewardPool([length], num_workers=1)
         process = pool._slots[0].worker._process
         del pool
     assert process.poll() == -signal.SIGKILL
@@ -464,8 +464,8 @@ def test_a_finite_reward_that_float32_statistics_cannot_hold_counts_as_infinite(
         group=torch.zeros(4, dtype=torch.int64),
         reward=torch.tensor([1e18, 1e18, -1e18, 0.0]),
     )
-    assert pg.GRPO.advantages(group).isfinite().all()
-    with RewardPool([huge], workers=1) as pool:
+    assert pg.GRPO.compute_advantages(group).isfinite().all()
+    with RewardPool([huge], num_workers=1) as pool:
         scores = pool.score(["p"], ["c"], {})
     assert scores.total == [None]
     assert scores.failures == {"inf": 1}
@@ -474,7 +474,7 @@ def test_a_finite_reward_that_float32_statistics_cannot_hold_counts_as_infinite(
 
 def test_a_weighted_sum_beyond_the_largest_reward_is_a_failure_with_a_reason() -> None:
     rewards = [Reward("one", large), Reward("two", large)]
-    with RewardPool(rewards, workers=1) as pool:
+    with RewardPool(rewards, num_workers=1) as pool:
         scores = pool.score(["p"], ["c"], {})
     assert scores.total == [None]
     assert scores.failures == {"inf": 1}

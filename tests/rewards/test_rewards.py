@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards import Reward, known_rewards, resolve, reward
-from policygrad.rewards.builtin import Format, exact_match, final_answer, reasoning_gym, reasoning_gym_partial
+from policygrad.rewards import Reward, list_rewards, resolve_reward, reward
+from policygrad.rewards.builtin import Format, exact_match, extract_final_answer, reasoning_gym, reasoning_gym_partial
 from policygrad.rewards.math import math
-from policygrad.rewards.workers.messages import Caller, Signature, to_number
+from policygrad.rewards.workers.messages import RewardCaller, Signature, to_number
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -42,7 +42,7 @@ def test_exact_match(completion, answer, score):
 
 
 def test_final_answer_of_an_unclosed_tag_is_the_whole_completion():
-    assert final_answer(" <answer>4 ") == "<answer>4"
+    assert extract_final_answer(" <answer>4 ") == "<answer>4"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_final_answer_of_an_unclosed_tag_is_the_whole_completion():
     ],
 )
 def test_default_format_is_exactly_one_answer(completion, score):
-    assert one(resolve("format").function, completion) == score
+    assert one(resolve_reward("format").function, completion) == score
 
 
 def test_format_searches_across_lines():
     assert one(Format(r"a.b"), "xx a\nb yy") == 1.0
     assert one(Format(r"\Aa.b\Z"), "xx a\nb yy") == 0.0
     with pytest.raises(ConfigError, match=r"'\(' is not a regular expression"):
-        resolve("format:(")
+        resolve_reward("format:(")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_reasoning_gym_scorer_that_cannot_read_the_answer_says_wrong():
 
 
 def test_known_rewards_resolve_to_themselves():
-    assert known_rewards() == [
+    assert list_rewards() == [
         "code",
         "exact_match",
         "format",
@@ -148,9 +148,9 @@ def test_known_rewards_resolve_to_themselves():
         "repetition_penalty",
         "worked_steps",
     ]
-    for name in known_rewards():
-        assert resolve(name).name == name
-        assert resolve(name).weight == 1.0
+    for name in list_rewards():
+        assert resolve_reward(name).name == name
+        assert resolve_reward(name).weight == 1.0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_known_rewards_resolve_to_themselves():
     ],
 )
 def test_weights_in_names(text, name, weight):
-    assert (resolve(text).name, resolve(text).weight) == (name, weight)
+    assert (resolve_reward(text).name, resolve_reward(text).weight) == (name, weight)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_weights_in_names(text, name, weight):
 )
 def test_bad_names_say_the_way_out(name, error, message):
     with pytest.raises(error, match=message):
-        resolve(name)
+        resolve_reward(name)
 
 
 def test_dotted_path_and_function_and_reward_are_accepted():
-    assert resolve("policygrad.rewards.builtin.exact_match*2").function is exact_match
-    assert resolve(exact_match).name == "exact_match"
+    assert resolve_reward("policygrad.rewards.builtin.exact_match*2").function is exact_match
+    assert resolve_reward(exact_match).name == "exact_match"
     mine = Reward("mine", exact_match, 3.0)
-    assert resolve(mine) is mine
+    assert resolve_reward(mine) is mine
 
 
 def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
@@ -204,28 +204,28 @@ def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "exploding.py").write_text("1 / 0\n")
     (tmp_path / "needs.py").write_text("import a_missing_dependency\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    found = resolve(f"{tmp_path}/my_rewards.py:mine*2")
-    assert (found.weight, found.batched, found.budget) == (2.0, True, 7)
+    found = resolve_reward(f"{tmp_path}/my_rewards.py:mine*2")
+    assert (found.weight, found.batched, found.timeout) == (2.0, True, 7)
     assert found.function(["a"], ["b"]) == [0.25]
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
     monkeypatch.chdir(tmp_path)
-    assert resolve("my_rewards.mine").function(["a"], ["b"]) == [0.25]
+    assert resolve_reward("my_rewards.mine").function(["a"], ["b"]) == [0.25]
     with pytest.raises(ConfigError, match=r"exploding\.py raised ZeroDivisionError"):
-        resolve("exploding.py:f")
+        resolve_reward("exploding.py:f")
     with pytest.raises(ConfigError, match="importing exploding raised ZeroDivisionError"):
-        resolve("exploding.f")
+        resolve_reward("exploding.f")
     with pytest.raises(ConfigError, match="needs needs the module 'a_missing_dependency'"):
-        resolve("needs.f")
+        resolve_reward("needs.f")
     with pytest.raises(ConfigError, match=r"no function 'mine2' in .*my_rewards.py; did you mean 'mine'"):
-        resolve("my_rewards.py:mine2")
+        resolve_reward("my_rewards.py:mine2")
 
 
 def test_decorator_options_reach_the_reward():
-    @reward(batch=True, budget=2.5)
+    @reward(batch=True, timeout=2.5)
     def mine(prompts, completions, **_):
         return [0.0] * len(completions)
 
-    assert (resolve(mine).batched, resolve(mine).budget) == (True, 2.5)
+    assert (resolve_reward(mine).batched, resolve_reward(mine).timeout) == (True, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +262,12 @@ def test_functions_get_only_the_columns_they_name():
         lambda **everything: seen.append((everything.pop("prompts"), everything.pop("completions"), everything)),
     ]
     for function in functions:
-        Signature.of(function).call(function, ["p"], ["c"], columns)
+        Signature.from_function(function).call(function, ["p"], ["c"], columns)
     assert seen == [(["p"], ["c"], columns)] * 4
     seen.clear()
     for function in (lambda completions, answer: seen.append(answer), lambda p, c, answer: seen.append(answer)):
-        assert Signature.of(function).required == {"answer"}
-        Signature.of(function).call(function, ["p"], ["c"], columns)
+        assert Signature.from_function(function).required == {"answer"}
+        Signature.from_function(function).call(function, ["p"], ["c"], columns)
     assert seen == [["a"], ["a"]]
 
 
@@ -279,7 +279,7 @@ def test_in_process_async_below_a_running_loop():
         return [1.0]
 
     async def notebook_cell():
-        return Caller("judge", judge)(["p"], ["c"], {})
+        return RewardCaller("judge", judge)(["p"], ["c"], {})
 
     (outcome,) = asyncio.run(notebook_cell())
     assert outcome.value == 1.0

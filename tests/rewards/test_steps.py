@@ -13,10 +13,10 @@ import torch
 
 import policygrad as pg
 from policygrad.errors import ConfigError, RunError
-from policygrad.rewards import Reward, RewardPool, known_rewards, resolve, reward
-from policygrad.rewards.builtin import StepEnd, check_pattern, worked_steps
-from policygrad.samplers.base import Sampling
-from policygrad.tasks import known_tasks, load_task
+from policygrad.rewards import Reward, RewardPool, list_rewards, resolve_reward, reward
+from policygrad.rewards.builtin import StepEnd, check_step_pattern, worked_steps
+from policygrad.samplers.base import SamplingParams
+from policygrad.tasks import list_tasks, load_task
 from policygrad.training.config.run import Run
 from policygrad.training.setup import choose_rewards
 
@@ -63,7 +63,7 @@ def test_the_tasks_own_problems_have_the_steps_of_their_worked_answers(task: str
     assert problems.steps == ("worked_steps",)
     kinds = set()
     for i in range(60):
-        columns = problems.train(i).columns
+        columns = problems.train_example(i).columns
         entry = columns["entry"]
         kinds.add(columns["dataset"])
         if columns["dataset"] == "chain_sum":
@@ -119,7 +119,7 @@ def test_a_hack_earns_less_than_the_working_and_useless_steps_never_pay(name: st
         step_end=step_end,
         token_reward=token_reward,
     )
-    psi = pg.GRPO_PROCESS.advantages(replace(batch, logp_ref=torch.zeros(4, width)))
+    psi = pg.GRPO_PROCESS.compute_advantages(replace(batch, logp_ref=torch.zeros(4, width)))
     assert psi[0, 0] > psi[1, 0]
     useless = step_end & (token_reward == 0) & (torch.arange(width) < step_end.sum(1, keepdim=True) - 1)
     worth = psi - torch.cat([psi[:, 1:], torch.zeros(4, 1)], 1)  # what each step adds to the sum
@@ -176,7 +176,7 @@ def functions() -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
     outcome, unruly = functions()
-    with RewardPool([outcome, replace(resolve(unruly), weight=2.0)], workers=1, budget=60.0) as opened:
+    with RewardPool([outcome, replace(resolve_reward(unruly), weight=2.0)], num_workers=1, timeout=60.0) as opened:
         yield opened
 
 
@@ -190,7 +190,7 @@ def pool() -> Iterator[RewardPool]:
     ],
 )
 def test_steps_are_sorted_by_their_end_and_weighted(pool: RewardPool, deed: str, expected: Any) -> None:
-    found = pool.steps(["p"], [deed], {})
+    found = pool.score_steps(["p"], [deed], {})
     assert found.steps == [tuple((end, 2 * score) for end, score in expected)]
     assert found.parts == {"unruly": [score for _, score in expected]}
     assert (found.failures, found.messages) == ({}, [])
@@ -216,7 +216,7 @@ def test_steps_are_sorted_by_their_end_and_weighted(pool: RewardPool, deed: str,
     ],
 )
 def test_a_failure_costs_its_sample_only(pool: RewardPool, deed: str, reason: str, message: str) -> None:
-    found = pool.steps(["p"] * 3, ["good", deed, "good"], {})
+    found = pool.score_steps(["p"] * 3, ["good", deed, "good"], {})
     assert found.steps == [((2, 2.0), (4, 1.0)), None, ((2, 2.0), (4, 1.0))]
     assert found.failures == {reason: 1}
     assert len(found.messages) == 1
@@ -225,8 +225,8 @@ def test_a_failure_costs_its_sample_only(pool: RewardPool, deed: str, reason: st
 
 
 def test_a_process_reward_that_hangs_is_stopped() -> None:
-    with RewardPool([*functions()], workers=1, budget=0.5) as pool:
-        found = pool.steps(["p"] * 2, ["hang", "good"], {})
+    with RewardPool([*functions()], num_workers=1, timeout=0.5) as pool:
+        found = pool.score_steps(["p"] * 2, ["hang", "good"], {})
     assert found.steps == [None, ((2, 1.0), (4, 0.5))]
     assert found.failures == {"timeout": 1}
     assert "more than its budget" in found.messages[0]
@@ -241,9 +241,9 @@ def test_several_process_rewards_add_up_and_too_large_a_sum_is_none() -> None:
     with RewardPool(
         [outcome, Reward("a", halves, process_reward=True), Reward("b", halves, -3.0, process_reward=True)]
     ) as pool:
-        assert pool.steps(["p"], ["xyz"], {}).steps == [((2, 0.5), (2, -1.5))]
+        assert pool.score_steps(["p"], ["xyz"], {}).steps == [((2, 0.5), (2, -1.5))]
     with RewardPool([outcome, Reward("a", halves, 1e19, process_reward=True)]) as pool:
-        found = pool.steps(["p"], ["xyz"], {})
+        found = pool.score_steps(["p"], ["xyz"], {})
         assert (found.steps, found.failures) == ([None], {"inf": 1})
 
 
@@ -252,17 +252,17 @@ def test_a_pattern_ends_steps() -> None:
     assert StepEnd(r"(?<=\.)|^")(["p"], ["a.b."]) == [
         ((2, 0.0), (4, 0.0))
     ]  # where a match is empty, but not at the start
-    with RewardPool([functions()[0], resolve(StepEnd("b"))]) as pool:
-        assert pool.steps(["p"], ["abb"], {}).steps == [((2, 0.0), (3, 0.0))]
+    with RewardPool([functions()[0], resolve_reward(StepEnd("b"))]) as pool:
+        assert pool.score_steps(["p"], ["abb"], {}).steps == [((2, 0.0), (3, 0.0))]
     with pytest.raises(ConfigError, match=r"step_end '\(a' is not a regular expression: .*position 0"):
-        check_pattern("(a")
+        check_step_pattern("(a")
     with pytest.raises(ConfigError, match=r"position 2"):
-        check_pattern("ab(")
+        check_step_pattern("ab(")
     for everywhere in ("", "x*", "(?:, )?"):
         with pytest.raises(ConfigError, match="matches the empty text everywhere"):
-            check_pattern(everywhere)
+            check_step_pattern(everywhere)
     for pattern in (r"\n", "(?m)$", r"(?<=\.)", "."):
-        check_pattern(pattern)
+        check_step_pattern(pattern)
 
 
 # --- choosing --------------------------------------------------------------
@@ -279,8 +279,8 @@ def test_the_tasks_own_steps_are_used_only_when_asked_for(tmp_path: Any) -> None
         "import policygrad as pg\n@pg.reward(process=True)\ndef f(prompts, completions, **c): return [()]\n"
     )
     mine = f"{tmp_path / 'f.py'}:f"
-    assert "embedded_steps" in known_tasks()
-    assert "worked_steps" in known_rewards()
+    assert "embedded_steps" in list_tasks()
+    assert "worked_steps" in list_rewards()
     assert chosen("embedded_steps", (), frozenset()) == ["reasoning_gym"]
     assert chosen("embedded_steps", (), None) == ["reasoning_gym"]
     assert chosen("embedded_steps", (), SCORED) == ["reasoning_gym", "worked_steps"]
@@ -307,7 +307,7 @@ def test_without_steps_the_way_out_is_named(tmp_path: Any) -> None:
 
 
 def test_a_run_refuses_a_pattern_that_means_nothing() -> None:
-    options = {"sampling": Sampling(max_tokens=8), "task": "embedded"}
+    options = {"sampling": SamplingParams(max_tokens=8), "task": "embedded"}
     assert Run(algorithm=pg.VINEPPO, step_end=r"\n", **options).step_end == r"\n"
     with pytest.raises(ConfigError, match="no part of grpo looks at steps"):
         Run(algorithm=pg.GRPO, step_end=r"\n", **options)

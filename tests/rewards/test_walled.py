@@ -8,20 +8,20 @@ import pytest
 
 from policygrad.errors import ConfigError
 from policygrad.rewards import Reward, RewardPool
-from policygrad.rewards.config import Rewarding, Sandbox
-from policygrad.rewards.workers.process import CHOICES
-from policygrad.sandbox import WALLS, standing
+from policygrad.rewards.config import RewardConfig, SandboxChoice
+from policygrad.rewards.workers.process import SANDBOX_CHOICES
+from policygrad.sandbox import BACKENDS, find_backend
 
 
 def stands(name):
     try:
-        standing(name)
+        find_backend(name)
     except ConfigError:
         return False
     return True
 
 
-behind = pytest.mark.parametrize("wall", [name for name in WALLS if stands(name)])
+behind = pytest.mark.parametrize("wall", [name for name in BACKENDS if stands(name)])
 
 
 def reaches(prompts, completions):
@@ -69,9 +69,9 @@ def works(prompts, completions):
     thread.start()
     thread.join()
     asyncio.run(asyncio.sleep(0))
-    from policygrad.rewards.workers.limits import resident
+    from policygrad.rewards.workers.limits import get_resident_bytes
 
-    return [float(subprocess.run(["true"]).returncode == 0 and resident() > 0)]
+    return [float(subprocess.run(["true"]).returncode == 0 and get_resident_bytes() > 0)]
 
 
 def hangs(prompts, completions):
@@ -88,7 +88,7 @@ def hangs(prompts, completions):
 def test_what_a_walled_reward_reaches_and_what_it_needs(wall, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
-    with RewardPool([reaches, works], workers=1, sandbox=wall) as pool:
+    with RewardPool([reaches, works], num_workers=1, sandbox=wall) as pool:
         scores = pool.score([(str(secret), os.getpid())], [""], {})
     assert scores.parts == {"reaches": [0.0], "works": [1.0]}, scores.messages
     assert secret.read_text() == "hunter2"
@@ -97,7 +97,7 @@ def test_what_a_walled_reward_reaches_and_what_it_needs(wall, tmp_path):
 @behind
 def test_a_walled_worker_that_hangs_is_ended_with_what_it_started(wall, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with RewardPool([Reward("hangs", hangs, budget=1.0)], workers=1, sandbox=wall) as pool:
+    with RewardPool([Reward("hangs", hangs, timeout=1.0)], num_workers=1, sandbox=wall) as pool:
         scores = pool.score([""] * 3, ["a", "hang", "b"], {})
     assert (scores.total, scores.failures) == ([1.0, None, 1.0], {"timeout": 1})
     assert list(tmp_path.iterdir()) == []
@@ -105,7 +105,7 @@ def test_a_walled_worker_that_hangs_is_ended_with_what_it_started(wall, tmp_path
 
 @behind
 def test_programs_are_run_inside_a_walled_worker(wall):
-    with RewardPool(["code"], workers=1, sandbox=wall) as pool:
+    with RewardPool(["code"], num_workers=1, sandbox=wall) as pool:
         assert pool.score([""], ["print(5)"], {"inputs": [["x"]], "outputs": [["5"]]}).total == [1.0]
 
 
@@ -123,12 +123,12 @@ import time
 time.sleep(1)
 print(5)
 """
-    with RewardPool(["code"], workers=1, sandbox=wall) as pool:
+    with RewardPool(["code"], num_workers=1, sandbox=wall) as pool:
         assert pool.score([""], [program], {"inputs": [["x"]], "outputs": [["5"]]}).total == [0.0]
 
 
 def test_what_cannot_be_sent_to_a_worker_is_refused_where_a_wall_is_asked_for():
-    if not any(stands(name) for name in WALLS):
+    if not any(stands(name) for name in BACKENDS):
         pytest.skip("no wall stands on this machine")
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="so no wall can be around it"):
@@ -136,7 +136,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_where_a_wall_is_asked_for():
 
 
 def test_names_of_walls():
-    assert get_args(Sandbox) == CHOICES
-    assert Rewarding().sandbox == "none"
+    assert get_args(SandboxChoice) == SANDBOX_CHOICES
+    assert RewardConfig().sandbox == "none"
     with pytest.raises(ConfigError, match="choose none, auto, bubblewrap, landlock"):
         RewardPool(["exact_match"], sandbox="paper")

@@ -13,9 +13,9 @@ import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.environments import Action, Observation, Step
 from policygrad.rewards.base import RewardScores
-from policygrad.rollout.batching import number
+from policygrad.rollout.batching import hash_prompt
 from policygrad.rollout.rollouter import Rollout, Rollouter
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 
 
@@ -34,7 +34,7 @@ def run(
     made = example or (lambda i: Example(str(i % 4)))
     given = {} if environment is None else {"environment": environment}
     rollouter = Rollouter(made, TabularTokenizer(), TabularSampler(4, 12, 4), score, **given)  # type: ignore[arg-type]
-    return rollouter.collect(algorithm, Sampling(max_tokens=9 if given else 3), **options)
+    return rollouter.collect(algorithm, SamplingParams(max_tokens=9 if given else 3), **options)
 
 
 def test_rewards_one_by_one_add_up_to_the_reward() -> None:
@@ -49,12 +49,12 @@ def test_rewards_one_by_one_add_up_to_the_reward() -> None:
 
 def test_they_are_filled_only_where_a_part_reads_them() -> None:
     batch = run(pg.GRPO, example=lambda i: Example(str(i % 4), {"demonstration": "1 1"})).batch
-    for name in ("rewards", "anchor", "demonstration", "token_reward"):
+    for name in ("rewards", "turn_state", "demonstration", "token_reward"):
         assert getattr(batch, name) is None
-    assert batch.example is not None
-    known = [number(Example(str(i))) for i in range(4)]  # the prompt's own, whatever its place
-    assert batch.example.tolist() == [known[i] for i in range(3) for _ in range(4)]
-    assert run(pg.GRPO, position=5).batch.example.tolist() == [known[i] for i in (1, 2, 3) for _ in range(4)]  # type: ignore[union-attr]
+    assert batch.example_id is not None
+    known = [hash_prompt(Example(str(i))) for i in range(4)]  # the prompt's own, whatever its place
+    assert batch.example_id.tolist() == [known[i] for i in range(3) for _ in range(4)]
+    assert run(pg.GRPO, position=5).batch.example_id.tolist() == [known[i] for i in (1, 2, 3) for _ in range(4)]  # type: ignore[union-attr]
 
 
 def test_the_spread_of_each_reward_is_that_within_its_groups() -> None:
@@ -115,8 +115,8 @@ def turns(rollout: Rollout) -> list[tuple[int, int, int, Any, float]]:
             at, turn = 0, 0
             for segment in t.segments:
                 end = at + len(segment.tokens)
-                if segment.sampled:
-                    found.append((row, at, end - 1, t.states[turn], t.turn_rewards[turn] or 0.0))
+                if segment.is_sampled:
+                    found.append((row, at, end - 1, t.turn_states[turn], t.turn_rewards[turn] or 0.0))
                     turn += 1
                 at = end
             row += 1
@@ -127,15 +127,15 @@ def turns(rollout: Rollout) -> list[tuple[int, int, int, Any, float]]:
 def test_turns_from_equal_states_of_a_group_have_equal_anchors(environment: Any) -> None:
     rollout = run(pg.GIGPO, environment=environment, samples=12)
     batch, known = rollout.batch, turns(rollout)
-    assert batch.anchor is not None
+    assert batch.turn_state is not None
     assert batch.token_reward is not None
-    assert max(sum(s.sampled for s in t.segments) for g in rollout.groups for t in g.trajectories) == 3
+    assert max(sum(s.is_sampled for s in t.segments) for g in rollout.groups for t in g.trajectories) == 3
     number: dict[tuple[int, Any], int] = {}
     for row, first, last, state, reward in known:
         assert batch.mask[row, first : last + 1].all()
-        assert len(set(batch.anchor[row, first : last + 1].tolist())) == 1
+        assert len(set(batch.turn_state[row, first : last + 1].tolist())) == 1
         here = (int(batch.group[row]), state)
-        assert number.setdefault(here, int(batch.anchor[row, first])) == int(batch.anchor[row, first])
+        assert number.setdefault(here, int(batch.turn_state[row, first])) == int(batch.turn_state[row, first])
         assert float(batch.token_reward[row, last]) == pytest.approx(reward)
     for group in range(3):
         mine = {state: n for (g, state), n in number.items() if g == group}
@@ -170,7 +170,7 @@ def test_an_environments_own_reward_is_one_of_the_rewards() -> None:
 def test_a_turns_advantage_is_what_the_paper_says() -> None:
     """GiGPO by hand from the trajectories: the episode's z-score, and that of the turn's return among equal states."""
     rollout = run(pg.GIGPO, environment=Rooms, samples=6)
-    psi, batch = pg.GIGPO.advantages(rollout.batch).double(), rollout.batch
+    psi, batch = pg.GIGPO.compute_advantages(rollout.batch).double(), rollout.batch
     episodes = [t for g in rollout.groups for t in g.trajectories]
     returns: dict[tuple[int, int], float] = {}
     states: dict[tuple[int, Any], list[float]] = {}
@@ -179,7 +179,7 @@ def test_a_turns_advantage_is_what_the_paper_says() -> None:
         own[-1] += float(t.reward or 0.0) - sum(own)  # what the reward functions said
         for n in range(len(own)):
             returns[row, n] = sum(0.95 ** (m - n) * own[m] for m in range(n, len(own)))
-            states.setdefault((int(batch.group[row]), t.states[n]), []).append(returns[row, n])
+            states.setdefault((int(batch.group[row]), t.turn_states[n]), []).append(returns[row, n])
 
     def z(x: float, xs: list[float]) -> float:
         y = torch.tensor(xs, dtype=torch.float64)
@@ -196,9 +196,9 @@ def test_a_turns_advantage_is_what_the_paper_says() -> None:
 
 def test_the_rewards_to_go_are_those_of_the_turns_as_they_were_played() -> None:
     """From the trajectories: a turn's own reward and half of what comes after it; the reward functions score the last turn."""
-    algorithm = replace(pg.GIGPO, psi=(pg.TurnReturn(0.5),), terms=())
+    algorithm = replace(pg.GIGPO, advantage=(pg.TurnReturn(0.5),), terms=())
     rollout = run(algorithm, environment=Rooms)
-    psi, episodes = algorithm.advantages(rollout.batch), [t for g in rollout.groups for t in g.trajectories]
+    psi, episodes = algorithm.compute_advantages(rollout.batch), [t for g in rollout.groups for t in g.trajectories]
     seen: dict[int, int] = {}
     for row, first, last, _, _ in turns(rollout):
         n = seen[row] = seen.get(row, -1) + 1
@@ -237,8 +237,8 @@ def test_a_demonstration_stands_behind_its_groups_samples() -> None:
     assert not batch.logp_sampler[shown].any()
     assert batch.rewards is None
     assert batch.reward[shown].tolist() == [1.0, 1.0, 2.0]  # judged like the others: ones less half the words
-    assert list(rollout.texts[4::5]) == ["1 1"] * 3
-    psi = pg.LUFFY.advantages(replace(batch, logp_old=batch.logp_sampler))
+    assert list(rollout.completions[4::5]) == ["1 1"] * 3
+    psi = pg.LUFFY.compute_advantages(replace(batch, logp_old=batch.logp_sampler))
     rewards = batch.reward[:5].double()
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     torch.testing.assert_close(psi[:5, 0].double(), expected, atol=1e-5, rtol=1e-5)
@@ -263,8 +263,8 @@ def test_what_is_measured_is_the_policys_own() -> None:
     assert with_.metrics["demonstrations/mean_length"].value == 3
     assert with_.metrics["demonstrations/count"].value == 3
     assert with_.lengths[4::5] == (0, 0, 0)  # nothing of them was sampled
-    same = [x for i, x in enumerate(with_.texts) if i % 5 < 4]
-    assert tuple(same) == without.texts  # and the samples are the same as ever
+    same = [x for i, x in enumerate(with_.completions) if i % 5 < 4]
+    assert tuple(same) == without.completions  # and the samples are the same as ever
 
 
 def test_a_demonstration_may_say_what_its_writer_thought() -> None:

@@ -15,15 +15,15 @@ from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.trajectory import VINE
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.tasks.base import Example
 
 LENGTH, VOCABULARY = 4, 5
-SAMPLING = Sampling(max_tokens=LENGTH)
+SAMPLING = SamplingParams(max_tokens=LENGTH)
 
 
 class Listening(TabularSampler):
-    """Remembers what it was asked; `apart`: completions have random numbers of their own, whatever key they are asked for by."""
+    """Remembers what it was asked; `trainable_parameters`: completions have random numbers of their own, whatever key they are asked for by."""
 
     def __init__(self, prompts: int = 2, apart: bool = False) -> None:
         super().__init__(prompts, LENGTH, VOCABULARY)
@@ -50,7 +50,7 @@ def score(prompts: Any, texts: Sequence[str], columns: Mapping[str, Sequence[Any
 def collect(sampler: TabularSampler, vine: pg.Vine | None = None, scored: Any = score, **changed: Any) -> Any:
     options = {"prompts": 2, "samples": 3, "step": 1, "position": 0} | changed
     rollouter = Rollouter(lambda i: Example(str(i % 2)), TabularTokenizer(), sampler, scored)  # type: ignore[arg-type]
-    algorithm = replace(pg.TRPO_VINE, psi=(vine or pg.Vine(states=3, actions=3),))
+    algorithm = replace(pg.TRPO_VINE, advantage=(vine or pg.Vine(states=3, actions=3),))
     return rollouter.collect(algorithm, SAMPLING, **options)
 
 
@@ -66,7 +66,7 @@ def test_a_group_is_a_state_and_a_row_a_token() -> None:
     assert batch.mask.all()
     assert len(found.groups) == len(batch.prompts) == int(batch.group.max()) + 1
     first = {
-        written(r.tokens) for r in sampler.asked[:6]
+        written(r.prompt_ids) for r in sampler.asked[:6]
     }  # the prompts of the completions that the states are chosen from
     for g, group in enumerate(found.groups):
         rows = batch.group == g
@@ -89,17 +89,19 @@ def test_the_tokens_of_a_state_share_their_random_numbers_and_states_do_not() ->
     sampler = Listening()
     found = collect(sampler, pg.Vine(states=3, actions=3, samples=2))
     vine = [r for r in sampler.asked if r.key[1] == VINE]
-    draws = [r for r in vine if r.max_tokens == 1 and len({written(q.tokens) for q in vine if q.key == r.key}) == 1]
+    draws = [r for r in vine if r.max_tokens == 1 and len({written(q.prompt_ids) for q in vine if q.key == r.key}) == 1]
     assert len({r.key for r in draws}) == len(draws)
     after: dict[tuple[int, ...], list[Request]] = {}
     for r in vine:
         if r not in draws:
             after.setdefault(r.key, []).append(r)
-    assert all(len({written(r.tokens) for r in same}) == len(same) > 1 for same in after.values())
-    assert all(len({written(r.tokens[:-1]) for r in same}) == 1 for same in after.values())  # one state
+    assert all(len({written(r.prompt_ids) for r in same}) == len(same) > 1 for same in after.values())
+    assert all(len({written(r.prompt_ids[:-1]) for r in same}) == 1 for same in after.values())  # one state
     assert {key[-1] for key in after} == {0, 1}  # the two completions of each token draw apart
-    assert all(1 <= r.max_tokens + len(r.tokens) - 1 <= LENGTH for r in vine), "within the budget of the whole answer"
-    assert all(int(r.tokens[-1]) != 0 or len(r.tokens) == 1 for r in vine), "an end token is not gone on from"
+    assert all(1 <= r.max_tokens + len(r.prompt_ids) - 1 <= LENGTH for r in vine), (
+        "within the budget of the whole answer"
+    )
+    assert all(int(r.prompt_ids[-1]) != 0 or len(r.prompt_ids) == 1 for r in vine), "an end token is not gone on from"
     spent = sum(len(g.tokens) for g in drawn_again(sampler, vine))
     assert found.metrics["tokens/vine"].value == spent
     plain = collect_plain(Listening())
@@ -114,7 +116,7 @@ def drawn_again(sampler: TabularSampler, requests: list[Request]) -> list[Any]:
 
 def collect_plain(sampler: TabularSampler) -> Any:
     rollouter = Rollouter(lambda i: Example(str(i % 2)), TabularTokenizer(), sampler, score)  # type: ignore[arg-type]
-    return rollouter.collect(pg.REINFORCE, SAMPLING, prompts=2, samples=3, step=1, position=0)
+    return rollouter.collect(pg.REINFORCE, SAMPLING, prompts_per_step=2, samples_per_prompt=3, step=1, position=0)
 
 
 def test_the_same_every_time_and_another_at_another_step() -> None:
@@ -176,7 +178,7 @@ def test_states_are_those_the_policy_visits_and_equal_ones_are_one() -> None:
 
 def collect_plain_of(sampler: TabularSampler) -> Any:
     rollouter = Rollouter(lambda i: Example("0"), TabularTokenizer(), sampler, score)  # type: ignore[arg-type]
-    return rollouter.collect(pg.REINFORCE, SAMPLING, prompts=1, samples=3, step=1, position=0)
+    return rollouter.collect(pg.REINFORCE, SAMPLING, prompts_per_step=1, samples_per_prompt=3, step=1, position=0)
 
 
 def test_independent_draws_weigh_by_how_often_they_came() -> None:
@@ -186,7 +188,7 @@ def test_independent_draws_weigh_by_how_often_they_came() -> None:
     draws: dict[tuple[int, ...], list[int]] = {}
     for request in (r for r in sampler.asked if r.key[1] == VINE and len(r.key) == 8 and r.key[6] == 0):
         (token,) = sampler._one(request).tokens.tolist()
-        draws.setdefault(written(request.tokens), []).append(token)
+        draws.setdefault(written(request.prompt_ids), []).append(token)
     assert all(len(d) == 8 for d in draws.values()), "K draws, and no more"
     for g, prompt in enumerate(batch.prompts):
         rows, drawn = batch.group == g, draws[written(prompt)]
@@ -211,7 +213,7 @@ def test_a_token_whose_reward_failed_is_not_compared() -> None:
         "boom",
         "what came of a token has no reward; it is not compared with the others of its state",
     )
-    assert pg.TRPO_VINE.advantages(found.batch).isfinite().all()
+    assert pg.TRPO_VINE.compute_advantages(found.batch).isfinite().all()
     for g in range(len(found.batch.prompts)):
         assert int((found.batch.group == g).sum()) > 1
 
@@ -233,7 +235,7 @@ def test_nothing_to_compare_teaches_nothing(why: str) -> None:
     assert len(found.batch.mask) == len(found.texts) == 6
     assert any("no state has two tokens to compare" in message for message in found.messages)
     assert found.metrics["vine/states"].value == 0
-    assert (pg.TRPO_VINE.advantages(found.batch) == 0).all()
+    assert (pg.TRPO_VINE.compute_advantages(found.batch) == 0).all()
     if why == "none":
         assert found.metrics["tokens/vine"].value == 0
 
@@ -247,4 +249,4 @@ def test_an_environment_cannot_be_set_back() -> None:
         environment=lambda example: pg.SingleTurn(example),
     )
     with pytest.raises(pg.ConfigError, match="Vine starts again in the midst of an answer"):
-        rollouter.collect(pg.TRPO_VINE, SAMPLING, prompts=1, samples=2)
+        rollouter.collect(pg.TRPO_VINE, SAMPLING, prompts_per_step=1, samples_per_prompt=2)

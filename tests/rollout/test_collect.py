@@ -12,22 +12,22 @@ import torch
 import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
-from policygrad.rollout.batching import to_batch
+from policygrad.rollout.batching import batch_groups
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
-from policygrad.samplers.base import Sampling
+from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 
 
 def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
-    """1 when the first token is the column `answer`."""
+    """1 when the first token is the column `encode_reply`."""
     return RewardScores([float(text.split()[:1] == [a]) for text, a in zip(texts, columns["answer"], strict=True)], {})
 
 
 def run(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
     options = {"prompts": 4, "samples": 8, "step": 1, "position": 0} | changed
     rollouter = Rollouter(lambda i: Example(str(i % 4), {"answer": "1"}), TabularTokenizer(), sampler, score)  # type: ignore[arg-type, return-value]
-    return rollouter.collect(algorithm, Sampling(max_tokens=3), **options)
+    return rollouter.collect(algorithm, SamplingParams(max_tokens=3), **options)
 
 
 def test_a_rollout_is_groups_of_completions_with_their_rewards() -> None:
@@ -61,12 +61,12 @@ def test_a_completion_without_a_reward_takes_no_part() -> None:
     assert rollout.messages == ("boom",)
     assert rollout.metrics["rewards/failed_raised"].value == 28
     assert rollout.metrics["reward"].value == 1.0
-    psi = pg.GRPO.advantages(rollout.batch)
+    psi = pg.GRPO.compute_advantages(rollout.batch)
     assert torch.equal(psi, torch.zeros_like(psi))  # a group left with one member teaches nothing
 
 
 def test_refill_fills_the_step_with_groups_that_have_spread() -> None:
-    algorithm = replace(pg.CISPO, filters=(pg.DropNoSpread(max_rounds=5),))
+    algorithm = replace(pg.CISPO, filters=(pg.DropZeroVariance(max_rounds=5),))
     sampler = TabularSampler(4, 3, 4)
     sampler.table[0, 0, 1] = sampler.table[1, 0, 1] = 50.0  # prompts 0 and 1 are always solved
     rollout = run(algorithm, sampler)
@@ -80,7 +80,7 @@ def test_refill_fills_the_step_with_groups_that_have_spread() -> None:
 
 
 def test_refill_stops_at_its_cap_and_reports() -> None:
-    algorithm = replace(pg.CISPO, filters=(pg.DropNoSpread(max_rounds=3),))
+    algorithm = replace(pg.CISPO, filters=(pg.DropZeroVariance(max_rounds=3),))
     sampler = TabularSampler(4, 3, 4)
     sampler.table[:3, 0, 1] = 50.0
     rollout = run(algorithm, sampler)
@@ -95,7 +95,7 @@ def test_refill_stops_at_its_cap_and_reports() -> None:
 
 @pytest.mark.parametrize("mode", ["refill", "reweight", "drop"])
 def test_every_prompt_solved_is_reported_and_moves_nothing(mode: Any) -> None:
-    algorithm = replace(pg.CISPO, filters=(pg.DropNoSpread(mode, max_rounds=2),))
+    algorithm = replace(pg.CISPO, filters=(pg.DropZeroVariance(mode, max_rounds=2),))
     sampler = TabularSampler(4, 3, 4)
     sampler.table[:, 0, 1] = 50.0
     rollout = run(algorithm, sampler)
@@ -107,10 +107,12 @@ def test_every_prompt_solved_is_reported_and_moves_nothing(mode: Any) -> None:
 
 def test_a_batch_of_nothing_is_still_a_batch() -> None:
     nothing = Segment(torch.tensor([], dtype=torch.int64), torch.tensor([]), torch.tensor([], dtype=torch.int64))
-    start = Start(Example("1", {}), (0, 0, 0, 0), 3)  # type: ignore[arg-type]
-    groups = [Group(start, torch.tensor([1]), (Trajectory((nothing,), "", False, reward=r),)) for r in (1.0, None)]
-    batch = to_batch(groups)
-    psi = pg.GRPO.advantages(replace(batch, logp_ref=batch.logp_sampler))
+    start = EpisodeSpec(Example("1", {}), (0, 0, 0, 0), 3)  # type: ignore[arg-type]
+    groups = [
+        EpisodeGroup(start, torch.tensor([1]), (Trajectory((nothing,), "", False, reward=r),)) for r in (1.0, None)
+    ]
+    batch = batch_groups(groups)
+    psi = pg.GRPO.compute_advantages(replace(batch, logp_ref=batch.logp_sampler))
     loss = pg.surrogate(
         torch.zeros(batch.mask.shape, requires_grad=True), replace(batch, logp_ref=batch.logp_sampler), psi, pg.GRPO
     )

@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 import policygrad as pg
 from doubles.tabular_learner import TabularLearner
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
-from policygrad.checkpoint.manifest import decode, encode
+from policygrad.checkpoint.manifest import decode_json, encode_json
 from policygrad.core.metrics import Metrics
 from policygrad.core.ratios import TruncatedIS
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout import serialization
-from policygrad.rollout.batching import to_batch
-from policygrad.rollout.dynamic_sampling import next_round
+from policygrad.rollout.batching import batch_groups
+from policygrad.rollout.dynamic_sampling import next_round_size
 from policygrad.rollout.rollouter import Rollout, Rollouter
-from policygrad.rollout.trajectory import Group, Marks, Segment, Start, Trajectory
+from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, StepMarks, Trajectory
 from policygrad.tasks.base import Example
-from policygrad.training.loop import Done, Progress, loop
-from policygrad.training.step_log import rows_of
+from policygrad.training.loop import Progress, StepResult, run_loop
+from policygrad.training.step_log import build_completion_rows
 
-PROMPTS = 8  # 0 and 1 are always solved in `sampler`
+PROMPTS = 8  # 0 and 1 are always solved in `sampler_memory`
 
 
 def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
@@ -49,12 +49,14 @@ def rollouter(of: TabularSampler) -> Rollouter:
 
 def collect(algorithm: pg.Algorithm, flat: int = 2, prompts: int = PROMPTS, **changed: Any) -> Rollout:
     return rollouter(sampler(flat)).collect(
-        algorithm, pg.Sampling(max_tokens=3), prompts=prompts, samples=16, **changed
+        algorithm, pg.SamplingParams(max_tokens=3), prompts_per_step=prompts, samples_per_prompt=16, **changed
     )
 
 
 def refilled(**options: Any) -> pg.Algorithm:
-    return replace(pg.CISPO, filters=(pg.DropNoSpread(**options),), step=pg.FirstOrder())  # versions count updates
+    return replace(
+        pg.CISPO, filters=(pg.DropZeroVariance(**options),), update_rule=pg.GradientSteps()
+    )  # versions count updates
 
 
 @pytest.mark.parametrize(
@@ -69,15 +71,15 @@ def refilled(**options: Any) -> pg.Algorithm:
     ],
 )
 def test_the_next_round_by_hand(missing: int, good: int, seen: int, expected: int) -> None:
-    assert next_round(missing, good, seen, 64) == expected
+    assert next_round_size(missing, good, seen, 64) == expected
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 64), st.integers(0, 64), st.integers(0, 64))
 def test_a_round_takes_at_least_what_is_missing_and_at_most_a_step(missing: int, good: int, aside: int) -> None:
-    count = next_round(missing, good, good + aside, 64)
+    count = next_round_size(missing, good, good + aside, 64)
     assert missing <= count <= 64
-    assert count <= next_round(missing, good, good + aside + 1, 64)  # a lower rate never takes fewer
+    assert count <= next_round_size(missing, good, good + aside + 1, 64)  # a lower rate never takes fewer
 
 
 def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
@@ -87,10 +89,10 @@ def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
     found = collect(refilled())
     assert found.position == PROMPTS + 4  # prompts 0 to 3 again, two of them flat
     assert [int(p[0]) for p in found.batch.prompts or ()] == [2, 3, 4, 5, 6, 7, 2, 3]
-    assert found.surplus == ()
+    assert found.leftover_groups == ()
     assert found.metrics["completions/sampled_per_trained"].value == 12 / 8
     other = collect(refilled(), position=2)  # 2 … 7, 0, 1 and then 2, 3, 4, 5, of which two are over
-    assert [int(g.prompt) for g in other.surplus] == [4, 5]
+    assert [int(g.prompt_ids) for g in other.leftover_groups] == [4, 5]
     assert {name: other.metrics[f"dynamic/{name}"].value for name in ("unfilled", "carried", "discarded")} == {
         "unfilled": 0,
         "carried": 0,
@@ -100,20 +102,20 @@ def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
 
 def test_what_is_carried_goes_first_and_less_is_sampled() -> None:
     first = collect(refilled(), position=2)
-    second = collect(refilled(), position=first.position, step=2, carried=first.surplus)
-    assert second.groups[:2] == first.surplus
-    assert torch.equal(second.batch.tokens[:32], to_batch(first.surplus).tokens)
+    second = collect(refilled(), position=first.position, step=2, carried=first.leftover_groups)
+    assert second.groups[:2] == first.leftover_groups
+    assert torch.equal(second.batch.tokens[:32], batch_groups(first.leftover_groups).tokens)
     assert second.position == first.position + 6 + 5  # 6, 7, 0, 1, 2, 3 leave two missing: (2 + √⅔)/⅔ = 4.2
-    assert second.metrics["dynamic/carried"].value == 2
+    assert second.metrics["dynamic/leftover"].value == 2
     assert second.metrics["dynamic/unfilled"].value == 0
     assert second.metrics["frac_reward_zero_std"].value == 3 / 11  # of what this step has sampled: 0, 1 and 0 again
 
 
 def test_without_carrying_what_is_over_is_thrown_away_and_counted() -> None:
     found = collect(refilled(carry=False), position=2)
-    assert found.surplus == ()
+    assert found.leftover_groups == ()
     assert found.metrics["dynamic/discarded"].value == 2
-    given_some = collect(refilled(carry=False), position=2, carried=collect(refilled(), position=2).surplus)
+    given_some = collect(refilled(carry=False), position=2, carried=collect(refilled(), position=2).leftover_groups)
     assert torch.equal(given_some.batch.tokens, found.batch.tokens)
 
 
@@ -142,44 +144,44 @@ class Seen:
     """A watcher that keeps every step and stops after `steps`; what outlives a step goes through a checkpoint's text and back."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, list[Done]()
+        self.steps, self.done = steps, list[StepResult]()
         self.progress: Progress | None = None
 
-    def record(self, done: Done) -> Metrics:
+    def on_step(self, done: StepResult) -> Metrics:
         self.done.append(done)
         return {}
 
-    def keep_going(self, progress: Progress) -> bool:
+    def should_continue(self, progress: Progress) -> bool:
         self.progress = progress
         return progress.step < self.steps
 
 
-def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[Done]:
+def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[StepResult]:
     """Steps on a table; in pieces, what is carried is written and read between any two."""
     settings = pg.Run(
-        algorithm=algorithm, prompts_per_step=PROMPTS, samples_per_prompt=16, sampling=pg.Sampling(max_tokens=3)
+        algorithm=algorithm, prompts_per_step=PROMPTS, samples_per_prompt=16, sampling=pg.SamplingParams(max_tokens=3)
     )
-    player, learner, done = rollouter(sampler()), TabularLearner(PROMPTS, 3, 4, lr=20.0), list[Done]()
+    player, learner, done = rollouter(sampler()), TabularLearner(PROMPTS, 3, 4, lr=20.0), list[StepResult]()
     with torch.no_grad():
         learner.table.copy_(sampler().table)
-    player.update(learner.publish())
-    progress = Progress(algorithm.init(), position=2)
+    player.update_weights(learner.publish())
+    progress = Progress(algorithm.init_state(), position=2)
     for _ in range(steps if pieces else 1):
         watcher = Seen(progress.step + 1 if pieces else steps)
-        progress = loop(settings, player, learner, progress, watcher)
+        progress = run_loop(settings, player, learner, progress, watcher)
         done += watcher.done
         if pieces:
-            tensors, values = serialization.pack_rollouts(progress.carried, progress.ahead)
-            values = decode(json.loads(json.dumps(encode(values, "carried"))))
+            tensors, values = serialization.pack_rollouts(progress.leftover_groups, progress.queued_rollouts)
+            values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
             groups, ahead = serialization.unpack_rollouts(tensors, values, player.examples)
-            progress = replace(progress, carried=groups, ahead=ahead)
+            progress = replace(progress, leftover_groups=groups, queued_rollouts=ahead)
     return done
 
 
 def test_what_a_filter_leaves_out_is_logged_with_its_reward() -> None:
     """None would say that nobody could judge it."""
     (done,) = run(refilled(mode="drop"), 1)
-    rows, out = rows_of(done, str), ~done.batch.mask.any(1)
+    rows, out = build_completion_rows(done, str), ~done.batch.mask.any(1)
     dropped = [row["reward"] for row, left in zip(rows, out, strict=True) if left]
     assert dropped == [1.0] * 32  # of the two prompts that are always solved
     assert {row["reward"] for row in rows} == {0.0, 1.0}
@@ -188,12 +190,12 @@ def test_what_a_filter_leaves_out_is_logged_with_its_reward() -> None:
 def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
     """π_old is the learner's policy at every row; where another one drew it, π_old/μ weighs it, capped."""
     done = run(refilled(), 5)
-    assert [bool(d.rollout.metrics["dynamic/carried"].value) for d in done].count(True) >= 2
+    assert [bool(d.rollout.metrics["dynamic/leftover"].value) for d in done].count(True) >= 2
     for before, now in pairwise(done):
-        n = 16 * len(before.rollout.surplus)
+        n = 16 * len(before.rollout.leftover_groups)
         batch, mask = now.batch, now.batch.mask
         assert batch.version is not None
-        assert now.rollout.groups[: n // 16] == before.rollout.surplus
+        assert now.rollout.groups[: n // 16] == before.rollout.leftover_groups
         assert bool((batch.version[:n][mask[:n]] == now.step - 2).all())
         assert bool((batch.version[n:][mask[n:]] == now.step - 1).all())
         assert now.metrics["staleness/max"].value == float(n > 0)
@@ -204,7 +206,7 @@ def test_carried_groups_are_stale_samples_and_are_corrected_for() -> None:
             gap = torch.where(mask, batch.logp_old - batch.logp_sampler, 0)
             assert float(gap[:n].abs().max()) > 0.01  # the weights have moved
             assert float(gap[n:].abs().max()) < 1e-6
-            weight = now.algorithm.corrected(torch.ones_like(batch.logp_old), batch, now.psi)
+            weight = now.algorithm.apply_corrections(torch.ones_like(batch.logp_old), batch, now.psi)
             torch.testing.assert_close(weight[:n][mask[:n]], gap.exp().clamp(max=2.0)[:n][mask[:n]])
 
 
@@ -216,14 +218,14 @@ def test_over_a_run_every_group_with_spread_is_trained_on_once() -> None:
     flat = [n * d.rollout.metrics["frac_reward_zero_std"].value for n, d in zip(sampled, done, strict=True)]
     trained = [d.rollout.metrics["completions/trained"].value for d in done]
     assert trained == [PROMPTS * size] * 6
-    assert sum(sampled) - sum(flat) == pytest.approx(sum(trained) + size * len(done[-1].rollout.surplus))
-    keys = [g.start.key for d in done for g in d.rollout.groups]
+    assert sum(sampled) - sum(flat) == pytest.approx(sum(trained) + size * len(done[-1].rollout.leftover_groups))
+    keys = [g.spec.key for d in done for g in d.rollout.groups]
     assert len(keys) == len(set(keys))
 
 
 def test_the_samplers_word_makes_their_own_policy_the_ratios() -> None:
-    done = run(replace(refilled(), behaviour="sampler"), 4)
-    assert any(d.rollout.metrics["dynamic/carried"].value for d in done)
+    done = run(replace(refilled(), old_policy="sampler"), 4)
+    assert any(d.rollout.metrics["dynamic/leftover"].value for d in done)
     for d in done:
         assert torch.equal(d.batch.logp_old, d.batch.logp_sampler)
         assert d.algorithm.corrections == ()
@@ -234,7 +236,7 @@ def test_what_is_carried_through_a_checkpoint_is_the_same_to_the_bit() -> None:
         for name in ("tokens", "logp_sampler", "version", "reward", "mask", "truncated"):
             assert torch.equal(getattr(whole.batch, name), getattr(piece.batch, name)), name
         assert torch.equal(whole.psi, piece.psi)
-        assert whole.rollout.texts == piece.rollout.texts
+        assert whole.rollout.completions == piece.rollout.completions
 
 
 def test_every_field_of_a_group_comes_back() -> None:
@@ -248,32 +250,32 @@ def test_every_field_of_a_group_comes_back() -> None:
         True,
         (0.1, None),
         1 / 3,
-        Marks((1, 5), (0.5, 0.0)),
+        StepMarks((1, 5), (0.5, 0.0)),
         {"x": 0.7},
-        states=("hall", ("hall", 2)),
-        parts=(0.25, None),
+        turn_states=("hall", ("hall", 2)),
+        reward_parts=(0.25, None),
         demonstration=True,
-        ended="turns",
-        failed="the environment's Guess.step raised",
+        stop_reason="turns",
+        failure="the environment's Guess.step raised",
     )
     changed = [f.name for f in fields(Trajectory) if getattr(one, f.name) != f.default]
     assert changed == [f.name for f in fields(Trajectory)], "a new field: does it come back?"
     two = Trajectory((Segment(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 6),), "", False)
-    start = Start(Example("9", {"a": 1}), (0, 0, 3, 9), 12)  # type: ignore[arg-type]
-    group = Group(start, torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))
-    begun = replace(group.start, key=(0, 0, 3, 8, 5, 2), prefix=torch.tensor([1, 2, 3]))
-    other = replace(group, start=begun, trajectories=(two, one))
+    start = EpisodeSpec(Example("9", {"a": 1}), (0, 0, 3, 9), 12)  # type: ignore[arg-type]
+    group = EpisodeGroup(start, torch.tensor([9, 9]), (one, two), (("right", 1.0), ("short", 0.5)))
+    begun = replace(group.spec, key=(0, 0, 3, 8, 5, 2), prefix=torch.tensor([1, 2, 3]))
+    other = replace(group, spec=begun, trajectories=(two, one))
     tensors, values = serialization.pack_rollouts([group, other], [])
-    mine, rest = serialization.split(tensors | {"weights/a": torch.ones(1)})
+    mine, rest = serialization.split_tensors(tensors | {"weights/a": torch.ones(1)})
     assert list(rest) == ["weights/a"]
-    values = decode(json.loads(json.dumps(encode(values, "carried"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
     found, ahead = serialization.unpack_rollouts(mine, values, lambda i: Example(str(i), {"a": 1}))
     assert ahead == ()
-    assert [g.start.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
-    assert found[0].start.prefix is None
-    assert found[1].start.prefix is not None
-    assert found[1].start.prefix.tolist() == [1, 2, 3]
-    assert found[1].start.example.prompt == "8"
+    assert [g.spec.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
+    assert found[0].spec.prefix is None
+    assert found[1].spec.prefix is not None
+    assert found[1].spec.prefix.tolist() == [1, 2, 3]
+    assert found[1].spec.example.prompt == "8"
     back = found[0].trajectories[0]
     assert (back.text, back.truncated, back.turn_rewards, back.reward, back.metrics) == (
         one.text,
@@ -282,15 +284,15 @@ def test_every_field_of_a_group_comes_back() -> None:
         1 / 3,
         {"x": 0.7},
     )
-    assert back.marks == one.marks
-    assert back.parts == one.parts
-    assert found[0].rewards == group.rewards
-    assert len(set(back.states)) == 2  # numbers that tell them apart
-    assert torch.equal(back.routes, one.routes)
-    assert found[0].trajectories[1].routes is None
+    assert back.step_marks == one.step_marks
+    assert back.reward_parts == one.reward_parts
+    assert found[0].reward_weights == group.reward_weights
+    assert len(set(back.turn_states)) == 2  # numbers that tell them apart
+    assert torch.equal(back.routed_experts, one.routed_experts)
+    assert found[0].trajectories[1].routed_experts is None
     for name in ("tokens", "mask", "logp", "version"):
         assert torch.equal(getattr(back, name), getattr(one, name))
-    assert [s.sampled for s in back.segments] == [True, False, True]
+    assert [s.is_sampled for s in back.segments] == [True, False, True]
     assert back.segments[2].version == 6
     assert found[0].trajectories[1].reward is None
     assert back.demonstration is True
@@ -301,7 +303,7 @@ def test_every_field_of_a_group_comes_back() -> None:
 def test_every_field_of_a_rollout_comes_back(algorithm: pg.Algorithm) -> None:
     there = collect(algorithm, prompts=PROMPTS - 1)
     tensors, values = serialization.pack_rollouts((), [there, there])
-    values = decode(json.loads(json.dumps(encode(values, "ahead"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "ahead"))))
     _, (_, back) = serialization.unpack_rollouts(tensors, values, rollouter(sampler()).examples)
     for field in fields(there.batch):
         one, other = getattr(there.batch, field.name), getattr(back.batch, field.name)
@@ -313,5 +315,5 @@ def test_every_field_of_a_rollout_comes_back(algorithm: pg.Algorithm) -> None:
         else:
             assert one == other, field.name
     assert {name: m.value for name, m in there.metrics.items()} == {name: m.value for name, m in back.metrics.items()}
-    assert (there.position, there.messages, there.texts) == (back.position, back.messages, back.texts)
-    assert [g.start.key for g in there.surplus] == [g.start.key for g in back.surplus]
+    assert (there.position, there.messages, there.completions) == (back.position, back.messages, back.completions)
+    assert [g.spec.key for g in there.leftover_groups] == [g.spec.key for g in back.leftover_groups]

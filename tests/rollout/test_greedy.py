@@ -13,7 +13,7 @@ import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.tasks.base import Example
 
 REMAX = replace(pg.REMAX, samples_per_prompt=3)
@@ -46,7 +46,7 @@ def sampler() -> Listening:
 def collect(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
     options = {"prompts": 4, "samples": 3, "step": 1, "position": 0} | changed
     rollouter = Rollouter(lambda i: Example(str(i % 4)), TabularTokenizer(), sampler, score)  # type: ignore[arg-type]
-    return rollouter.collect(algorithm, Sampling(max_tokens=3), **options)
+    return rollouter.collect(algorithm, SamplingParams(max_tokens=3), **options)
 
 
 def test_one_greedy_episode_for_each_prompt_beside_the_batch() -> None:
@@ -82,7 +82,7 @@ def test_a_greedy_completion_without_a_reward_is_said_and_its_prompt_teaches_not
     assert found.metrics["rewards/failed_raised"].value == 2
     assert found.messages == ("boom", "a greedy completion has no reward; nothing is learnt from its prompt")
     assert found.batch.baseline.isnan().tolist() == [p in (0, 2) for p in range(4) for _ in range(3)]
-    psi = REMAX.advantages(found.batch)
+    psi = REMAX.compute_advantages(found.batch)
     assert psi.isfinite().all()
     assert (psi[found.batch.group == 0] == 0).all()
     assert psi[found.batch.group == 1].abs().sum() > 0
@@ -100,4 +100,4 @@ def test_prompts_that_take_no_part_are_not_asked_about() -> None:
     assert found.batch.baseline.isnan().sum() == 9
     nothing = collect(REMAX, sampler(), lambda p, t, c: RewardScores([None] * len(t), {}, {"raised": len(t)}))
     assert "tokens/greedy" not in nothing.metrics
-    assert (REMAX.advantages(nothing.batch) == 0).all()
+    assert (REMAX.compute_advantages(nothing.batch) == 0).all()

@@ -16,13 +16,13 @@ from doubles.failing import FailingSampler
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import RewardPool
-from policygrad.rewards.workers.pool import Begun
+from policygrad.rewards.workers.pool import IncrementalScoring
 from policygrad.rollout import serialization
 from policygrad.rollout.rollouter import Rollout, Rollouter
-from policygrad.samplers.base import Request, Sampler, Sampling
+from policygrad.samplers.base import Request, Sampler, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
-SAMPLING = Sampling(max_tokens=6, decode_rows=8)
+SAMPLING = SamplingParams(max_tokens=6, decode_rows=8)
 
 
 def digits(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -38,19 +38,21 @@ class Early(RewardPool):
 
     completions = 0
 
-    def pays(self, count: int) -> bool:
+    def is_overlap_worthwhile(self, count: int) -> bool:
         return True
 
     @contextmanager
-    def begin(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Iterator[Begun]:
+    def score_incrementally(
+        self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+    ) -> Iterator[IncrementalScoring]:
         self.completions += len(prompts)
-        with super().begin(prompts, columns) as begun:
+        with super().score_incrementally(prompts, columns) as begun:
             yield begun
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Early]:
-    with Early([digits, nothing], workers=1, budget=60.0) as pool:
+    with Early([digits, nothing], num_workers=1, timeout=60.0) as pool:
         yield pool
 
 
@@ -58,7 +60,9 @@ def pool() -> Iterator[Early]:
 def made(small: pg.Run) -> Rollouter:
     model = load_model(small.model)
     tokenizer = load_tokenizer(small.model, model)
-    return Rollouter(pg.load_task(small.task).train, tokenizer, LocalSampler.of(model, tokenizer), None)
+    return Rollouter(
+        pg.load_task(small.task).train_example, tokenizer, LocalSampler.from_tokenizer(model, tokenizer), None
+    )
 
 
 def with_pool(made: Rollouter, pool: RewardPool, early: bool = True, **changes: Any) -> Rollouter:
@@ -66,14 +70,14 @@ def with_pool(made: Rollouter, pool: RewardPool, early: bool = True, **changes: 
 
 
 def collected(rollouter: Rollouter, algorithm: pg.Algorithm = pg.DR_GRPO) -> Rollout:
-    return rollouter.collect(algorithm, SAMPLING, prompts=4, samples=6)
+    return rollouter.collect(algorithm, SAMPLING, prompts_per_step=4, samples_per_prompt=6)
 
 
 def equal(a: Rollout, b: Rollout) -> bool:
     """Everything that a checkpoint holds of it, and what goes to the files."""
     (tensors, values), (others, said) = (serialization.pack_rollouts((), [rollout]) for rollout in (a, b))
     same = tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
-    return same and values == said and (a.texts, a.prompts, a.lengths) == (b.texts, b.prompts, b.lengths)
+    return same and values == said and (a.completions, a.prompts, a.lengths) == (b.completions, b.prompts, b.lengths)
 
 
 def test_a_rollout_is_the_same(made: Rollouter, pool: Early) -> None:
@@ -136,7 +140,7 @@ class Reversed(LocalSampler):
 
 
 def test_a_sampler_that_makes_something_else_of_its_answers_is_believed(made: Rollouter, pool: Early) -> None:
-    sampler = Reversed.of(made.sampler.model, made.tokenizer)  # type: ignore[attr-defined, arg-type]
+    sampler = Reversed.from_tokenizer(made.sampler.model, made.tokenizer)  # type: ignore[attr-defined, arg-type]
     early = collected(with_pool(made, pool, sampler=sampler))
     assert equal(early, collected(with_pool(made, pool, early=False, sampler=sampler)))
 

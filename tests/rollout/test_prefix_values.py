@@ -15,20 +15,29 @@ import policygrad as pg
 from doubles.drawing import Context, sample
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.models.loading import load_model
-from policygrad.models.tokenizer import load_tokenizer, padding_id
+from policygrad.models.tokenizer import load_tokenizer, pad_token_id
 from policygrad.rewards.base import ProcessScores, RewardScores
-from policygrad.rollout.extra_samples import with_values
+from policygrad.rollout.extra_samples import add_prefix_values
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.rollout.scoring import judge
-from policygrad.rollout.trajectory import TRAIN, VALUES, Group, Marks, Segment, Start, Trajectory, with_steps
-from policygrad.samplers.base import Generation, Request, Sampling
+from policygrad.rollout.scoring import score_groups
+from policygrad.rollout.trajectory import (
+    TRAIN,
+    VALUES,
+    EpisodeGroup,
+    EpisodeSpec,
+    Segment,
+    StepMarks,
+    Trajectory,
+    add_step_marks,
+)
+from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
 
 VOCABULARY, LONGEST = 3, 3
 ALL = list(itertools.product(range(VOCABULARY), repeat=LONGEST))
 K = len(ALL)
-SAMPLING = Sampling(max_tokens=LONGEST)
+SAMPLING = SamplingParams(max_tokens=LONGEST)
 
 
 def worth(text: str) -> float:
@@ -74,31 +83,33 @@ def value(prefix: tuple[int, ...]) -> float:
     return sum(value((*prefix, t)) for t in range(VOCABULARY)) / VOCABULARY
 
 
-def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> tuple[pg.Batch, list[Group]]:
-    """One group of prompt 7, whose completions' steps end at `ends`."""
+def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> tuple[pg.Batch, list[EpisodeGroup]]:
+    """One group of prompt 7, whose completions' steps end at `common_endpoints`."""
     rows = tuple(
         Trajectory((Segment(torch.tensor(o), torch.zeros(len(o)), torch.zeros(len(o)).long()),), "", 0 not in o)
         for o in completions
     )
-    start = Start(Example("0", {"answer": "1"}), (5, TRAIN, 2, 7), LONGEST)  # type: ignore[arg-type]
-    groups = [Group(start, torch.tensor([0]), rows)]
+    start = EpisodeSpec(Example("0", {"answer": "1"}), (5, TRAIN, 2, 7), LONGEST)  # type: ignore[arg-type]
+    groups = [EpisodeGroup(start, torch.tensor([0]), rows)]
     lengths = torch.tensor([len(o) for o in completions])
     batch = pg.Batch(
         mask=torch.arange(LONGEST) < lengths[:, None],
         group=torch.zeros(len(rows), dtype=torch.int64),
         reward=torch.tensor([worth(" ".join(str(t) for t in o if t)) for o in completions], dtype=torch.float64),
     )
-    return with_steps(batch, [Marks(tuple(e), (0.0,) * len(e)) for e in ends], scored=False), groups
+    return add_step_marks(batch, [StepMarks(tuple(e), (0.0,) * len(e)) for e in ends], scored=False), groups
 
 
 def rollouter(sampler: Any, score: Any = score, **options: Any) -> Rollouter:
     return Rollouter(lambda i: Example("0", {"answer": "1"}), TabularTokenizer(), sampler, score, seed=5, **options)  # type: ignore[arg-type, return-value]
 
 
-def valued(sampler: Any, batch: pg.Batch, groups: list[Group], score: Any = score) -> Any:
+def valued(sampler: Any, batch: pg.Batch, groups: list[EpisodeGroup], score: Any = score) -> Any:
     """(batch, metrics, messages) with K samples a prefix in step 2."""
     player = rollouter(sampler, score)
-    out, judged = with_values(batch, groups, lambda starts: judge(player.play(starts, K, SAMPLING), score), step=2)
+    out, judged = add_prefix_values(
+        batch, groups, lambda starts: score_groups(player.play(starts, K, SAMPLING), score), step=2
+    )
     return out, judged.metrics, judged.messages
 
 
@@ -123,7 +134,11 @@ def test_equal_prefixes_are_estimated_once_within_their_budget_in_one_call() -> 
     sampler = Enumerating()
     _, metrics, _ = valued(sampler, batch, groups)
     assert sampler.calls == 1
-    assert [p.tokens.tolist() for p in sampler.asked] == [[0], [0, 1], [0, 1, 2]]  # none where a completion has ended
+    assert [p.prompt_ids.tolist() for p in sampler.asked] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+    ]  # none where a completion has ended
     assert [p.max_tokens for p in sampler.asked] == [3, 2, 1]
     assert [p.key for p in sampler.asked] == [(5, VALUES, 2, 7, 0, n, 0) for n in range(3)]
     assert metrics["values/prefixes"].value == 3
@@ -136,7 +151,7 @@ def test_what_takes_no_part_is_not_estimated() -> None:
     batch = replace(batch, mask=batch.mask & torch.tensor([[False], [True]]))
     sampler = Enumerating()
     out, _, _ = valued(sampler, batch, groups)
-    assert [p.tokens.tolist() for p in sampler.asked] == [[0], [0, 2]]
+    assert [p.prompt_ids.tolist() for p in sampler.asked] == [[0], [0, 2]]
     assert out.values is not None
     assert out.values[0].tolist() == [0.0] * 3
     nobody = replace(batch, mask=torch.zeros_like(batch.mask))
@@ -199,7 +214,7 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
         return sum(float(probability[len(prefix), t]) * exact((*prefix, t), power) for t in range(VOCABULARY))
 
     many, options = 500, {"prompts": 1, "samples": 24, "step": 1, "position": 0}
-    algorithm = replace(pg.VINEPPO, psi=(pg.PrefixValue(many),))
+    algorithm = replace(pg.VINEPPO, advantage=(pg.PrefixValue(many),))
     stepped = rollouter(sampler, score_steps=steps_by_token)
     found = stepped.collect(algorithm, SAMPLING, **options)
     batch, checked = found.batch, 0
@@ -228,14 +243,14 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
 
 def test_values_of_no_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="give its Rollouter `score_steps`"):
-        rollouter(TabularSampler(1, 3, 3)).collect(pg.VINEPPO, SAMPLING, prompts=1, samples=2)
+        rollouter(TabularSampler(1, 3, 3)).collect(pg.VINEPPO, SAMPLING, prompts_per_step=1, samples_per_prompt=2)
 
 
 @pytest.fixture(scope="module")
 def local(random_model: Path) -> tuple[LocalSampler, Any]:
     model = load_model(str(random_model))
     tokenizer = load_tokenizer(str(random_model), model)
-    return LocalSampler(model, tokenizer.end, padding_id(tokenizer)), tokenizer
+    return LocalSampler(model, tokenizer.end_ids, pad_token_id(tokenizer)), tokenizer
 
 
 def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tuple[LocalSampler, Any]) -> None:
@@ -245,7 +260,7 @@ def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tup
     prompts = [
         Context(torch.cat([text, torch.full((n,), 40)]), (0, VALUES, 1, 0, 0, n), 8 - n) for n in (0, 3, 7, 6, 1)
     ]
-    sampling = Sampling(max_tokens=8)
+    sampling = SamplingParams(max_tokens=8)
     groups = sample(sampler, prompts, 6, sampling)
     for prompt, group in zip(prompts, groups, strict=True):
         alone = sample(sampler, [prompt], 6, sampling)[0]
@@ -269,5 +284,5 @@ def test_a_row_that_waits_stays_within_learned_positions(local: tuple[LocalSampl
     model = GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=24, n_embd=16, n_layer=1, n_head=2)).eval()
     sampler = LocalSampler(model, frozenset({size + 1}), 0)  # an end that never comes
     prompts = [Context(torch.full((n,), 40), (0, VALUES, 1, 0, 0, n), 24 - n) for n in (22, 4, 4, 4, 4, 4)]
-    groups = sample(sampler, prompts, 2, Sampling(max_tokens=20))
+    groups = sample(sampler, prompts, 2, SamplingParams(max_tokens=20))
     assert [len(g[0].tokens) for g in groups] == [2, 20, 20, 20, 20, 20]

@@ -15,12 +15,12 @@ from doubles.files import rows, untimed, write_rows
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from doubles.trackers import Record
 from policygrad.rewards.base import RewardScores
-from policygrad.rollout.batching import ALL_SOLVED, PATIENCE, number, upcoming
+from policygrad.rollout.batching import ALL_EXCLUDED_NOTE, EXTRA_LOOKAHEAD, hash_prompt, next_examples
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 from policygrad.tasks.rows import RowsTask
-from policygrad.training.config.run import Evaluation, Run
+from policygrad.training.config.run import EvaluationConfig, Run
 from policygrad.training.trainer import train
 
 RESTING = replace(pg.DR_GRPO, filters=(pg.NoPositiveResampling(0.9),))
@@ -36,7 +36,7 @@ def batch_of(*rewards: float, example: Sequence[int], **fields: Any) -> pg.Batch
         mask=torch.ones(n, 1, dtype=torch.bool),
         group=torch.zeros(n, dtype=torch.int64),
         reward=torch.tensor(rewards, dtype=torch.float64),
-        example=torch.tensor(example),
+        example_id=torch.tensor(example),
         **fields,
     )
 
@@ -44,62 +44,64 @@ def batch_of(*rewards: float, example: Sequence[int], **fields: Any) -> pg.Batch
 def test_what_is_solved_is_remembered_whatever_the_filters_have_made_of_it() -> None:
     part = pg.NoPositiveResampling(0.75)
     batch = batch_of(1, 1, 1, 0, 1, 0, example=[7, 7, 7, 7, 5, 5], in_statistics=torch.zeros(6, dtype=torch.bool))
-    state = part.update(part.init(), batch, {})
+    state = part.update_state(part.init_state(), batch, {})
     assert state == {"solved": [7]}
-    assert part.update(state, batch_of(1, 0, example=[5, 7]), {}) == {"solved": [5, 7]}
+    assert part.update_state(state, batch_of(1, 0, example=[5, 7]), {}) == {"solved": [5, 7]}
     shown = torch.tensor([True, False])
-    assert part.update(part.init(), batch_of(1, 0, example=[5, 5], demonstration=shown), {}) == {"solved": []}
-    assert part.at(state).resting == {7}
-    assert part.at(state)(batch) is batch
+    assert part.update_state(part.init_state(), batch_of(1, 0, example=[5, 5], demonstration=shown), {}) == {
+        "solved": []
+    }
+    assert part.with_state(state).excluded_examples == {7}
+    assert part.with_state(state)(batch) is batch
 
 
 def test_what_is_outside_the_band_rests_twice_as_long_each_time_in_a_row() -> None:
     """By hand, with a rest of 2: of 7 nothing is solved, of 5 everything, of 3 a half."""
-    part = pg.PassRateBand(rest=2, longest=5)
+    part = pg.PassRateBand(cooldown=2, max_cooldown=5)
     batch = batch_of(0, 0, 1, 1, 1, 0, example=[7, 7, 5, 5, 3, 3])
-    state = part.update(part.init(), batch, {})
+    state = part.update_state(part.init_state(), batch, {})
     assert state == {"rollouts": 1, "outside": {"5": [3, 1], "7": [3, 1]}}
-    assert part.at(state).resting == {5, 7}
+    assert part.with_state(state).excluded_examples == {5, 7}
     for rests in ({5, 7}, set()):  # rollouts 1 and 2 pass them over, rollout 3 does not
-        state = part.update(state, batch_of(1, 0, example=[3, 3]), {})
-        assert part.at(state).resting == rests
-    state = part.update(state, batch_of(0, 0, 1, 0, example=[7, 7, 5, 5]), {})
+        state = part.update_state(state, batch_of(1, 0, example=[3, 3]), {})
+        assert part.with_state(state).excluded_examples == rests
+    state = part.update_state(state, batch_of(0, 0, 1, 0, example=[7, 7, 5, 5]), {})
     assert state == {"rollouts": 4, "outside": {"7": [8, 2]}}  # 5 is inside now, 7 rests for 4
-    assert part.update(state, batch_of(0, example=[7]), {})["outside"] == {"7": [10, 3]}  # 5 at most
-    assert part.update(state, batch_of(0.5, example=[7]), {})["outside"] == {}
-    assert pg.PassRateBand(0.2, 0.8).update(part.init(), batch, {})["outside"].keys() == {"5", "7"}
-    assert part.at(state)(batch) is batch
+    assert part.update_state(state, batch_of(0, example=[7]), {})["outside"] == {"7": [10, 3]}  # 5 at most
+    assert part.update_state(state, batch_of(0.5, example=[7]), {})["outside"] == {}
+    assert pg.PassRateBand(0.2, 0.8).update_state(part.init_state(), batch, {})["outside"].keys() == {"5", "7"}
+    assert part.with_state(state)(batch) is batch
 
 
 def test_refusals() -> None:
     with pytest.raises(pg.ConfigError, match=r"PassRateBand\.low must be below PassRateBand\.high"):
         pg.PassRateBand(0.5, 0.5)
     with pytest.raises(pg.ConfigError, match=r"PassRateBand\.rest is a number of rollouts from 1 to longest"):
-        pg.PassRateBand(rest=0)
+        pg.PassRateBand(cooldown=0)
     with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling\.threshold is a mean reward and must be above 0"):
         pg.NoPositiveResampling(0.0)
-    without = replace(batch_of(1, example=[0]), example=None)
+    without = replace(batch_of(1, example=[0]), example_id=None)
     with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling needs Batch\.example"):
-        RESTING.filtered(without)
+        RESTING.apply_filters(without)
 
 
 def test_those_that_rest_are_passed_over() -> None:
-    resting = frozenset({number(prompt(1)), number(prompt(2))})
-    found, again = upcoming(prompt, 4, 1, resting)
+    resting = frozenset({hash_prompt(prompt(1)), hash_prompt(prompt(2))})
+    found, again = next_examples(prompt, 4, 1, resting)
     assert [i for i, _ in found] == [3, 4, 7, 8]
     assert not again
-    assert upcoming(prompt, 3, 5, frozenset()) == ([(i, prompt(i)) for i in (5, 6, 7)], False)
+    assert next_examples(prompt, 3, 5, frozenset()) == ([(i, prompt(i)) for i in (5, 6, 7)], False)
 
 
 def test_where_all_rest_they_are_taken_as_they_come() -> None:
-    found, again = upcoming(prompt, 3, 0, frozenset(number(prompt(i)) for i in range(4)))
+    found, again = next_examples(prompt, 3, 0, frozenset(hash_prompt(prompt(i)) for i in range(4)))
     assert again
-    assert [i for i, _ in found] == [8 + PATIENCE + 1 + i for i in range(3)]
+    assert [i for i, _ in found] == [8 + EXTRA_LOOKAHEAD + 1 + i for i in range(3)]
 
 
 def test_a_prompt_has_the_same_number_in_every_epoch() -> None:
     task = RowsTask("t", [Example(f"{i}?", source=f"line {i}") for i in range(40)], (), seed=1)
-    first, second = ({number(task.train(epoch * 40 + i)) for i in range(40)} for epoch in range(2))
+    first, second = ({hash_prompt(task.train_example(epoch * 40 + i)) for i in range(40)} for epoch in range(2))
     assert first == second
     assert len(first) == 40
     assert all(0 <= n < 2**63 for n in first)
@@ -110,21 +112,26 @@ def test_a_rollout_says_which_and_goes_on_behind_the_last() -> None:
         return RewardScores([float(p == "2") for p in prompts], {})
 
     rollouter = Rollouter(prompt, TabularTokenizer(), TabularSampler(4, 3, 4), solved)  # type: ignore[arg-type]
-    state, position, seen = RESTING.init(), 0, []
+    state, position, seen = RESTING.init_state(), 0, []
     for step in range(1, 4):
-        algorithm = RESTING.at(state)
+        algorithm = RESTING.with_state(state)
         rollout = rollouter.collect(
-            algorithm, Sampling(max_tokens=3), prompts=4, samples=2, step=step, position=position
+            algorithm,
+            SamplingParams(max_tokens=3),
+            prompts_per_step=4,
+            samples_per_prompt=2,
+            step=step,
+            position=position,
         )
         seen.append([int(p) for p in rollout.prompts[::2]])
-        assert rollout.batch.example.tolist() == [number(prompt(int(p))) for p in rollout.prompts]
-        state, position = RESTING.update(state, rollout.batch), rollout.position
+        assert rollout.batch.example_id.tolist() == [hash_prompt(prompt(int(p))) for p in rollout.prompts]
+        state, position = RESTING.update_state(state, rollout.batch), rollout.position
     assert seen == [[0, 1, 2, 3], [0, 1, 3, 0], [1, 3, 0, 1]]
     assert position == 14
 
 
 @pytest.mark.parametrize(
-    ("part", "resting"), [(pg.NoPositiveResampling(0.9), [0, 4, 6]), (pg.PassRateBand(rest=2), [0, 4, 6])]
+    ("part", "resting"), [(pg.NoPositiveResampling(0.9), [0, 4, 6]), (pg.PassRateBand(cooldown=2), [0, 4, 6])]
 )
 def test_a_run_remembers_and_goes_on_where_it_was(
     random_model: Path, tmp_path: Path, part: pg.Filter, resting: list[int]
@@ -139,17 +146,17 @@ def test_a_run_remembers_and_goes_on_where_it_was(
         steps=3,
         prompts_per_step=4,
         samples_per_prompt=2,
-        sampling=Sampling(max_tokens=3),
-        evaluation=Evaluation(problems=0),
+        sampling=SamplingParams(max_tokens=3),
+        evaluation=EvaluationConfig(problems=0),
         output=str(tmp_path / "whole"),
     )
     display = Record()
     whole = train(run, display=display)
-    assert [row["prompts/resting"] for row in rows(whole.output / "metrics.jsonl")] == resting
+    assert [row["prompts/excluded"] for row in rows(whole.output / "metrics.jsonl")] == resting
     prompts = [row["prompt"] for row in rows(whole.output / "completions.jsonl")][::2]
     assert len(set(prompts[:4])) == 4
     assert set(prompts[:4]) | set(prompts[4:6]) == {f"{i} =\n" for i in range(6)}
-    assert display.said.count(ALL_SOLVED) >= 1
+    assert display.said.count(ALL_EXCLUDED_NOTE) >= 1
     pieces = tmp_path / "pieces"
     train(replace(run, output=str(pieces)), stop_after=1)
     train(resume=pieces)

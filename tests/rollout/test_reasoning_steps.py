@@ -17,8 +17,8 @@ import policygrad as pg
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import ProcessScores, RewardScores
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.rollout.trajectory import mark, token_at
-from policygrad.samplers.base import Sampling
+from policygrad.rollout.trajectory import find_token_index, locate_steps
+from policygrad.samplers.base import SamplingParams
 from policygrad.tasks.base import Example
 
 
@@ -34,7 +34,7 @@ def ids(pieces: Sequence[bytes]) -> Tensor:
 def test_a_step_ends_with_the_token_whose_text_reaches_it() -> None:
     pieces = [b"9*d", b" = ", b"27, ", b"d", b" = 3", b". <a>"]
     text, decode = "9*d = 27, d = 3. <a>", decoder(pieces)
-    where = {end: token_at(decode, ids(pieces), text, end) for end in range(1, len(text) + 1)}
+    where = {end: find_token_index(decode, ids(pieces), text, end) for end in range(1, len(text) + 1)}
     assert where[1] == where[3] == 0
     assert where[4] == where[6] == 1
     assert where[8] == 2  # the token that holds "27" holds the comma as well
@@ -47,26 +47,26 @@ def test_a_character_of_several_tokens_is_there_with_its_last_one() -> None:
     pieces = [b"1", euro[:1], euro[1:2], euro[2:], b"2", b"3"]
     decode = decoder(pieces)
     assert decode(ids(pieces)[:2]) == "1\ufffd"  # as long as what it will be, and not it
-    assert [token_at(decode, ids(pieces), "1€23", end) for end in (1, 2, 3)] == [0, 3, 4]
+    assert [find_token_index(decode, ids(pieces), "1€23", end) for end in (1, 2, 3)] == [0, 3, 4]
 
 
 def test_white_space_and_the_end_token_are_no_step() -> None:
     pieces = [b"a\n", b"b\n", b" ", b""]  # the last decodes to nothing, as an end token does
-    found = mark(decoder(pieces), ids(pieces), "a\nb\n ", ((2, 1.0), (4, 0.5)))
+    found = locate_steps(decoder(pieces), ids(pieces), "a\nb\n ", ((2, 1.0), (4, 0.5)))
     assert (found.ends, found.scores) == ((0, 3), (1.0, 0.5))
 
 
 def test_steps_within_one_token_add_up_and_the_last_token_always_ends_one() -> None:
     pieces = [b"ab", b"cd", b"ef"]
-    found = mark(decoder(pieces), ids(pieces), "abcdef", ((1, 1.0), (2, 0.25), (3, -1.0)))
+    found = locate_steps(decoder(pieces), ids(pieces), "abcdef", ((1, 1.0), (2, 0.25), (3, -1.0)))
     assert (found.ends, found.scores) == ((0, 1, 2), (1.25, -1.0, 0.0))
-    assert mark(decoder(pieces), ids(pieces), "abcdef", ()).ends == (2,)
+    assert locate_steps(decoder(pieces), ids(pieces), "abcdef", ()).ends == (2,)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from("a1 é€😀"), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_any_split_of_any_text_into_tokens(text: str, random: Any) -> None:
-    """The first token by which the bytes of the first `end` characters are there."""
+    """The first token by which the bytes of the first `kill_trees` characters are there."""
     data = text.encode()
     cuts = sorted({0, len(data), *(random.randrange(len(data) + 1) for _ in range(6))})
     pieces = [data[a:b] for a, b in itertools.pairwise(cuts)]
@@ -75,7 +75,7 @@ def test_any_split_of_any_text_into_tokens(text: str, random: Any) -> None:
         expected = next(n for n in range(len(pieces)) if len(b"".join(pieces[: n + 1])) >= needed)
         if end >= len(text.rstrip()):
             expected = len(pieces) - 1
-        assert token_at(decoder(pieces), ids(pieces), text, end) == expected
+        assert find_token_index(decoder(pieces), ids(pieces), text, end) == expected
 
 
 # --- a rollout -------------------------------------------------------------
@@ -93,7 +93,9 @@ def steps(prompts: Any, texts: Sequence[str], columns: Any) -> ProcessScores:
 
 
 def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:
-    return rollouter(2, outcome, score_steps).collect(algorithm, Sampling(max_tokens=3), prompts=2, samples=16)
+    return rollouter(2, outcome, score_steps).collect(
+        algorithm, SamplingParams(max_tokens=3), prompts_per_step=2, samples_per_prompt=16
+    )
 
 
 def rollouter(prompts: int, score: Any, score_steps: Any) -> Rollouter:
@@ -121,19 +123,19 @@ def test_a_rollout_has_its_steps_at_tokens_and_the_outcome_apart() -> None:
     assert rollout.metrics["steps/mean"].value == pytest.approx(sum(counts) / len(counts))
     assert rollout.metrics["reward"].value == pytest.approx(float(batch.reward[batch.counted].mean()))
     assert rollout.messages == ("boom",)
-    assert pg.GRPO_PROCESS.advantages(batch).abs().max() > 0.1
+    assert pg.GRPO_PROCESS.compute_advantages(batch).abs().max() > 0.1
 
 
 def test_dense_rewards_reach_an_algorithm_that_does_not_ask_for_steps() -> None:
     """Reward to go: what a completion has earned before a token is no merit of it."""
     batch = run(pg.REINFORCE).batch
-    psi = pg.REINFORCE.advantages(batch)
+    psi = pg.REINFORCE.compute_advantages(batch)
     row = next(i for i in range(32) if bool(batch.mask[i].any()) and int(batch.step_end[i].sum()) == 3)
     assert (psi[row, 0] - psi[row, 2]).item() == pytest.approx(1.0)
 
 
 def test_where_only_ends_are_asked_for_scores_are_not_used() -> None:
-    algorithm = replace(pg.VINEPPO, psi=(pg.PrefixValue(2),))
+    algorithm = replace(pg.VINEPPO, advantage=(pg.PrefixValue(2),))
     rollout = run(algorithm)
     assert rollout.batch.token_reward is None
     assert rollout.batch.values is not None
@@ -143,11 +145,15 @@ def test_where_only_ends_are_asked_for_scores_are_not_used() -> None:
 
 def test_dynamic_sampling_looks_at_the_outcome_alone() -> None:
     """Steps differ in every group; the outcome in none: nothing is kept."""
-    algorithm = replace(pg.GRPO_PROCESS, filters=(pg.DropNoSpread("reweight"),))
+    algorithm = replace(pg.GRPO_PROCESS, filters=(pg.DropZeroVariance("reweight"),))
 
     def alike(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
         return RewardScores([0.0] * len(texts), {})
 
-    batch = rollouter(1, alike, steps).collect(algorithm, Sampling(max_tokens=3), prompts=1, samples=16).batch
+    batch = (
+        rollouter(1, alike, steps)
+        .collect(algorithm, SamplingParams(max_tokens=3), prompts_per_step=1, samples_per_prompt=16)
+        .batch
+    )
     assert batch.token_reward.abs().sum() > 0
     assert algorithm.coefficients(batch).abs().sum() == 0

@@ -18,14 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import policygrad as pg
 from doubles.scripted_sampler import ScriptedSampler
 from doubles.templates import ENDS, REWRITING, tokenizer
-from policygrad.checkpoint.manifest import decode, encode
+from policygrad.checkpoint.manifest import decode_json, encode_json
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.chat_template import render, rewritten
+from policygrad.models.chat_template import encode_rewritten, render
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout import serialization
-from policygrad.rollout.batching import measure, to_batch, with_turns
-from policygrad.rollout.episodes import play
-from policygrad.rollout.trajectory import TRAIN, Group, Marks, Segment, Start, Trajectory
+from policygrad.rollout.batching import add_turn_states, batch_groups, measure_rollout
+from policygrad.rollout.episodes import run_episodes
+from policygrad.rollout.trajectory import TRAIN, EpisodeGroup, EpisodeSpec, Segment, StepMarks, Trajectory
 from policygrad.samplers.base import Generation, Request
 
 WORDS = st.text("abc 123+=\n.,é🙂", min_size=1, max_size=12).map(str.strip).filter(bool)
@@ -77,7 +77,7 @@ class Certain(ScriptedSampler):
 
     def _one(self, request: Request) -> Generation:
         said = super()._one(request)
-        return replace(said, logp=logp_of(torch.cat([request.tokens, said.tokens]), len(said.tokens)).float())
+        return replace(said, logp=logp_of(torch.cat([request.prompt_ids, said.tokens]), len(said.tokens)).float())
 
 
 class Listening(pg.LocalSampler):
@@ -92,42 +92,44 @@ class Listening(pg.LocalSampler):
 
 def played(
     encoder: Tokenizer, sampler: Any, first: str, said: Sequence[tuple[str, str]], *, samples: int = 1, **options: Any
-) -> Group:
+) -> EpisodeGroup:
     options = {"key": 0, "max_tokens": 1000, "tools": ()} | options
-    start = Start(pg.Example(first), (options["key"], TRAIN, 1, 0), options["max_tokens"])
+    start = EpisodeSpec(pg.Example(first), (options["key"], TRAIN, 1, 0), options["max_tokens"])
     environment = lambda example: Says(first, said, options["tools"])  # noqa: E731
-    sampling = pg.Sampling(max_tokens=options["max_tokens"])
-    work = play([start], samples, sampling, sampler=sampler, encoder=encoder, environment=environment)
+    sampling = pg.SamplingParams(max_tokens=options["max_tokens"])
+    work = run_episodes([start], samples, sampling, sampler=sampler, encoder=encoder, environment=environment)
     return asyncio.run(work)[0]
 
 
-def spoken(name: str, turns: Sequence[str], said: Sequence[tuple[str, str]], **options: Any) -> tuple[Group, Any]:
+def spoken(
+    name: str, turns: Sequence[str], said: Sequence[tuple[str, str]], **options: Any
+) -> tuple[EpisodeGroup, Any]:
     """The group of the one episode in which these turns are said."""
     sampler = Certain(tokenizer(name), lambda key, context: turns[key[5] if len(key) > 5 else 0])
     return played(tokenizer(name), sampler, "1 + 1 =?", said, **options), sampler
 
 
-def check(group: Group, asked: Sequence[Request]) -> None:
+def check(group: EpisodeGroup, asked: Sequence[Request]) -> None:
     """Every turn's context, put together from the segments, is the one that was asked with; and a learner that reads the batch
     thinks of every sampled token what was noted when it was drawn."""
-    contexts = {tuple(r.key): r.tokens for r in asked}
+    contexts = {tuple(r.key): r.prompt_ids for r in asked}
     for j, trajectory in enumerate(group.trajectories):
-        ids, turn = group.prompt, 0
+        ids, turn = group.prompt_ids, 0
         for segment in trajectory.segments:
-            if segment.sampled:
-                key = (*group.start.key, j, turn) if turn else (*group.start.key, j)
+            if segment.is_sampled:
+                key = (*group.spec.key, j, turn) if turn else (*group.spec.key, j)
                 assert torch.equal(contexts[key], ids)
                 turn += 1
-            ids = torch.cat([ids[: segment.keeps], segment.tokens])
-            assert segment.keeps is None or not segment.sampled
-    batch = to_batch([group])
-    assert (batch.depth is None) == all(t.branches == 1 for t in group.trajectories)
+            ids = torch.cat([ids[: segment.prefix_length], segment.tokens])
+            assert segment.prefix_length is None or not segment.is_sampled
+    batch = batch_groups([group])
+    assert (batch.positions is None) == all(t.num_branches == 1 for t in group.trajectories)
     learner = LocalLearner(model(), pg.DR_GRPO, lr=0.0, steps=1)
     recomputed = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     assert recomputed is not None
     assert batch.logp_sampler is not None
     assert torch.allclose(recomputed[batch.mask], batch.logp_sampler[batch.mask], atol=2e-4)
-    assert int(batch.mask.sum()) == sum(t.sampled for t in group.trajectories)
+    assert int(batch.mask.sum()) == sum(t.num_sampled_tokens for t in group.trajectories)
 
 
 @settings(max_examples=12, deadline=None)
@@ -135,8 +137,8 @@ def check(group: Group, asked: Sequence[Request]) -> None:
 def test_log_probabilities_are_those_while_it_was_sampled(first: str, said: list[str], key: int) -> None:
     """A random model's words, in capitals once they are earlier turns."""
     own = tokenizer("shouting")
-    encoder = replace(own, end=own.end | frozenset(range(40, 120)), context=2048)
-    sampler = Listening.of(model(), encoder)
+    encoder = replace(own, end_ids=own.end_ids | frozenset(range(40, 120)), context_length=2048)
+    sampler = Listening.from_tokenizer(model(), encoder)
     group = played(encoder, sampler, first, [("user", text) for text in said], samples=3, key=key, max_tokens=40)
     check(group, sampler.asked)
 
@@ -153,7 +155,7 @@ def test_reasoning_is_trained_where_it_was_read_whatever_the_template(
     group, sampler = spoken(name, replies, said)
     check(group, sampler.asked)
     forgotten = sum(thinks for _, _, thinks in turns[:-1]) if name in ("reasoning", "qwen3") else 0
-    assert group.trajectories[0].branches == 1 + forgotten
+    assert group.trajectories[0].num_branches == 1 + forgotten
 
 
 TABLE = [  # (what happens, the turns, what is said to them, the templates that write something anew)
@@ -176,7 +178,7 @@ def test_which_templates_branch(
             spoken(name, turns, [(role, "go on") for role in roles])
         return
     group, sampler = spoken(name, turns, [(role, "go on") for role in roles])
-    assert group.trajectories[0].branches == (2 if name in rewriting else 1), what
+    assert group.trajectories[0].num_branches == (2 if name in rewriting else 1), what
     check(group, sampler.asked)
 
 
@@ -184,9 +186,9 @@ def test_a_template_that_moves_its_tools_branches_within_the_prompt() -> None:
     """Mistral's tells the tools before the last thing that the user says."""
     group, sampler = spoken("mistral_tools", (" 2", " 4"), [("user", "2 + 2 =?")], tools=TOOLS)
     (trajectory,) = group.trajectories
-    assert trajectory.branches == 2
-    assert trajectory.segments[1].keeps is not None
-    assert 0 < trajectory.segments[1].keeps < len(group.prompt)
+    assert trajectory.num_branches == 2
+    assert trajectory.segments[1].prefix_length is not None
+    assert 0 < trajectory.segments[1].prefix_length < len(group.prompt_ids)
     read = tokenizer("mistral_tools").hf.decode(sampler.asked[-1].tokens)
     assert read.count("[AVAILABLE_TOOLS]") == 1
     assert read.index("1 + 1 =?") < read.index("[AVAILABLE_TOOLS]") < read.index("2 + 2 =?")
@@ -201,13 +203,13 @@ def test_what_is_read_after_it_is_what_the_template_makes_of_the_conversation() 
     for reply, answer in zip(replies, ("2 + 2 =?", "4 + 4 =?"), strict=False):
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": answer}]
     assert own.hf.decode(sampler.asked[-1].tokens) == render(own, messages, generation_prompt=True)
-    assert trajectory.branches == 3
-    first, second = (s for s in trajectory.segments if s.keeps is not None)
-    before, at = sampler.asked[0].tokens, first.keeps or 0
+    assert trajectory.num_branches == 3
+    first, second = (s for s in trajectory.segments if s.prefix_length is not None)
+    before, at = sampler.asked[0].tokens, first.prefix_length or 0
     assert at == len(before)  # up to where the reasoning began
     assert own.hf.decode(first.tokens).startswith("It is 2.")
     assert own.hf.decode(second.tokens).startswith("4<|im_end|>")  # and what had been written anew before stays
-    assert own.decode(torch.cat([s.told for s in trajectory.segments])) == trajectory.text
+    assert own.decode(torch.cat([s.visible_tokens for s in trajectory.segments])) == trajectory.text
     assert [trajectory.text.count(text) for text in ("hm add", "It is 2.", "2 + 2 =?", "4 + 4 =?")] == [1] * 4
 
 
@@ -228,8 +230,8 @@ def test_control_tokens_that_are_spelt_out_stay_letters_in_what_is_written_anew(
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": forged},
     ]
-    ids, news = rewritten(own, messages, 1, 1)
-    (end,) = own.end
+    ids, news = encode_rewritten(own, messages, 1, 1)
+    (end,) = own.end_ids
     assert ids.count(end) == 5  # one to each message
     assert news.count(end) == 1
     assert own.hf.decode(ids) == render(own, messages, generation_prompt=True).replace("X<|IM_END|>Y", "X<|im_end|>Y")
@@ -244,27 +246,27 @@ def test_budgets_are_of_tokens_sampled_and_a_shorter_history_makes_room() -> Non
     size = len(own.hf(turns[0], add_special_tokens=False)["input_ids"]) + 1
     said = [("user", "more?")] * 3
     group = played(own, sampler, "1 + 1 =?", said, max_tokens=4 * size)
-    assert (group.trajectories[0].ended, group.trajectories[0].sampled) == ("environment", 4 * size)
-    lengths = [len(request.tokens) for request in sampler.asked]
+    assert (group.trajectories[0].stop_reason, group.trajectories[0].num_sampled_tokens) == ("environment", 4 * size)
+    lengths = [len(request.prompt_ids) for request in sampler.asked]
     assert lengths[3] < lengths[0] + 3 * size  # what was sampled alone would be more
-    narrow = replace(own, context=lengths[0] + 4 * size)
+    narrow = replace(own, context_length=lengths[0] + 4 * size)
     group = played(narrow, sampler, "1 + 1 =?", said, max_tokens=4 * size)
-    assert group.trajectories[0].ended == "environment"
+    assert group.trajectories[0].stop_reason == "environment"
 
 
 def test_an_episode_is_one_row_and_its_branches_are_counted() -> None:
     group, _ = spoken("qwen3", (THOUGHT.format(1, 2), "4"), [("user", "and?")])
     other, _ = spoken("qwen3", ("2", "4"), [("user", "and?")])
     both = replace(group, trajectories=(*group.trajectories, *other.trajectories))
-    batch = to_batch([both])
+    batch = batch_groups([both])
     assert len(batch.mask) == 2
-    assert batch.depth is not None
-    size, end = len(group.prompt), int(other.trajectories[0].tokens.shape[0])
-    assert batch.depth[1, :end].tolist() == list(range(size, size + end))
-    values = {name: metric.value for name, metric in measure([([both], batch)]).items()}
+    assert batch.positions is not None
+    size, end = len(group.prompt_ids), int(other.trajectories[0].tokens.shape[0])
+    assert batch.positions[1, :end].tolist() == list(range(size, size + end))
+    values = {name: metric.value for name, metric in measure_rollout([([both], batch)]).items()}
     assert (values["environment/branches"], values["environment/branched_ratio"]) == (1.5, 0.5)
     assert values["environment/turns"] == 2
-    turns = with_turns(batch, [both], scored=True)
+    turns = add_turn_states(batch, [both], scored=True)
     assert turns.token_reward is not None
     first, second = (int(t) for t in turns.token_reward[0].nonzero().flatten())
     assert batch.mask[0, [first, second]].all()
@@ -280,7 +282,7 @@ def made_up(routes: bool = True) -> Trajectory:
         found[-1] = -1
         return found if routes else None
 
-    anew = Segment(torch.tensor([7, 8]), keeps=1, news=torch.tensor([8]))
+    anew = Segment(torch.tensor([7, 8]), prefix_length=1, new_tokens=torch.tensor([8]))
     segments = (
         Segment(torch.tensor([3, 4, 5]), torch.zeros(3), 1, read(5, 1)),
         anew,
@@ -293,27 +295,27 @@ def made_up(routes: bool = True) -> Trajectory:
 
 def test_depths_routes_and_steps_of_a_trajectory_that_branches() -> None:
     one = made_up()
-    assert one.branches == 2
-    assert one.depth(2).tolist() == [2, 3, 4, 1, 2, 3, 4, 5, 6]
-    assert one.routes is not None
-    assert one.routes.flatten().tolist() == [100, 101, 102, 103, -1, 301, 302, 303, 304, 305, -1]
-    assert made_up(routes=False).routes is None
-    assert one.told.tolist() == [3, 4, 5, 8, 6, 6, 9, 1]
-    steps = one.placed(Marks((2, 3, 5, 7), (0.1, 0.2, 0.3, 0.4)))
+    assert one.num_branches == 2
+    assert one.positions(2).tolist() == [2, 3, 4, 1, 2, 3, 4, 5, 6]
+    assert one.routed_experts is not None
+    assert one.routed_experts.flatten().tolist() == [100, 101, 102, 103, -1, 301, 302, 303, 304, 305, -1]
+    assert made_up(routes=False).routed_experts is None
+    assert one.visible_tokens.tolist() == [3, 4, 5, 8, 6, 6, 9, 1]
+    steps = one.map_step_marks(StepMarks((2, 3, 5, 7), (0.1, 0.2, 0.3, 0.4)))
     assert (steps.ends, steps.scores) == ((2, 4, 6, 8), (0.1, 0.2, 0.3, 0.4))
 
 
 def test_it_comes_back_from_a_checkpoint() -> None:
-    start = Start(pg.Example("9"), (0, 0, 3, 9), 12)
+    start = EpisodeSpec(pg.Example("9"), (0, 0, 3, 9), 12)
     plain = Trajectory((Segment(torch.tensor([4]), torch.zeros(1), 1),), "4", False)
-    group = Group(start, torch.tensor([9, 9]), (made_up(), plain, made_up()))
+    group = EpisodeGroup(start, torch.tensor([9, 9]), (made_up(), plain, made_up()))
     tensors, values = serialization.pack_rollouts([group], [])
-    values = decode(json.loads(json.dumps(encode(values, "carried"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
     (found,), _ = serialization.unpack_rollouts(tensors, values, lambda i: pg.Example(str(i)))
     for one, other in zip(group.trajectories, found.trajectories, strict=True):
-        assert one.branches == other.branches
-        assert torch.equal(one.depth(2), other.depth(2))
-        assert torch.equal(one.told, other.told)
-        assert (one.routes is None) == (other.routes is None)
-        assert one.routes is None or torch.equal(one.routes, other.routes)  # type: ignore[arg-type]
-        assert [s.keeps for s in one.segments] == [s.keeps for s in other.segments]
+        assert one.num_branches == other.num_branches
+        assert torch.equal(one.positions(2), other.positions(2))
+        assert torch.equal(one.visible_tokens, other.visible_tokens)
+        assert (one.routed_experts is None) == (other.routed_experts is None)
+        assert one.routed_experts is None or torch.equal(one.routed_experts, other.routed_experts)  # type: ignore[arg-type]
+        assert [s.prefix_length for s in one.segments] == [s.prefix_length for s in other.segments]

@@ -17,8 +17,8 @@ import policygrad as pg
 from doubles.scripted_sampler import conversation
 from doubles.templates import ENDS, tokenizer
 from policygrad.models.chat_template import render
-from policygrad.rollout.episodes import play
-from policygrad.rollout.trajectory import TRAIN, Start
+from policygrad.rollout.episodes import run_episodes
+from policygrad.rollout.trajectory import TRAIN, EpisodeSpec
 
 REWRITES = {"reasoning", "mistral_tools"}
 """Templates that refuse some of these conversations, by name: see the last test, and test_chat."""
@@ -84,7 +84,7 @@ class Says:
 def tokens_that_end(name: str) -> frozenset[int]:
     """The template's own end, and so many others that a random model often says one."""
     own = tokenizer(name)
-    return own.end | frozenset(range(40, 120))
+    return own.end_ids | frozenset(range(40, 120))
 
 
 @pytest.mark.parametrize("name", sorted(set(ENDS) - REWRITES))
@@ -93,22 +93,28 @@ def tokens_that_end(name: str) -> frozenset[int]:
 def test_log_probabilities_of_the_whole_are_those_while_it_was_sampled(
     name: str, first: str, said: list[str], key: int, chat: bool
 ) -> None:
-    encoder = replace(tokenizer(name), end=tokens_that_end(name), context=1024)
-    sampler = pg.LocalSampler.of(model(), encoder)
+    encoder = replace(tokenizer(name), end_ids=tokens_that_end(name), context_length=1024)
+    sampler = pg.LocalSampler.from_tokenizer(model(), encoder)
     environment = lambda example: Says(first, [("user", text) for text in said], chat)  # noqa: E731
-    start = Start(pg.Example(first), (key, TRAIN, 1, 0), 40)
-    work = play([start], 3, pg.Sampling(max_tokens=40), sampler=sampler, encoder=encoder, environment=environment)
+    start = EpisodeSpec(pg.Example(first), (key, TRAIN, 1, 0), 40)
+    work = run_episodes(
+        [start], 3, pg.SamplingParams(max_tokens=40), sampler=sampler, encoder=encoder, environment=environment
+    )
     (group,) = asyncio.run(work)
     for trajectory in group.trajectories:
-        ids = torch.cat([group.prompt, trajectory.tokens])
+        ids = torch.cat([group.prompt_ids, trajectory.tokens])
         with torch.no_grad():
             logits = model()(ids[None]).logits[0].double()
-        recomputed = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0][len(group.prompt) - 1 :]
+        recomputed = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0][len(group.prompt_ids) - 1 :]
         mask = trajectory.mask
         assert torch.allclose(recomputed[mask], trajectory.logp[mask].double(), atol=2e-4)
         assert not trajectory.logp[~mask].any()
-        assert int(mask.sum()) == trajectory.sampled == sum(len(s.tokens) for s in trajectory.segments if s.sampled)
-        assert [s.sampled for s in trajectory.segments] == [i % 2 == 0 for i in range(len(trajectory.segments))]
+        assert (
+            int(mask.sum())
+            == trajectory.num_sampled_tokens
+            == sum(len(s.tokens) for s in trajectory.segments if s.is_sampled)
+        )
+        assert [s.is_sampled for s in trajectory.segments] == [i % 2 == 0 for i in range(len(trajectory.segments))]
 
 
 def played(name: str, *turns: str, **options: Any) -> tuple[Any, Any]:

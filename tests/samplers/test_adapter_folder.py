@@ -16,13 +16,18 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.files import weights
 from policygrad.errors import EngineError
-from policygrad.models.adapters import adapt, merged
+from policygrad.models.adapters import add_adapters, merge_adapters
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.local.sampler import LocalSampler
-from policygrad.weight_sync.base import Published
-from policygrad.weight_sync.folder import VersionFolder, adapter_writer, safetensors_writer, unfit
+from policygrad.weight_sync.base import PublishedWeights
+from policygrad.weight_sync.folder import (
+    VersionFolder,
+    explain_unsupported_adapter,
+    make_adapter_writer,
+    make_safetensors_writer,
+)
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(4, 14)[None]
@@ -43,7 +48,7 @@ def moved(model: nn.Module) -> nn.Module:
 
 
 def of_transformers(folder: Path) -> nn.Module:
-    return moved(adapt(load_model(str(folder)), Lora(rank=3, alpha=6.0), base=str(folder)))
+    return moved(add_adapters(load_model(str(folder)), Lora(rank=3, alpha=6.0), base=str(folder)))
 
 
 def of_peft(folder: Path) -> nn.Module:
@@ -55,7 +60,9 @@ def of_peft(folder: Path) -> nn.Module:
 @pytest.mark.parametrize("make", [of_transformers, of_peft])
 def test_the_adapter_alone_is_read_by_peft_and_says_the_same(make: Any, random_model: Path, tmp_path: Path) -> None:
     model = make(random_model)
-    publication = VersionFolder(tmp_path, adapter_writer(model)).publish(Published(3, dict(model.named_parameters())))
+    publication = VersionFolder(tmp_path, make_adapter_writer(model)).publish(
+        PublishedWeights(3, dict(model.named_parameters()))
+    )
     tensors = load_file(publication.path / "adapter_model.safetensors")
     trained = [p for name, p in model.named_parameters() if "lora_" in name]
     assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in trained)
@@ -78,8 +85,8 @@ def test_whole_weights_have_the_adapter_in_them_and_leave_the_model_as_it_was(
     model = make(random_model)
     before = {name: p.clone() for name, p in model.named_parameters()}
     tokenizer = load_tokenizer(str(random_model), model)
-    writer = safetensors_writer(model, tokenizer.hf, head_too=True)
-    publication = VersionFolder(tmp_path, writer).publish(Published(3, dict(model.named_parameters())))
+    writer = make_safetensors_writer(model, tokenizer.hf, write_tied_head=True)
+    publication = VersionFolder(tmp_path, writer).publish(PublishedWeights(3, dict(model.named_parameters())))
     plain = load_model(str(random_model))
     written = load_file(publication.path / "model.safetensors")
     assert {*written} == {*dict(plain.named_parameters()), "lm_head.weight"}
@@ -90,9 +97,9 @@ def test_whole_weights_have_the_adapter_in_them_and_leave_the_model_as_it_was(
 def test_whole_weights_are_those_of_an_exported_model(random_model: Path, tmp_path: Path) -> None:
     model = of_transformers(random_model)
     tokenizer = load_tokenizer(str(random_model), model)
-    writer = safetensors_writer(model, tokenizer.hf)
-    path = VersionFolder(tmp_path, writer).publish(Published(0, dict(model.named_parameters()))).path
-    exported = dict(merged(model).named_parameters())
+    writer = make_safetensors_writer(model, tokenizer.hf)
+    path = VersionFolder(tmp_path, writer).publish(PublishedWeights(0, dict(model.named_parameters()))).path
+    exported = dict(merge_adapters(model).named_parameters())
     written = load_file(path / "model.safetensors")
     assert {*written} == {*exported}
     assert all(torch.equal(written[name], p) for name, p in exported.items())
@@ -101,15 +108,15 @@ def test_whole_weights_are_those_of_an_exported_model(random_model: Path, tmp_pa
 def test_a_learner_that_publishes_no_adapter_is_told(random_model: Path, tmp_path: Path) -> None:
     model = of_transformers(random_model)
     base = {name: p for name, p in model.named_parameters() if "lora_" not in name}
-    with pytest.raises(EngineError, match=r"publishes no adapter.*--sampler.publish whole"):
-        adapter_writer(model)(base, tmp_path)
+    with pytest.raises(EngineError, match=r"publishes no adapter.*--sampler.lora-sync whole"):
+        make_adapter_writer(model)(base, tmp_path)
 
 
 def test_modules_that_train_whole_are_not_sent_as_an_adapter(random_model: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    assert "modules_to_save" in unfit(peft.get_peft_model(load_model(str(random_model)), config))
+    assert "modules_to_save" in explain_unsupported_adapter(peft.get_peft_model(load_model(str(random_model)), config))
     other = peft.get_peft_model(load_model(str(random_model)), peft.IA3Config(task_type="CAUSAL_LM"))
-    assert unfit(other) == "the model's adapters are of the kind IA3, and engines serve LORA"
+    assert explain_unsupported_adapter(other) == "the model's adapters are of the kind IA3, and engines serve LORA"
 
 
 class Writing(LocalSampler):
@@ -118,7 +125,7 @@ class Writing(LocalSampler):
     versions: VersionFolder
     written: list[Path]
 
-    async def update(self, weights: Published) -> None:
+    async def update(self, weights: PublishedWeights) -> None:
         await super().update(weights)
         self.written.append(self.versions.publish(weights).path)
 
@@ -131,14 +138,14 @@ def test_a_learner_in_two_processes_publishes_the_adapter(staleness: int, small:
     made = list[Writing]()
 
     def sampler(model: nn.Module, tokenizer: Tokenizer) -> Writing:
-        found = Writing.of(model, tokenizer)
+        found = Writing.from_tokenizer(model, tokenizer)
         assert isinstance(found, Writing)
-        found.versions, found.written = VersionFolder(tmp_path / "weights", adapter_writer(model)), []
+        found.versions, found.written = VersionFolder(tmp_path / "weights", make_adapter_writer(model)), []
         made.append(found)
         return found
 
-    learner = pg.LearnerConfig(lora="rank=4", ranks=2, micro_tokens=64)
-    run = replace(small, learner=learner, steps=2, lr=1e-2, staleness=staleness, output=str(tmp_path / "run"))
+    learner = pg.LearnerConfig(lora="rank=4", world_size=2, micro_tokens=64)
+    run = replace(small, learner=learner, steps=2, lr=1e-2, max_staleness=staleness, output=str(tmp_path / "run"))
     saved = weights(pg.train(run, display=False, sampler=sampler).output)
     first, *_, last = found_in(made[0].written)
     assert {*last} == {*saved}

@@ -17,22 +17,22 @@ from doubles.adapter_forms import Adapters, OneLayer, SglangAdapters, VllmAdapte
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.base import EngineSampler
-from policygrad.samplers.engines.http import Http
-from policygrad.samplers.engines.sglang import Sglang
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.http import HttpClient
+from policygrad.samplers.engines.sglang import SglangSampler
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 
 peft = pytest.importorskip("peft")
 URL = "http://engine:8000"
 KINDS: dict[str, tuple[type[EngineSampler], type[Adapters]]] = {
-    "vllm": (Vllm, VllmAdapters),
-    "sglang": (Sglang, SglangAdapters),
+    "vllm": (VllmSampler, VllmAdapters),
+    "sglang": (SglangSampler, SglangAdapters),
 }
-ASKED = Request(torch.tensor([3, 9]), (1, 2), Sampling(temperature=0.7, max_tokens=6), 6)
+ASKED = Request(torch.tensor([3, 9]), (1, 2), SamplingParams(temperature=0.7, max_tokens=6), 6)
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +52,22 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Callable[[str], tuple[EngineSa
     def made(name: str) -> tuple[EngineSampler, Any]:
         sampler_class, form = KINDS[name]
         model = one_layer(len(tokenizer.hf))
-        config = SamplerConfig(engine=name, urls=(URL,), patience=5.0)
+        config = SamplerConfig(engine=name, urls=(URL,), recovery_timeout=5.0)
         sampler = sampler_class(model, tokenizer, config, tmp_path / "weights")
-        server = form(model.get_base_model().layer.base_layer.weight.T, tokenizer.end)
-        sampler.http = Http(5.0, server.transport)
+        server = form(model.get_base_model().layer.base_layer.weight.T, tokenizer.end_ids)
+        sampler.http = HttpClient(5.0, server.transport)
         return sampler, server
 
     return made
 
 
 @pytest.fixture
-def wait() -> Iterator[Waiter]:
-    with Waiter() as waiter:
+def wait() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as waiter:
         yield waiter
 
 
-def learnt(sampler: EngineSampler, version: int) -> Published:
+def learnt(sampler: EngineSampler, version: int) -> PublishedWeights:
     """An adapter that is not what the server has."""
     generator = torch.Generator().manual_seed(version)
     own = dict(sampler.model.named_parameters())
@@ -75,18 +75,18 @@ def learnt(sampler: EngineSampler, version: int) -> Published:
         for name, parameter in own.items():
             if "lora_B" in name:
                 parameter.copy_(10 * torch.randn(parameter.shape, generator=generator))
-    return Published(version, own)
+    return PublishedWeights(version, own)
 
 
 def own_logp(sampler: EngineSampler, found: Any) -> torch.Tensor:
-    ids = torch.cat([ASKED.tokens, found.tokens])[None]
+    ids = torch.cat([ASKED.prompt_ids, found.tokens])[None]
     with torch.no_grad():
-        logits = sampler.model(input_ids=ids).logits[0, len(ASKED.tokens) - 1 : -1] / ASKED.sampling.temperature
+        logits = sampler.model(input_ids=ids).logits[0, len(ASKED.prompt_ids) - 1 : -1] / ASKED.sampling.temperature
     return logits.log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_adapter_alone_is_taken_over_by_the_name_of_its_version(name: str, make: Any, wait: Waiter) -> None:
+def test_an_adapter_alone_is_taken_over_by_the_name_of_its_version(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     base = server.table.clone()
     for version in (4, 5):
@@ -99,7 +99,7 @@ def test_an_adapter_alone_is_taken_over_by_the_name_of_its_version(name: str, ma
     [found] = wait(sampler.generate([ASKED]))
     assert found.version == 5
     assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
-    plain = (base[torch.cat([ASKED.tokens[-1:], found.tokens[:-1]])] / 0.7).log_softmax(-1)
+    plain = (base[torch.cat([ASKED.prompt_ids[-1:], found.tokens[:-1]])] / 0.7).log_softmax(-1)
     assert not torch.allclose(found.logp, plain.gather(-1, found.tokens[:, None])[:, 0], atol=1e-2)
     assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [sampler.published.name]
     files = {p.name for p in sampler.published.path.iterdir()}
@@ -110,7 +110,7 @@ def test_an_adapter_alone_is_taken_over_by_the_name_of_its_version(name: str, ma
     ("name", "path", "field"), [("vllm", "completions", "model"), ("sglang", "generate", "lora_path")]
 )
 def test_every_request_says_the_name_and_none_of_the_weights_endpoints_is_asked(
-    name: str, path: str, field: str, make: Any, wait: Waiter
+    name: str, path: str, field: str, make: Any, wait: AsyncRunner
 ) -> None:
     sampler, server = make(name)
     for version in (0, 1):
@@ -122,10 +122,10 @@ def test_every_request_says_the_name_and_none_of_the_weights_endpoints_is_asked(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_that_adds_nothing_is_the_base_and_another_base_is_noticed(
-    name: str, make: Any, wait: Waiter
+    name: str, make: Any, wait: AsyncRunner
 ) -> None:
     sampler, server = make(name)
-    untouched = Published(0, dict(sampler.model.named_parameters()))
+    untouched = PublishedWeights(0, dict(sampler.model.named_parameters()))
     assert wait(sampler.update(untouched))["publication/probe_max"].value < 1e-4
     sampler, server = make(name)
     server.table *= 0.9
@@ -134,7 +134,7 @@ def test_an_adapter_that_adds_nothing_is_the_base_and_another_base_is_noticed(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_a_killed_run_left_is_dropped_and_what_others_have_is_not(name: str, make: Any, wait: Waiter) -> None:
+def test_what_a_killed_run_left_is_dropped_and_what_others_have_is_not(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     root = sampler.versions.root
     server.adapters["v00000007-00000000"] = (str(root / "v00000007-00000000"), server.table)
@@ -146,7 +146,7 @@ def test_what_a_killed_run_left_is_dropped_and_what_others_have_is_not(name: str
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_server_that_has_lost_its_adapter_is_given_it_again(name: str, make: Any, wait: Waiter) -> None:
+def test_a_server_that_has_lost_its_adapter_is_given_it_again(name: str, make: Any, wait: AsyncRunner) -> None:
     """Started again, say: no completion is drawn from its own weights instead."""
     sampler, server = make(name)
     wait(sampler.update(learnt(sampler, 3)))
@@ -159,7 +159,7 @@ def test_a_server_that_has_lost_its_adapter_is_given_it_again(name: str, make: A
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_server_that_draws_with_another_adapter_of_that_name_is_given_it_again(
-    name: str, make: Any, wait: Waiter
+    name: str, make: Any, wait: AsyncRunner
 ) -> None:
     sampler, server = make(name)
     wait(sampler.update(learnt(sampler, 3)))
@@ -171,7 +171,7 @@ def test_a_server_that_draws_with_another_adapter_of_that_name_is_given_it_again
     assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
 
 
-def test_an_answer_of_vllms_under_another_name_is_not_used(make: Any, wait: Waiter) -> None:
+def test_an_answer_of_vllms_under_another_name_is_not_used(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     wait(sampler.update(learnt(sampler, 3)))
     tell, odd = server.tell, ["v00000002-00000000"]
@@ -186,7 +186,7 @@ def test_an_answer_of_vllms_under_another_name_is_not_used(make: Any, wait: Wait
     [found] = wait(sampler.generate([ASKED]))
     assert not odd
     assert found.version == 3
-    assert wait(sampler.update(learnt(sampler, 4)))["publication/asked_again"].value == 1
+    assert wait(sampler.update(learnt(sampler, 4)))["publication/retries"].value == 1
 
 
 @pytest.mark.parametrize(
@@ -200,17 +200,17 @@ def test_an_answer_of_vllms_under_another_name_is_not_used(make: Any, wait: Wait
     ],
 )
 def test_a_server_that_does_not_take_it_is_refused_at_once_with_what_is_missing(
-    name: str, missing: dict[str, Any], way_out: str, make: Any, wait: Waiter
+    name: str, missing: dict[str, Any], way_out: str, make: Any, wait: AsyncRunner
 ) -> None:
     sampler, server = make(name)
     for key, value in missing.items():
         setattr(server, key, value)
-    with pytest.raises(EngineError, match=rf"does not take the adapter: .*{way_out}.*--sampler.publish whole"):
+    with pytest.raises(EngineError, match=rf"does not take the adapter: .*{way_out}.*--sampler.lora-sync whole"):
         wait(sampler.update(learnt(sampler, 0)))
     assert len([path for path in server.paths if path.endswith("/load_lora_adapter")]) == 1
 
 
-def test_an_error_of_vllms_that_says_nothing_is_one_of_a_server_that_is_away(make: Any, wait: Waiter) -> None:
+def test_an_error_of_vllms_that_says_nothing_is_one_of_a_server_that_is_away(make: Any, wait: AsyncRunner) -> None:
     import httpx
 
     sampler, server = make("vllm")
@@ -246,19 +246,19 @@ def test_an_adapter_that_is_more_than_b_a_is_not_sent_alone(
     model = one_layer(len(tokenizer.hf), **options)
     model.config = {"model_type": "custom"}  # a whole model has one
     config = SamplerConfig(engine="vllm", urls=(URL,))
-    assert not Vllm(model, tokenizer, config, tmp_path).adapter
-    with pytest.raises(EngineError, match=rf"adapters have {reason}, which .*--sampler.publish whole"):
-        Vllm(model, tokenizer, replace(config, publish="adapter"), tmp_path)
+    assert not VllmSampler(model, tokenizer, config, tmp_path).adapter_only
+    with pytest.raises(EngineError, match=rf"adapters have {reason}, which .*--sampler.lora-sync whole"):
+        VllmSampler(model, tokenizer, replace(config, lora_sync="adapter"), tmp_path)
 
 
 def test_a_model_without_adapters_or_with_two_is_not_sent_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    config = SamplerConfig(engine="vllm", urls=(URL,), publish="adapter")
+    config = SamplerConfig(engine="vllm", urls=(URL,), lora_sync="adapter")
     with pytest.raises(EngineError, match=r"has no adapters, which --learner.lora puts in"):
-        Vllm(OneLayer(len(tokenizer.hf)), tokenizer, config, tmp_path)
+        VllmSampler(OneLayer(len(tokenizer.hf)), tokenizer, config, tmp_path)
     model = one_layer(len(tokenizer.hf))
     model.add_adapter("second", peft.LoraConfig(target_modules=["layer"]))
     with pytest.raises(EngineError, match="has 2 adapters"):
-        Vllm(model, tokenizer, config, tmp_path)
+        VllmSampler(model, tokenizer, config, tmp_path)
 
 
 def test_whole_is_whole_also_where_there_is_an_adapter(make: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -266,15 +266,15 @@ def test_whole_is_whole_also_where_there_is_an_adapter(make: Any, tokenizer: Tok
     model = one_layer(len(tokenizer.hf))
     model.config = {"model_type": "custom"}
     for name, (kind, _) in KINDS.items():
-        config = SamplerConfig(engine=name, urls=(URL,), publish="whole")
-        assert not kind(model, tokenizer, config, tmp_path).adapter
+        config = SamplerConfig(engine=name, urls=(URL,), lora_sync="whole")
+        assert not kind(model, tokenizer, config, tmp_path).adapter_only
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"publish": "whole"}, "sampler.engine is local"),
-        ({"engine": "llama_cpp", "publish": "adapter"}, "llama_cpp takes whole models: --sampler.publish whole"),
+        ({"engine": "llama_cpp", "publish": "adapter"}, "llama_cpp takes whole models: --sampler.lora-sync whole"),
         ({"engine": "vllm", "urls": (URL,), "publish": "lora"}, "must be auto, whole or adapter, not 'lora'"),
     ],
 )

@@ -10,9 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policygrad.errors import EngineError
-from policygrad.samplers.engines.http import AwayError
-from policygrad.samplers.engines.server_pool import FULL, MOST, Gauges, Load, Loads, Server, Servers, resized, values
-from policygrad.samplers.engines.vllm import Vllm
+from policygrad.samplers.engines.http import ServerUnavailableError
+from policygrad.samplers.engines.server_pool import (
+    HIGH_CACHE_USE,
+    MAX_CONCURRENCY,
+    EngineServer,
+    LoadMonitor,
+    PrometheusGauges,
+    ServerLoad,
+    ServerPool,
+    adjust_concurrency,
+    parse_gauge,
+)
+from policygrad.samplers.engines.vllm import VllmSampler
 
 SAID = """# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
 # TYPE vllm:num_requests_waiting gauge
@@ -26,32 +36,32 @@ plain 4e-1
 
 
 def test_what_prometheus_reads() -> None:
-    assert values(SAID, "vllm:num_requests_waiting") == [3.0, 2.0]
-    assert values(SAID, "plain") == [0.4]
-    assert values(SAID, "vllm:num_requests") == []
-    assert Vllm.gauges is not None
-    assert Vllm.gauges(SAID) == Load(5.0, 0.5)
-    assert Gauges("plain", "not there")(SAID) is None
-    assert Gauges("plain", "plain")({"json": 1}) is None
+    assert parse_gauge(SAID, "vllm:num_requests_waiting") == [3.0, 2.0]
+    assert parse_gauge(SAID, "plain") == [0.4]
+    assert parse_gauge(SAID, "vllm:num_requests") == []
+    assert VllmSampler.gauges is not None
+    assert VllmSampler.gauges(SAID) == ServerLoad(5.0, 0.5)
+    assert PrometheusGauges("plain", "not there")(SAID) is None
+    assert PrometheusGauges("plain", "plain")({"json": 1}) is None
 
 
 @pytest.mark.parametrize(
     ("limit", "asked", "load", "becomes"),
     [
-        (16, 16, Load(0, 0.5), 20),  # all are busy, and there is room
-        (16, 7, Load(0, 0.5), 16),  # it is not asked for as many as it could be
-        (16, 16, Load(0, 0.9), 16),
-        (16, 16, Load(3, 0.5), 13),  # three wait there
-        (2, 2, Load(9, 0.5), 1),
-        (16, 16, Load(0, 0.96), 15),
-        (200, 200, Load(0, 0.96), 180),
-        (1, 1, Load(0, 1.0), 1),
-        (1, 1, Load(0, 0.0), 2),
-        (MOST, MOST, Load(0, 0.0), MOST),
+        (16, 16, ServerLoad(0, 0.5), 20),  # all are busy, and there is room
+        (16, 7, ServerLoad(0, 0.5), 16),  # it is not asked for as many as it could be
+        (16, 16, ServerLoad(0, 0.9), 16),
+        (16, 16, ServerLoad(3, 0.5), 13),  # three wait there
+        (2, 2, ServerLoad(9, 0.5), 1),
+        (16, 16, ServerLoad(0, 0.96), 15),
+        (200, 200, ServerLoad(0, 0.96), 180),
+        (1, 1, ServerLoad(0, 1.0), 1),
+        (1, 1, ServerLoad(0, 0.0), 2),
+        (MAX_CONCURRENCY, MAX_CONCURRENCY, ServerLoad(0, 0.0), MAX_CONCURRENCY),
     ],
 )
-def test_by_queue_and_cache(limit: int, asked: int, load: Load, becomes: int) -> None:
-    assert resized(limit, asked, load) == becomes
+def test_by_queue_and_cache(limit: int, asked: int, load: ServerLoad, becomes: int) -> None:
+    assert adjust_concurrency(limit, asked, load) == becomes
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))
@@ -59,10 +69,10 @@ def test_a_server_that_bears_so_many_is_given_nearly_as_many(most: int, first: i
     """One whose cache is full at `most`, and which then queues what is more."""
     limit, seen = first, list[int]()
     for _ in range(120):
-        limit = resized(limit, limit, Load(max(0, limit - most), min(1.0, limit / most)))
+        limit = adjust_concurrency(limit, limit, ServerLoad(max(0, limit - most), min(1.0, limit / most)))
         seen.append(limit)
     assert all(0.7 * most - 1 <= x <= 1.3 * most + 1 for x in seen[60:])
-    assert FULL < 1
+    assert HIGH_CACHE_USE < 1
 
 
 def test_where_nothing_is_said_a_number_is_asked_for() -> None:
@@ -71,32 +81,32 @@ def test_where_nothing_is_said_a_number_is_asked_for() -> None:
 
     for ask in (refuses, lambda url: asyncio.sleep(0, "nothing of use 1")):
         with pytest.raises(EngineError, match=r"http://a/metrics does not say .* give it a number"):
-            asyncio.run(Loads(ask, Gauges("x", "y")).check("http://a"))
+            asyncio.run(LoadMonitor(ask, PrometheusGauges("x", "y")).require_load("http://a"))
 
 
 def test_servers_are_resized_and_one_that_is_away_is_left_alone() -> None:
     async def ask(url: str) -> str:
         if url.startswith("http://b"):
-            raise AwayError("no connection")
+            raise ServerUnavailableError("no connection")
         return "x 2\ny 0.5"
 
     async def resized_servers() -> list[int]:
-        servers = Servers(("http://a", "http://b", "http://c"), ready, 8, 1.0)
+        servers = ServerPool(("http://a", "http://b", "http://c"), ready, 8, 1.0)
         await servers.ready()
         servers.all[2].ready = False
-        await Loads(ask, Gauges("x", "y")).resize(servers)
+        await LoadMonitor(ask, PrometheusGauges("x", "y")).adjust_limits(servers)
         return [server.limit for server in servers.all]
 
     assert asyncio.run(resized_servers()) == [6, 8, 8]
 
 
-async def ready(server: Server) -> None:
+async def ready(server: EngineServer) -> None:
     pass
 
 
 def test_an_answer_that_is_begun_goes_before_those_that_are_not() -> None:
     async def order() -> list[str]:
-        servers, said, release = Servers(("http://a",), ready, 1, 1.0), list[str](), asyncio.Event()
+        servers, said, release = ServerPool(("http://a",), ready, 1, 1.0), list[str](), asyncio.Event()
         await servers.ready()
 
         async def ask(name: str) -> None:
@@ -120,10 +130,10 @@ def test_an_answer_that_is_begun_goes_before_those_that_are_not() -> None:
 
 def test_room_for_several_is_used_by_all() -> None:
     async def most() -> int:
-        servers, now, seen = Servers(("http://a", "http://b"), ready, 2, 1.0), 0, list[int]()
+        servers, now, seen = ServerPool(("http://a", "http://b"), ready, 2, 1.0), 0, list[int]()
         await servers.ready()
 
-        async def ask(server: Server) -> None:
+        async def ask(server: EngineServer) -> None:
             nonlocal now
             now += 1
             seen.append(now)
@@ -141,7 +151,7 @@ def test_places_that_come_free_together_are_all_taken_again() -> None:
     """Four answers end at once, where one that is begun waits beside ten that are not: the other three places are theirs."""
 
     async def asked_after() -> int:
-        servers, asked, gates = Servers(("http://a",), ready, 4, 1.0), 0, (asyncio.Event(), asyncio.Event())
+        servers, asked, gates = ServerPool(("http://a",), ready, 4, 1.0), 0, (asyncio.Event(), asyncio.Event())
         await servers.ready()
 
         async def ask(gate: asyncio.Event) -> None:

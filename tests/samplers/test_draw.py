@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policygrad.samplers.base import Sampling
-from policygrad.samplers.local.sampling import draw, log_probabilities, uniforms
+from policygrad.samplers.base import SamplingParams
+from policygrad.samplers.local.sampling import log_probabilities, philox_uniforms, sample_tokens
 
 P = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
 
@@ -19,17 +19,17 @@ P = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        (Sampling(), [0.5, 0.25, 0.15, 0.1]),
-        (Sampling(top_k=2), [2 / 3, 1 / 3, 0, 0]),
-        (Sampling(top_k=99), [0.5, 0.25, 0.15, 0.1]),
-        (Sampling(top_p=0.6), [2 / 3, 1 / 3, 0, 0]),  # 0.5 is short of 0.6, so the token that crosses it stays
-        (Sampling(top_p=0.45), [1, 0, 0, 0]),
-        (Sampling(top_p=0.6, top_k=1), [1, 0, 0, 0]),
-        (Sampling(temperature=0), [1, 0, 0, 0]),
-        (Sampling(temperature=0.5), [x * x / 0.345 for x in (0.5, 0.25, 0.15, 0.1)]),
+        (SamplingParams(), [0.5, 0.25, 0.15, 0.1]),
+        (SamplingParams(top_k=2), [2 / 3, 1 / 3, 0, 0]),
+        (SamplingParams(top_k=99), [0.5, 0.25, 0.15, 0.1]),
+        (SamplingParams(top_p=0.6), [2 / 3, 1 / 3, 0, 0]),  # 0.5 is short of 0.6, so the token that crosses it stays
+        (SamplingParams(top_p=0.45), [1, 0, 0, 0]),
+        (SamplingParams(top_p=0.6, top_k=1), [1, 0, 0, 0]),
+        (SamplingParams(temperature=0), [1, 0, 0, 0]),
+        (SamplingParams(temperature=0.5), [x * x / 0.345 for x in (0.5, 0.25, 0.15, 0.1)]),
     ],
 )
-def test_distribution(sampling: Sampling, expected: list[float]) -> None:
+def test_distribution(sampling: SamplingParams, expected: list[float]) -> None:
     logits = P.log() + 3.0
     got = log_probabilities(logits, sampling).exp()
     assert torch.allclose(got, torch.tensor([expected], dtype=torch.float64), atol=1e-12)
@@ -37,7 +37,7 @@ def test_distribution(sampling: Sampling, expected: list[float]) -> None:
 
 def test_draw_inverts_the_cumulative_distribution() -> None:
     u = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 0.89, 0.91, 1 - 2**-53], dtype=torch.float64)
-    token, logp = draw(P.log().expand(8, 4), u, Sampling())
+    token, logp = sample_tokens(P.log().expand(8, 4), u, SamplingParams())
     assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert torch.allclose(logp, P.log()[0][token])
 
@@ -45,14 +45,14 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
 def test_never_draws_what_cannot_be_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
     u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    token, logp = draw(logits.expand(2, 4), u, Sampling())
+    token, logp = sample_tokens(logits.expand(2, 4), u, SamplingParams())
     assert token.tolist() == [1, 2]
     assert torch.isfinite(logp).all()
 
 
 def test_frequencies_match() -> None:
     n = 20_000
-    token, _ = draw(P.log().expand(n, 4), uniforms([(7,)], n)[0], Sampling())
+    token, _ = sample_tokens(P.log().expand(n, 4), philox_uniforms([(7,)], n)[0], SamplingParams())
     counts = torch.bincount(token, minlength=4) / n
     assert torch.allclose(counts.double(), P[0], atol=4 * math.sqrt(0.25 / n))
 
@@ -63,9 +63,9 @@ def test_frequencies_match() -> None:
     st.integers(1, 9),
 )
 def test_numbers_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) -> None:
-    together = uniforms(keys, n)
-    assert torch.equal(together, torch.cat([uniforms([key], n) for key in keys]))
-    assert torch.equal(uniforms(keys, n + 3)[:, :n], together)  # a larger budget draws the same numbers first
+    together = philox_uniforms(keys, n)
+    assert torch.equal(together, torch.cat([philox_uniforms([key], n) for key in keys]))
+    assert torch.equal(philox_uniforms(keys, n + 3)[:, :n], together)  # a larger budget draws the same numbers first
     assert len({tuple(row.tolist()) for row in together}) == len(keys)
     assert bool(((together >= 0) & (together < 1)).all())
 
@@ -74,12 +74,12 @@ def test_numbers_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) ->
 @given(st.lists(st.lists(st.integers(0, 2**70), max_size=7).map(tuple), min_size=1, max_size=5))
 def test_numbers_are_those_of_numpys_own_seeds(keys: list[tuple[int, ...]]) -> None:
     numpys = [np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(9) for key in keys]
-    assert np.array_equal(uniforms(keys, 9).numpy(), np.stack(numpys))
+    assert np.array_equal(philox_uniforms(keys, 9).numpy(), np.stack(numpys))
 
 
 def test_a_key_of_negative_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not negative, not \(3, -1\)"):
-        uniforms([(3, -1)], 2)
+        philox_uniforms([(3, -1)], 2)
 
 
 @pytest.mark.parametrize("size", [487, 511, 512, 513, 576, 640, 1000, 8192])
@@ -92,7 +92,7 @@ def test_a_wide_vocabulary_is_inverted_by_blocks(size: int) -> None:
     logits[0, 0], logits[1, -1] = 2.0, -5.0
     u = torch.rand(256, generator=g, dtype=torch.float64)
     u[2:6] = torch.tensor([0.0, 1 - 2**-53, 0.0, 1 - 2**-53], dtype=torch.float64)
-    token, logp = draw(logits, u, Sampling())
+    token, logp = sample_tokens(logits, u, SamplingParams())
     cumulative = logits.softmax(-1).cumsum(-1)
     expected = (cumulative <= (u * cumulative[:, -1])[:, None]).sum(-1)
     usual = torch.ones(256, dtype=torch.bool)
@@ -102,10 +102,10 @@ def test_a_wide_vocabulary_is_inverted_by_blocks(size: int) -> None:
     truth = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(1)
     assert torch.isfinite(truth).all()
     assert torch.allclose(logp, truth, rtol=0, atol=1e-12)
-    assert torch.allclose(draw(logits.float(), u, Sampling())[1].double(), truth, rtol=0, atol=3e-6)
+    assert torch.allclose(sample_tokens(logits.float(), u, SamplingParams())[1].double(), truth, rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}])
 def test_refuses(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        Sampling(**bad)  # type: ignore[arg-type]
+        SamplingParams(**bad)  # type: ignore[arg-type]

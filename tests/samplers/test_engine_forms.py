@@ -20,19 +20,19 @@ from doubles.http_engines import FormServer, SglangForm, VllmForm
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.base import EngineSampler
-from policygrad.samplers.engines.http import Http
-from policygrad.samplers.engines.sglang import Sglang
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.http import HttpClient
+from policygrad.samplers.engines.sglang import SglangSampler
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 
 URL = "http://engine:8000"
 KINDS: dict[str, tuple[type[EngineSampler], type[FormServer]]] = {
-    "vllm": (Vllm, VllmForm),
-    "sglang": (Sglang, SglangForm),
+    "vllm": (VllmSampler, VllmForm),
+    "sglang": (SglangSampler, SglangForm),
 }
 Made = tuple[EngineSampler, Any]
 
@@ -47,32 +47,32 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Callable[[str], Made]:
     def made(name: str) -> Made:
         sampler_class, form = KINDS[name]
         model = Bigram(len(tokenizer.hf))
-        config = SamplerConfig(engine=name, urls=(URL,), patience=0.2)
+        config = SamplerConfig(engine=name, urls=(URL,), recovery_timeout=0.2)
         sampler, server = (
             sampler_class(model, tokenizer, config, tmp_path / "weights"),
-            form(model.table, tokenizer.end),
+            form(model.table, tokenizer.end_ids),
         )
-        sampler.http = Http(5.0, server.transport)
+        sampler.http = HttpClient(5.0, server.transport)
         return sampler, server
 
     return made
 
 
 @pytest.fixture
-def wait() -> Iterator[Waiter]:
-    with Waiter() as waiter:
+def wait() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as waiter:
         yield waiter
 
 
-def publish(sampler: EngineSampler, version: int) -> Published:
+def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
     """Weights that are not what the server has."""
     with torch.no_grad():
         sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
-    return Published(version, dict(sampler.model.named_parameters()))
+    return PublishedWeights(version, dict(sampler.model.named_parameters()))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_weights_are_taken_over_and_what_is_drawn_is_the_policys(name: str, make: Any, wait: Waiter) -> None:
+def test_weights_are_taken_over_and_what_is_drawn_is_the_policys(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     for version in (4, 5):
         told = wait(sampler.update(publish(sampler, version)))
@@ -80,7 +80,7 @@ def test_weights_are_taken_over_and_what_is_drawn_is_the_policys(name: str, make
         assert server.version == sampler.published.name
         assert server.version.startswith(f"v0000000{version}-")
     [found] = wait(
-        sampler.generate([Request(torch.tensor([3, 9]), (1, 2), Sampling(temperature=0.7, max_tokens=6), 6)])
+        sampler.generate([Request(torch.tensor([3, 9]), (1, 2), SamplingParams(temperature=0.7, max_tokens=6), 6)])
     )
     rows = torch.cat([torch.tensor([9]), found.tokens[:-1]])
     own = (sampler.model.table[rows] / 0.7).log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
@@ -89,7 +89,7 @@ def test_weights_are_taken_over_and_what_is_drawn_is_the_policys(name: str, make
     assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [server.version]
 
 
-def test_vllm_is_paused_while_it_reloads_and_its_prefixes_are_forgotten(make: Any, wait: Waiter) -> None:
+def test_vllm_is_paused_while_it_reloads_and_its_prefixes_are_forgotten(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
     reload = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/resume", "/update_weight_version"]
@@ -99,7 +99,7 @@ def test_vllm_is_paused_while_it_reloads_and_its_prefixes_are_forgotten(make: An
     assert rpc["kwargs"] == {"weights_path": str(sampler.published.path)}
 
 
-def test_nothing_of_a_servers_defaults_is_left_to_it(make: Any, wait: Waiter) -> None:
+def test_nothing_of_a_servers_defaults_is_left_to_it(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
     body = next(body for path, body in server.asked if path == "/v1/completions")
@@ -113,37 +113,39 @@ def test_nothing_of_a_servers_defaults_is_left_to_it(make: Any, wait: Waiter) ->
     assert {name: body[name] for name in neutral} == neutral
 
 
-def test_vllm_with_raw_log_probabilities_is_refused_with_its_flag(make: Any, wait: Waiter) -> None:
+def test_vllm_with_raw_log_probabilities_is_refused_with_its_flag(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     server.raw = True
     with pytest.raises(EngineError, match=r"before the temperature. Start it with --logprobs-mode processed_logprobs"):
         wait(sampler.update(publish(sampler, 0)))
 
 
-def test_vllm_outside_its_development_mode_is_refused_with_the_variable(make: Any, wait: Waiter) -> None:
+def test_vllm_outside_its_development_mode_is_refused_with_the_variable(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     server.developing = False
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         wait(sampler.update(publish(sampler, 0)))
 
 
-def test_sglang_that_cannot_read_the_weights_says_so(make: Any, wait: Waiter) -> None:
+def test_sglang_that_cannot_read_the_weights_says_so(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("sglang")
     server.broken = True
     with pytest.raises(EngineError, match="Failed to get weights iterator"):
         wait(sampler.update(publish(sampler, 0)))
 
 
-def test_sglang_is_not_asked_for_a_distribution_whose_probabilities_it_does_not_tell(make: Any, wait: Waiter) -> None:
+def test_sglang_is_not_asked_for_a_distribution_whose_probabilities_it_does_not_tell(
+    make: Any, wait: AsyncRunner
+) -> None:
     sampler, _ = make("sglang")
     wait(sampler.update(publish(sampler, 0)))
-    request = Request(torch.tensor([3]), (1,), Sampling(top_k=5), 4)
+    request = Request(torch.tensor([3]), (1,), SamplingParams(top_k=5), 4)
     with pytest.raises(EngineError, match="before top-k and top-p"):
         wait(sampler.generate([request]))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_somebody_else_who_answers_there_is_refused(name: str, make: Any, wait: Waiter) -> None:
+def test_somebody_else_who_answers_there_is_refused(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     server.tell = lambda path, body: {"success": True, "data": [{"id": "x"}], "weight_version": "none"}
     with pytest.raises(EngineError, match="is it one"):
@@ -151,10 +153,10 @@ def test_somebody_else_who_answers_there_is_refused(name: str, make: Any, wait: 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_is_certain_whatever_the_engine_says_of_it(name: str, make: Any, wait: Waiter) -> None:
+def test_greedy_is_certain_whatever_the_engine_says_of_it(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, _ = make(name)
     wait(sampler.update(publish(sampler, 0)))
-    asked = Request(torch.tensor([3]), (1,), Sampling(temperature=0.0, max_tokens=4), 4)
+    asked = Request(torch.tensor([3]), (1,), SamplingParams(temperature=0.0, max_tokens=4), 4)
     [found] = wait(sampler.generate([asked]))
     assert found.logp.tolist() == [0.0] * len(found.tokens)
 
@@ -168,10 +170,10 @@ def test_an_output_head_that_is_tied_is_written_twice_for_vllm(
     model = load_model(str(random_model), dtype="fp32", device="cpu")
     tensors = dict(model.named_parameters())
     assert "lm_head.weight" not in tensors
-    for engine, heads in ((Vllm, 1), (Sglang, 0)):
+    for engine, heads in ((VllmSampler, 1), (SglangSampler, 0)):
         config = SamplerConfig(engine=engine.__name__.lower(), urls=(URL,))
         sampler = engine(model, tokenizer, config, tmp_path / engine.__name__)
-        found = sampler.versions.publish(Published(0, tensors))
+        found = sampler.versions.publish(PublishedWeights(0, tensors))
         written = load_file(found.path / "model.safetensors")
         assert len(written) == len(tensors) + heads
         assert all(torch.equal(written[name], tensors[name]) for name in tensors)
@@ -187,18 +189,20 @@ def test_engines_that_are_started_by_hand_need_addresses() -> None:
 
 
 def test_pieces_are_of_servers() -> None:
-    with pytest.raises(ConfigError, match=r"sampler.piece is of an engine's servers, and sampler.engine is local"):
-        SamplerConfig(piece=3)
+    with pytest.raises(
+        ConfigError, match=r"sampler.chunk_tokens is of an engine's servers, and sampler.engine is local"
+    ):
+        SamplerConfig(chunk_tokens=3)
 
 
 def test_weights_in_four_bits_are_not_published_whole(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model: Any = load_model(str(random_model), dtype="fp32", device="cpu")
     model.is_quantized = True  # as transformers marks one
-    with pytest.raises(EngineError, match=r"four bits cannot be published whole.*--sampler.publish adapter"):
-        Vllm(model, tokenizer, SamplerConfig(engine="vllm", urls=(URL,)), tmp_path)
+    with pytest.raises(EngineError, match=r"four bits cannot be published whole.*--sampler.lora-sync adapter"):
+        VllmSampler(model, tokenizer, SamplerConfig(engine="vllm", urls=(URL,)), tmp_path)
 
 
-def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: Waiter) -> None:
+def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: AsyncRunner) -> None:
     """Of version 0.32, to ids of the embedded model at temperature 2, seed 3; shortened by what is not read."""
     answer = {
         "id": "cmpl-b6070f7e5641e197",
@@ -230,7 +234,7 @@ def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: Waiter) -> None:
     wait(sampler.update(publish(sampler, 0)))
     tell = server.tell
     server.tell = lambda path, body: answer if path == "/v1/completions" else tell(path, body)
-    request = Request(torch.tensor([5, 70, 300, 40]), (1,), Sampling(temperature=2.0, max_tokens=8), 8)
+    request = Request(torch.tensor([5, 70, 300, 40]), (1,), SamplingParams(temperature=2.0, max_tokens=8), 8)
     [found] = wait(sampler.generate([request, replace(request)]))[:1]
     assert found.tokens.tolist() == [447, 275, 1]
     assert found.logp.tolist() == pytest.approx([-5.219334125518799, -3.8465323448181152, -0.00394043792039156])
@@ -238,7 +242,7 @@ def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: Waiter) -> None:
 
 
 def test_vllm_with_a_model_of_another_shape_is_refused_at_once_and_both_are_named(
-    make: Any, wait: Waiter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, wait: AsyncRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, server = make("vllm")
     tell = server.tell

@@ -22,13 +22,13 @@ from doubles.engine import Bigram, Fault, Standins, refused, whole
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers.base import Request, Sampling, Watchable
+from policygrad.samplers.base import Request, SamplingParams, SupportsStreaming
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import server_pool
-from policygrad.samplers.engines.base import Drawn, attended, together
-from policygrad.samplers.engines.http import AwayError, Http
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.base import EngineCompletion, gather_or_cancel, with_heartbeat
+from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import VersionFolder
 
 ONE, TWO = "http://one", "http://two"
@@ -36,8 +36,8 @@ Make = Callable[..., Standins]
 
 
 @pytest.fixture
-def wait() -> Iterator[Waiter]:
-    with Waiter() as waiter:
+def wait() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as waiter:
         yield waiter
 
 
@@ -55,19 +55,19 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Make:
     return made
 
 
-def weights(sampler: Standins, version: int, change: float = 0.0) -> Published:
-    """The model's own tensors, each moved by `change`."""
+def weights(sampler: Standins, version: int, change: float = 0.0) -> PublishedWeights:
+    """The model's own tensors, each moved by `format_change`."""
     with torch.no_grad():
         for parameter in sampler.model.parameters():
             parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
-    return Published(version, dict(sampler.model.named_parameters()))
+    return PublishedWeights(version, dict(sampler.model.named_parameters()))
 
 
 def request(i: int = 0, max_tokens: int = 8) -> Request:
-    return Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=max_tokens), max_tokens)
+    return Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=max_tokens), max_tokens)
 
 
-def test_what_is_drawn_is_the_policys_and_says_its_version(make: Make, wait: Waiter) -> None:
+def test_what_is_drawn_is_the_policys_and_says_its_version(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     told = wait(sampler.update(weights(sampler, 3)))
     found = wait(sampler.generate([request(i) for i in range(5)]))
@@ -78,7 +78,7 @@ def test_what_is_drawn_is_the_policys_and_says_its_version(make: Make, wait: Wai
     assert told["publication/probe_max"].value < 1e-5
 
 
-def test_the_same_key_draws_the_same_and_another_another(make: Make, wait: Waiter) -> None:
+def test_the_same_key_draws_the_same_and_another_another(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     asked = [request(i, 16) for i in range(4)]
@@ -87,11 +87,11 @@ def test_the_same_key_draws_the_same_and_another_another(make: Make, wait: Waite
     assert len({tuple(g.tokens.tolist()) for g in first}) == 4
 
 
-def raw(server: Any, request: Request, drawn: Drawn) -> Drawn:
+def raw(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
     return whole(server, request, drawn, temperature=1.0)
 
 
-def noisy(server: Any, request: Request, drawn: Drawn) -> Drawn:
+def noisy(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
     return replace(drawn, logp=[x - 0.025 * (i % 2) for i, x in enumerate(drawn.logp)])
 
 
@@ -106,7 +106,7 @@ def noisy(server: Any, request: Request, drawn: Drawn) -> Drawn:
     ],
 )
 def test_a_server_that_draws_from_something_else_is_refused(
-    make: Make, wait: Waiter, fault: Fault | None, top_k: int, words: str
+    make: Make, wait: AsyncRunner, fault: Fault | None, top_k: int, words: str
 ) -> None:
     sampler = make()
     server = sampler.standins[ONE]
@@ -117,22 +117,24 @@ def test_a_server_that_draws_from_something_else_is_refused(
     assert "Start it as it should be" in str(error.value)
 
 
-def test_a_server_that_keeps_old_weights_is_not_asked_until_it_takes_the_new_ones(make: Make, wait: Waiter) -> None:
+def test_a_server_that_keeps_old_weights_is_not_asked_until_it_takes_the_new_ones(
+    make: Make, wait: AsyncRunner
+) -> None:
     sampler = make(ONE, TWO)
     wait(sampler.update(weights(sampler, 0)))
     two = sampler.standins[TWO]
     two.stale = True
     assert wait(sampler.update(weights(sampler, 1, 1e-3)))["publication/servers"].value == 2
-    assert sampler.refused == {TWO}
+    assert sampler.failed_probes == {TWO}
     assert not any(server.ready for server in sampler.servers.all if server.url == TWO)
-    assert "an older version" in sampler.servers.all[1].away
+    assert "an older version" in sampler.servers.all[1].last_error
     two.stale = False
     assert wait(sampler.update(weights(sampler, 2, 1e-3)))["publication/servers"].value == 1
     assert all(server.ready for server in sampler.servers.all)
-    assert not sampler.refused
+    assert not sampler.failed_probes
 
 
-def test_servers_that_all_keep_old_weights_end_the_run_by_name(make: Make, wait: Waiter) -> None:
+def test_servers_that_all_keep_old_weights_end_the_run_by_name(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].stale = True
@@ -142,7 +144,7 @@ def test_servers_that_all_keep_old_weights_end_the_run_by_name(make: Make, wait:
         wait(sampler.update(weights(sampler, 1, 1e-3)))
 
 
-def test_one_with_old_weights_at_first_contact_is_a_mistake_and_refused_at_once(make: Make, wait: Waiter) -> None:
+def test_one_with_old_weights_at_first_contact_is_a_mistake_and_refused_at_once(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO, patience=60.0)
     with torch.no_grad():
         sampler.standins[TWO].model.table.mul_(0.5)
@@ -158,7 +160,7 @@ def garbled(share: int) -> Fault:
 
 
 def test_one_that_answers_garbage_loses_its_requests_and_is_probed_before_it_is_asked_again(
-    make: Make, wait: Waiter
+    make: Make, wait: AsyncRunner
 ) -> None:
     sampler = make(ONE, TWO, patience=60.0)
     wait(sampler.update(weights(sampler, 4)))
@@ -168,31 +170,31 @@ def test_one_that_answers_garbage_loses_its_requests_and_is_probed_before_it_is_
     one.fault, loaded = garbled(60), one.loaded
     found = wait(sampler.generate(asked))
     assert [g.tokens.tolist() for g in found] == [g.tokens.tolist() for g in alone]
-    assert sampler.servers.moved == 1
+    assert sampler.servers.num_retries == 1
     assert one.loaded > loaded
 
 
-def test_an_answer_drawn_with_the_weights_of_before_is_asked_again(make: Make, wait: Waiter) -> None:
+def test_an_answer_drawn_with_the_weights_of_before_is_asked_again(make: Make, wait: AsyncRunner) -> None:
     """A server that went and came back between two requests, which no connection tells of."""
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     one = sampler.standins[ONE]
     assert sampler.published is not None
     name, loaded = sampler.published.name, one.loaded
-    one.fault = lambda s, r, d: replace(d, weights="v00000000-older" if s.loaded == loaded else name)
+    one.fault = lambda s, r, d: replace(d, weight_version="v00000000-older" if s.loaded == loaded else name)
     assert len(wait(sampler.generate([request(i) for i in range(8)]))) == 8
     assert one.loaded > loaded
-    one.fault = lambda s, r, d: replace(d, weights="v00000000-older")
+    one.fault = lambda s, r, d: replace(d, weight_version="v00000000-older")
     with pytest.raises(EngineError, match=r"asked 10 times.*draws with the weights v00000000-older"):
         wait(sampler.generate([request()]))
     wait(sampler.close())
 
 
-def test_waiting_for_servers_is_said_and_over(make: Make, wait: Waiter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_servers_is_said_and_over(make: Make, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "SILENCE", 0.0)
     said: list[str] = []
     sampler = make(ONE, TWO, patience=60.0)
-    sampler.tell = lambda text, done, total: said.append(text)
+    sampler.on_progress = lambda text, done, total: said.append(text)
     for server in sampler.standins.values():
         server.away = 2
     wait(sampler.update(weights(sampler, 0)))
@@ -202,13 +204,15 @@ def test_waiting_for_servers_is_said_and_over(make: Make, wait: Waiter, monkeypa
     assert said.count("") == 1
 
 
-def test_an_answer_in_pieces_goes_on_from_its_tokens_with_what_is_left_of_the_budget(make: Make, wait: Waiter) -> None:
+def test_an_answer_in_pieces_goes_on_from_its_tokens_with_what_is_left_of_the_budget(
+    make: Make, wait: AsyncRunner
+) -> None:
     sampler = make(piece=3)
     wait(sampler.update(weights(sampler, 5)))
     asked: list[tuple[list[int], int]] = []
 
-    def noted(server: Any, request: Request, drawn: Drawn) -> Drawn:
-        asked.append((request.tokens.tolist(), request.max_tokens))
+    def noted(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
+        asked.append((request.prompt_ids.tolist(), request.max_tokens))
         return drawn
 
     sampler.standins[ONE].fault = noted
@@ -226,15 +230,15 @@ def test_an_answer_in_pieces_goes_on_from_its_tokens_with_what_is_left_of_the_bu
 
 
 def test_weights_change_between_the_pieces_of_an_answer_and_each_token_says_its_version(
-    make: Make, wait: Waiter
+    make: Make, wait: AsyncRunner
 ) -> None:
     sampler = make(ONE, TWO, piece=2, parallel=2)
     wait(sampler.update(weights(sampler, 0)))
     tables = {0: sampler.model.table.detach().clone()}
     begun = asyncio.Event()
 
-    def starts(server: Any, request: Request, drawn: Drawn) -> Drawn:
-        if len(request.tokens) == 7:  # two pieces are there
+    def starts(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
+        if len(request.prompt_ids) == 7:  # two pieces are there
             begun.set()
         return drawn
 
@@ -264,16 +268,16 @@ def test_weights_change_between_the_pieces_of_an_answer_and_each_token_says_its_
         assert torch.allclose(generation.logp, own, atol=1e-5)
 
 
-def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(make: Make, wait: Waiter) -> None:
+def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(make: Make, wait: AsyncRunner) -> None:
     sampler = make(piece=0)
     wait(sampler.update(weights(sampler, 0)))
     before = sampler.model.table.detach().clone()
     holding, held = asyncio.Event(), asyncio.Event()
-    drawing, loading = sampler.draw, sampler.load
+    drawing, loading = sampler.complete, sampler.load_weights
     order: list[str] = []
 
-    async def holds(url: str, asked: Request, seed: int) -> Drawn:
-        if len(asked.tokens) == 3:
+    async def holds(url: str, asked: Request, seed: int) -> EngineCompletion:
+        if len(asked.prompt_ids) == 3:
             held.set()
             await holding.wait()
             order.append("answered")
@@ -283,7 +287,7 @@ def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(mak
         order.append("loaded")
         await loading(url, publication)
 
-    sampler.draw, sampler.load = holds, loads  # type: ignore[method-assign]
+    sampler.complete, sampler.load_weights = holds, loads  # type: ignore[method-assign]
 
     async def both() -> Any:
         asked = asyncio.ensure_future(sampler.generate([request()]))
@@ -300,9 +304,9 @@ def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(mak
     assert torch.allclose(found.logp, own, atol=1e-5)
 
 
-def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: Waiter) -> None:
+def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: AsyncRunner) -> None:
     sampler = make(parallel=2)
-    assert isinstance(sampler, Watchable)
+    assert isinstance(sampler, SupportsStreaming)
     wait(sampler.update(weights(sampler, 0)))
     asked = [request(i) for i in range(6)]
     seen: list[tuple[Request, list[int]]] = []
@@ -312,7 +316,7 @@ def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: Waiter
         seen.extend((request, tokens.tolist()) for request, tokens in over)
         drawn.append(sampler.standins[ONE].drawn)
 
-    with sampler.watched(watch):
+    with sampler.on_completion(watch):
         found = wait(sampler.generate(asked))
     assert {r.key: tokens for r, tokens in seen} == {
         r.key: g.tokens.tolist() for r, g in zip(asked, found, strict=True)
@@ -325,11 +329,11 @@ def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: Waiter
     def stops(over: Any) -> None:
         raise ZeroDivisionError
 
-    with sampler.watched(stops), pytest.raises(ZeroDivisionError):
+    with sampler.on_completion(stops), pytest.raises(ZeroDivisionError):
         wait(sampler.generate(asked))
 
 
-def test_who_gives_no_sign_of_life_is_not_waited_for(wait: Waiter) -> None:
+def test_who_gives_no_sign_of_life_is_not_waited_for(wait: AsyncRunner) -> None:
     asked, ended = list[int](), list[bool]()
 
     async def never() -> str:
@@ -342,19 +346,19 @@ def test_who_gives_no_sign_of_life_is_not_waited_for(wait: Waiter) -> None:
     async def pulse() -> None:
         asked.append(len(asked))
         if len(asked) == 3:
-            raise AwayError("no answer within 30 seconds")
+            raise ServerUnavailableError("no answer within 30 seconds")
 
-    with pytest.raises(AwayError, match="no answer within 30 seconds"):
-        wait(attended(never(), pulse, 1e-4))
+    with pytest.raises(ServerUnavailableError, match="no answer within 30 seconds"):
+        wait(with_heartbeat(never(), pulse, 1e-4))
     assert (asked, ended) == ([0, 1, 2], [True])
     for seconds in (0.0, 60.0):
-        assert wait(attended(asyncio.sleep(0, "said"), pulse, seconds)) == "said"
+        assert wait(with_heartbeat(asyncio.sleep(0, "said"), pulse, seconds)) == "said"
         with pytest.raises(ZeroDivisionError):
-            wait(attended(broken(), pulse, seconds))
+            wait(with_heartbeat(broken(), pulse, seconds))
     assert len(asked) == 3
 
 
-def test_several_that_fail_one_after_the_other_are_one_error_and_no_further_word(wait: Waiter) -> None:
+def test_several_that_fail_one_after_the_other_are_one_error_and_no_further_word(wait: AsyncRunner) -> None:
     """All refused by one server: the first is raised; asyncio has nothing to say of the others."""
     said = list[str]()
 
@@ -370,7 +374,7 @@ def test_several_that_fail_one_after_the_other_are_one_error_and_no_further_word
             raise AssertionError("nobody waits that long")
 
         with pytest.raises(ZeroDivisionError):
-            await together([attended(question(after), pulse, 60.0) for after in range(20)])
+            await gather_or_cancel([with_heartbeat(question(after), pulse, 60.0) for after in range(20)])
 
     wait(asked())
     gc.collect()
@@ -382,13 +386,13 @@ async def broken() -> None:
 
 
 def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_that_is_asked_for(
-    make: Make, wait: Waiter
+    make: Make, wait: AsyncRunner
 ) -> None:
     sampler = make(tolerance=1.0)
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].stale = True
     told = wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, and nobody asked to see it
-    largest = max(verdict.difference for verdict in sampler.verdicts.values())
+    largest = max(verdict.difference for verdict in sampler.probe_results.values())
     assert 1e-4 < largest < 1.0
     assert told["publication/probe_max"].value == largest
 
@@ -402,31 +406,31 @@ def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_tha
         (lambda s, r, d: replace(d, logp=[float("nan"), *d.logp[1:]]), "nan as a log-probability"),
         (lambda s, r, d: replace(d, logp=[None, *d.logp[1:]]), "None as a log-probability"),
         (lambda s, r, d: replace(d, logp=[0.3, *d.logp[1:]]), "0.3 as a log-probability"),
-        (lambda s, r, d: Drawn(d.tokens[:3], d.logp[:3]), "ends after 3 of 8 tokens"),
+        (lambda s, r, d: EngineCompletion(d.tokens[:3], d.logp[:3]), "ends after 3 of 8 tokens"),
         (lambda s, r, d: replace(d, tokens=[487, *d.tokens[1:]]), "487 as a token"),
         (lambda s, r, d: replace(d, tokens=["7", *d.tokens[1:]]), "'7' as a token"),
-        (lambda s, r, d: Drawn([*d.tokens, 1], [*d.logp, -1.0]), "9 tokens, and was asked for 8"),
+        (lambda s, r, d: EngineCompletion([*d.tokens, 1], [*d.logp, -1.0]), "9 tokens, and was asked for 8"),
     ],
 )
-def test_what_no_rollout_can_be_made_of_is_refused(make: Make, wait: Waiter, fault: Fault, words: str) -> None:
+def test_what_no_rollout_can_be_made_of_is_refused(make: Make, wait: AsyncRunner, fault: Fault, words: str) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
-    probed = lambda s, r, d: d if len(r.tokens) > 3 else fault(s, r, Drawn([7] * 8, [-1.0] * 8))  # noqa: E731
+    probed = lambda s, r, d: d if len(r.tokens) > 3 else fault(s, r, EngineCompletion([7] * 8, [-1.0] * 8))  # noqa: E731
     sampler.standins[ONE].fault = probed
     with pytest.raises(EngineError) as error:
         wait(sampler.generate([request()]))
     assert words in str(error.value)
 
 
-def test_what_comes_after_an_end_token_is_cut_off(make: Make, wait: Waiter) -> None:
+def test_what_comes_after_an_end_token_is_cut_off(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
-    sampler.standins[ONE].fault = lambda s, r, d: Drawn([7, 1, 8, 1], [-1.0, -2.0, -3.0, -4.0])
+    sampler.standins[ONE].fault = lambda s, r, d: EngineCompletion([7, 1, 8, 1], [-1.0, -2.0, -3.0, -4.0])
     [found] = wait(sampler.generate([request()]))
     assert (found.tokens.tolist(), found.logp.tolist(), found.finish_reason) == ([7, 1], [-1.0, -2.0], "stop")
 
 
-def test_the_server_with_the_fewest_questions_is_asked_next(make: Make, wait: Waiter) -> None:
+def test_the_server_with_the_fewest_questions_is_asked_next(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO, parallel=3)
     wait(sampler.update(weights(sampler, 0)))
     before = [s.drawn for s in sampler.standins.values()]
@@ -436,7 +440,9 @@ def test_the_server_with_the_fewest_questions_is_asked_next(make: Make, wait: Wa
     assert min(asked) >= 15
 
 
-def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_again(make: Make, wait: Waiter) -> None:
+def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_again(
+    make: Make, wait: AsyncRunner
+) -> None:
     sampler = make(ONE, TWO, patience=5.0)
     wait(sampler.update(weights(sampler, 0)))
     alone = wait(sampler.generate([request(i) for i in range(12)]))
@@ -444,7 +450,7 @@ def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_a
     first.away, loaded, drawn = 3, first.loaded, first.drawn
     found = wait(sampler.generate([request(i) for i in range(12)]))
     assert [g.tokens.tolist() for g in found] == [g.tokens.tolist() for g in alone]
-    assert sampler.servers.moved >= 1
+    assert sampler.servers.num_retries >= 1
     for i in range(200):  # it comes back while others are asked
         wait(sampler.generate([request(i)]))
         if sampler.servers.all[0].ready:
@@ -452,11 +458,11 @@ def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_a
     assert first.loaded == loaded + 1
     assert first.drawn >= drawn + 48  # it was probed
     told = wait(sampler.update(weights(sampler, 1)))
-    assert told["publication/asked_again"].value >= 1
-    assert wait(sampler.update(weights(sampler, 2)))["publication/asked_again"].value == 0
+    assert told["publication/retries"].value >= 1
+    assert wait(sampler.update(weights(sampler, 2)))["publication/retries"].value == 0
 
 
-def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: Waiter) -> None:
+def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO)
     for server in sampler.standins.values():
         server.away = 10**6
@@ -464,14 +470,14 @@ def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: Wait
         wait(sampler.update(weights(sampler, 0)))
 
 
-def test_a_bug_while_a_server_is_made_ready_is_raised_and_not_waited_for(make: Make, wait: Waiter) -> None:
+def test_a_bug_while_a_server_is_made_ready_is_raised_and_not_waited_for(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     sampler.standins.clear()
     with pytest.raises(KeyError, match="http://one"):
         wait(sampler.update(weights(sampler, 0)))
 
 
-def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, wait: Waiter) -> None:
+def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO)
     sampler.standins[TWO].away = 10**6
     for version in range(3):
@@ -482,13 +488,13 @@ def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, 
     assert all(server.ready for server in sampler.servers.all)
 
 
-def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait: Waiter) -> None:
+def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait: AsyncRunner) -> None:
     sampler = make(patience=10.0)
     wait(sampler.update(weights(sampler, 0)))
 
-    def fails(server: Any, asked: Request, drawn: Drawn) -> Drawn:
-        if len(asked.tokens) == 3:  # not the probe's
-            raise AwayError("500 it cannot")
+    def fails(server: Any, asked: Request, drawn: EngineCompletion) -> EngineCompletion:
+        if len(asked.prompt_ids) == 3:  # not the probe's
+            raise ServerUnavailableError("500 it cannot")
         return drawn
 
     sampler.standins[ONE].fault = fails
@@ -499,27 +505,29 @@ def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait:
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (lambda r: httpx.Response(503, text="loading"), AwayError, "503 loading"),
-        (lambda r: httpx.Response(429), AwayError, "429"),
+        (lambda r: httpx.Response(503, text="loading"), ServerUnavailableError, "503 loading"),
+        (lambda r: httpx.Response(429), ServerUnavailableError, "429"),
         (lambda r: httpx.Response(404, text="Not Found"), EngineError, "http://one/x answers 404: Not Found"),
         (lambda r: httpx.Response(302), EngineError, "answers 302"),
     ],
 )
-def test_what_a_server_answers_is_later_or_no(answer: Any, error: type[Exception], words: str, wait: Waiter) -> None:
-    http = Http(1.0, httpx.MockTransport(answer))
+def test_what_a_server_answers_is_later_or_no(
+    answer: Any, error: type[Exception], words: str, wait: AsyncRunner
+) -> None:
+    http = HttpClient(1.0, httpx.MockTransport(answer))
     with pytest.raises(error, match=words):
         wait(http.post(f"{ONE}/x", {}))
 
 
-def test_a_connection_that_breaks_is_later(wait: Waiter) -> None:
+def test_a_connection_that_breaks_is_later(wait: AsyncRunner) -> None:
     def broken(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadTimeout("timed out", request=request)
 
-    with pytest.raises(AwayError, match="ReadTimeout timed out"):
-        wait(Http(1.0, httpx.MockTransport(broken)).get(ONE))
+    with pytest.raises(ServerUnavailableError, match="ReadTimeout timed out"):
+        wait(HttpClient(1.0, httpx.MockTransport(broken)).get(ONE))
 
 
-def test_an_interrupted_call_ends_what_it_has_asked(wait: Waiter) -> None:
+def test_an_interrupted_call_ends_what_it_has_asked(wait: AsyncRunner) -> None:
     """It would go on beside the next call, with the weights of before."""
     ended: list[str] = []
 
@@ -537,7 +545,7 @@ def test_an_interrupted_call_ends_what_it_has_asked(wait: Waiter) -> None:
     assert wait(asyncio.sleep(0, "goes on")) == "goes on"
 
 
-def test_an_engine_draws_nothing_before_it_has_weights(make: Make, wait: Waiter) -> None:
+def test_an_engine_draws_nothing_before_it_has_weights(make: Make, wait: AsyncRunner) -> None:
     with pytest.raises(EngineError, match="no weights"):
         wait(make().generate([request()]))
 
@@ -546,13 +554,13 @@ def test_a_version_is_there_whole_and_the_older_ones_go(tmp_path: Path) -> None:
     folder = VersionFolder(
         tmp_path / "w", lambda tensors, path: (path / "file").write_text(str(sorted(tensors))) and None
     )
-    first = folder.publish(Published(0, {"a": torch.zeros(1)}))
-    second = folder.publish(Published(1, {"b": torch.zeros(1)}))
+    first = folder.publish(PublishedWeights(0, {"a": torch.zeros(1)}))
+    second = folder.publish(PublishedWeights(1, {"b": torch.zeros(1)}))
     (tmp_path / "w" / ".tmp-v00000009-0123abcd").mkdir()  # of a process that was killed
     (tmp_path / "w" / "vacation").mkdir()  # somebody's
     assert first.path != second.path
     assert (first.path / "file").exists()  # a server may still read it
-    folder.sweep(second)
+    folder.remove_old_versions(second)
     assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["current.json", second.name, "vacation"]
     assert (second.version, second.bytes) == (1, len("['b']"))
     folder.remove()
@@ -570,7 +578,7 @@ def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: P
     def write(tensors: Any, path: Path) -> None:
         plural.save_pretrained(path)
 
-    found = VersionFolder(tmp_path / "w", write).publish(Published(0, {}))
+    found = VersionFolder(tmp_path / "w", write).publish(PublishedWeights(0, {}))
     files = [path for path in found.path.rglob("*") if path.is_file()]
     assert any(path.parent != found.path for path in files)
     assert found.bytes == sum(path.stat().st_size for path in files)
@@ -582,7 +590,7 @@ def test_what_is_published_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
     def write(tensors: Any, folder: Path) -> None:
         (folder / "weights").touch(0o600)
 
-    published = VersionFolder(tmp_path / "weights", write).publish(Published(1, {}))
+    published = VersionFolder(tmp_path / "weights", write).publish(PublishedWeights(1, {}))
     (tmp_path / "any").touch()
     modes = {path.stat().st_mode for path in (tmp_path / "any", published.path / "weights")}
     assert len(modes) == 1
@@ -600,7 +608,7 @@ def test_a_mount_that_lets_nobody_change_modes_takes_weights_all_the_same(
         raise PermissionError("not permitted")
 
     monkeypatch.setattr(Path, "chmod", refused)
-    published = VersionFolder(tmp_path / "weights", write).publish(Published(1, {}))
+    published = VersionFolder(tmp_path / "weights", write).publish(PublishedWeights(1, {}))
     assert (published.bytes, published.path.is_dir()) == (4, True)
 
 
@@ -611,9 +619,9 @@ def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> Non
             raise OSError(28, "No space left on device")
 
     folder = VersionFolder(tmp_path, write)
-    kept = folder.publish(Published(0, {}))
+    kept = folder.publish(PublishedWeights(0, {}))
     with pytest.raises(EngineError, match=r"No space left on device.*--sampler.folder"):
-        folder.publish(Published(1, {"bad": torch.zeros(1)}))
+        folder.publish(PublishedWeights(1, {"bad": torch.zeros(1)}))
     assert kept.name in (tmp_path / "current.json").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["current.json", kept.name])
 
@@ -639,11 +647,19 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: 
 def test_an_engine_and_a_sampler_from_python_are_one_too_many(small: pg.Run, tmp_path: Path) -> None:
     run = replace(small, sampler=SamplerConfig(engine="llama_cpp"), output=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"sampler= was given, and sampler.engine is llama_cpp"):
-        pg.train(run, sampler=lambda model, tokenizer: pg.LocalSampler.of(model, tokenizer), display=False)
+        pg.train(run, sampler=lambda model, tokenizer: pg.LocalSampler.from_tokenizer(model, tokenizer), display=False)
 
 
 def test_a_server_that_is_started_here_has_room_for_what_is_asked() -> None:
     config = SamplerConfig(engine="llama_cpp")
-    assert (config.room(None), config.room(256), config.room(32768)) == (4096, 256, 4096)
-    assert (config.room(32768, 8192), config.room(10000, 8192), config.room(None, 8192)) == (16384, 10000, 16384)
-    assert replace(config, context=77).room(256, 8192) == 77
+    assert (
+        config.resolve_context_length(None),
+        config.resolve_context_length(256),
+        config.resolve_context_length(32768),
+    ) == (4096, 256, 4096)
+    assert (
+        config.resolve_context_length(32768, 8192),
+        config.resolve_context_length(10000, 8192),
+        config.resolve_context_length(None, 8192),
+    ) == (16384, 10000, 16384)
+    assert replace(config, context_length=77).resolve_context_length(256, 8192) == 77

@@ -18,8 +18,8 @@ from policygrad.errors import NumericsError
 from policygrad.learners.config import OptimizerConfig
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.models.loading import load_model
-from policygrad.samplers.base import Sampling
-from policygrad.samplers.local.sampling import check_drawable
+from policygrad.samplers.base import SamplingParams
+from policygrad.samplers.local.sampling import check_finite_logits
 
 NAN, INF = math.nan, math.inf
 
@@ -33,8 +33,8 @@ def untouched(row: int) -> Tensor:
 def test_masked_tokens_are_a_distribution(dtype: torch.dtype, temperature: float) -> None:
     logits = torch.tensor([[-INF, 1.0, -INF], [3e38, -3e38, 0.0]], dtype=dtype)
     if temperature != 0.5:
-        check_drawable(logits, Sampling(temperature=temperature), nn.Identity(), untouched)
-    check_drawable(logits[:1], Sampling(temperature=temperature), nn.Identity(), untouched)
+        check_finite_logits(logits, SamplingParams(temperature=temperature), nn.Identity(), untouched)
+    check_finite_logits(logits[:1], SamplingParams(temperature=temperature), nn.Identity(), untouched)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -49,7 +49,7 @@ def test_what_is_no_distribution_is_refused_with_its_row(
         return torch.tensor([1, 2, 3])
 
     with pytest.raises(NumericsError, match=rf"logits are not finite \({says}\).*all layers' outputs are"):
-        check_drawable(logits, Sampling(temperature=temperature), load_model(str(random_model)), text)
+        check_finite_logits(logits, SamplingParams(temperature=temperature), load_model(str(random_model)), text)
     assert asked == [1]
 
 
@@ -89,7 +89,7 @@ def test_a_layer_that_makes_nan_of_finite_numbers_is_named(go: Callable[..., str
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-44])
 def test_a_temperature_that_is_too_small_is_named(go: Callable[..., str], temperature: float) -> None:
-    said = go(sampling=pg.Sampling(max_tokens=4, temperature=temperature))
+    said = go(sampling=pg.SamplingParams(max_tokens=4, temperature=temperature))
     assert f"temperature {temperature:g} divides logits" in said
     assert "--temperature" in said
 
@@ -120,7 +120,7 @@ def test_the_first_parameter_with_a_bad_gradient_is_named() -> None:
 def test_a_trust_region_names_it_too(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
     model, name, record = load_model(str(random_model)), "model.layers.1.mlp.up_proj.weight", Record()
     model.get_parameter(name).register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2, 3]), NAN))
-    run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.algorithm("trpo"), lr=None, steps=1)
+    run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.get_algorithm("trpo"), lr=None, steps=1)
     pg.train(replace(run, output=str(tmp_path / "run")), display=record)
     where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights as they were"
     assert f"step 1: the trust region met numbers that are {where}" in record.said
@@ -138,7 +138,9 @@ def test_so_it_does_where_a_product_with_the_fisher_matrix_breaks(
             return gradient if next(seen) != good else gradient.index_fill(0, torch.tensor([2, 3]), NAN)
 
         model.get_parameter(name).register_hook(spoiled)
-        run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.algorithm("trpo"), lr=None, steps=1)
+        run = replace(
+            small, model=model, tokenizer=str(random_model), algorithm=pg.get_algorithm("trpo"), lr=None, steps=1
+        )
         run = replace(run, learner=replace(run.learner, micro_tokens=10**6))
         pg.train(replace(run, output=str(tmp_path / str(good))), display=record)
         where = f"in a product with the Fisher matrix, first in {name} (64 of 2048 numbers are not finite) and {kept}"

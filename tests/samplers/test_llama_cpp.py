@@ -23,18 +23,18 @@ from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.rewards import RewardPool
-from policygrad.rewards.workers.pool import Begun
-from policygrad.samplers.base import Request, Sampling
+from policygrad.rewards.workers.pool import IncrementalScoring
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import probe, server_pool
-from policygrad.samplers.engines.llama_cpp import LlamaCpp
-from policygrad.samplers.engines.registry import engine_sampler
+from policygrad.samplers.engines.llama_cpp import LlamaCppSampler
+from policygrad.samplers.engines.registry import build_engine_sampler
 from policygrad.training.base_trainer import Callback
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 
 pytest.importorskip("xllamacpp")
-CONFIG = SamplerConfig(engine="llama_cpp", context=256, parallel=4, patience=60.0)
+CONFIG = SamplerConfig(engine="llama_cpp", context_length=256, max_concurrency=4, recovery_timeout=60.0)
 SIZES = {
     "vocab_size": 487,
     "hidden_size": 32,
@@ -57,8 +57,8 @@ STRETCHED = {
 
 
 @pytest.fixture
-def wait() -> Iterator[Waiter]:
-    with Waiter() as waiter:
+def wait() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as waiter:
         yield waiter
 
 
@@ -67,16 +67,16 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("tiny", load_model("tiny", dtype="fp32", device="cpu"))
 
 
-def published(model: Any, version: int, change: float = 0.0) -> Published:
+def published(model: Any, version: int, change: float = 0.0) -> PublishedWeights:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
-    return Published(version, dict(model.named_parameters()))
+    return PublishedWeights(version, dict(model.named_parameters()))
 
 
 def asked(count: int, max_tokens: int = 16) -> list[Request]:
     return [
-        Request(torch.tensor([5, 70, 300, 40]), (1, i), Sampling(max_tokens=max_tokens), max_tokens)
+        Request(torch.tensor([5, 70, 300, 40]), (1, i), SamplingParams(max_tokens=max_tokens), max_tokens)
         for i in range(count)
     ]
 
@@ -91,33 +91,35 @@ def asked(count: int, max_tokens: int = 16) -> list[Request]:
     ],
 )
 def test_an_architecture_is_written_so_that_the_server_agrees_to_1e_4_nats(
-    kind: str, more: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+    kind: str, more: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | more)).eval()
-    sampler = LlamaCpp(model, tokenizer, CONFIG, tmp_path)
+    sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     try:
         wait(sampler.update(published(model, 0, 0.01)))
-        (verdict,) = sampler.verdicts.values()
+        (verdict,) = sampler.probe_results.values()
         assert verdict.tokens > 300
         assert verdict.difference < 1e-4
     finally:
         wait(sampler.close())
 
 
-def test_a_model_with_an_adapter_is_given_as_a_whole_one(tokenizer: Tokenizer, tmp_path: Path, wait: Waiter) -> None:
+def test_a_model_with_an_adapter_is_given_as_a_whole_one(
+    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
+) -> None:
     pytest.importorskip("peft")
     model = load_model("tiny", dtype="fp32", device="cpu", lora=Lora(rank=4))
-    sampler = LlamaCpp(model, tokenizer, CONFIG, tmp_path)
+    sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     try:
         for version in range(2):
             own = dict(model.named_parameters())
             with torch.no_grad():
                 for name in (name for name in own if "lora_B" in name):
                     own[name].add_(0.1 * torch.sin(torch.arange(own[name].numel()).float()).view_as(own[name]))
-            assert wait(sampler.update(Published(version, own)))["publication/probe_max"].value < 1e-4
+            assert wait(sampler.update(PublishedWeights(version, own)))["publication/probe_max"].value < 1e-4
     finally:
         wait(sampler.close())
 
@@ -131,17 +133,17 @@ def test_what_llama_cpp_is_not_given_is_refused_before_anything_starts(tokenizer
     with pytest.raises(
         EngineError, match=r"llama, mistral, qwen2, qwen3, and this one is a gpt2: take --sampler.engine"
     ):
-        LlamaCpp(other, tokenizer, CONFIG, tmp_path)
+        LlamaCppSampler(other, tokenizer, CONFIG, tmp_path)
     stretched = AutoConfig.for_model("llama", **SIZES, rope_parameters=STRETCHED | {"rope_type": "yarn"})
     with pytest.raises(EngineError, match="stretches its positions by 'yarn'"):
-        LlamaCpp(AutoModelForCausalLM.from_config(stretched), tokenizer, CONFIG, tmp_path)
+        LlamaCppSampler(AutoModelForCausalLM.from_config(stretched), tokenizer, CONFIG, tmp_path)
 
 
 def test_a_server_that_does_not_start_is_given_up_with_its_own_words(
-    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
-    sampler = LlamaCpp(model, tokenizer, replace(CONFIG, patience=3.0), tmp_path)
+    sampler = LlamaCppSampler(model, tokenizer, replace(CONFIG, recovery_timeout=3.0), tmp_path)
     sampler.versions.write = lambda tensors, folder: (folder / "model.gguf").write_text("no such thing") and None
     try:
         with pytest.raises(EngineError, match=r"no server has answered for 3 seconds .*llama.cpp does not start with"):
@@ -150,7 +152,7 @@ def test_a_server_that_does_not_start_is_given_up_with_its_own_words(
         wait(sampler.close())
 
 
-def native(sampler: LlamaCpp) -> int:
+def native(sampler: LlamaCppSampler) -> int:
     """The process that serves, below the one that watches."""
     assert sampler.process is not None
     assert sampler.process.process is not None
@@ -162,15 +164,15 @@ def native(sampler: LlamaCpp) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
 def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
-    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
-    sampler = LlamaCpp(model, tokenizer, CONFIG, tmp_path / "weights")
+    sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path / "weights")
     wait(sampler.update(published(model, 0)))
     wait(sampler.update(published(model, 7, 1e-3)))
     server, watcher = native(sampler), sampler.process and sampler.process.process
 
-    drawing = sampler.draw
+    drawing = sampler.complete
     begun: list[int] = []
 
     async def killing(url: str, request: Request, seed: int) -> Any:
@@ -179,11 +181,11 @@ def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
             os.kill(server, signal.SIGKILL)
         return await drawing(url, request, seed)
 
-    sampler.draw = killing  # type: ignore[method-assign]
+    sampler.complete = killing  # type: ignore[method-assign]
     found = wait(sampler.generate(asked(40)))
     assert len(found) == 40
     assert {g.version for g in found} == {7}
-    assert sampler.servers.moved >= 1
+    assert sampler.servers.num_retries >= 1
     assert native(sampler) != server
 
     assert watcher is not None
@@ -200,30 +202,30 @@ def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
 
 @pytest.mark.slow
 def test_weights_change_while_answers_are_drawn_and_each_token_is_of_the_version_it_says(
-    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter
+    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
-    sampler = LlamaCpp(model, tokenizer, replace(CONFIG, piece=2), tmp_path)
+    sampler = LlamaCppSampler(model, tokenizer, replace(CONFIG, chunk_tokens=2), tmp_path)
     wait(sampler.update(published(model, 0)))
     models = {0: copy.deepcopy(model)}
-    requests = [replace(r, sampling=Sampling(temperature=3.0)) for r in asked(24)]
-    drawing, begun = sampler.draw, asyncio.Event()
+    requests = [replace(r, sampling=SamplingParams(temperature=3.0)) for r in asked(24)]
+    drawing, begun = sampler.complete, asyncio.Event()
 
     async def drawn(url: str, request: Request, seed: int) -> Any:
         found = await drawing(url, request, seed)
-        if len(request.tokens) == 8:  # two pieces were there
+        if len(request.prompt_ids) == 8:  # two pieces were there
             begun.set()
         return found
 
     async def both() -> list[Any]:
         going = asyncio.ensure_future(sampler.generate(requests))
         await begun.wait()
-        sampler.draw = drawing  # type: ignore[method-assign]
+        sampler.complete = drawing  # type: ignore[method-assign]
         await sampler.update(published(model, 2, 1e-2))
         assert not going.done()
         return list(await going)
 
-    sampler.draw = drawn  # type: ignore[method-assign]
+    sampler.complete = drawn  # type: ignore[method-assign]
     try:
         found = wait(both())
     finally:
@@ -235,7 +237,7 @@ def test_weights_change_while_answers_are_drawn_and_each_token_is_of_the_version
         assert versions.tolist() == sorted(versions.tolist())
         assert set(versions.tolist()) <= {0, 2}
         mixed += len(set(versions.tolist())) == 2
-        own = {v: probe.looked_up(m, [request], [generation])[0] for v, m in models.items()}
+        own = {v: probe.score_tokens(m, [request], [generation])[0] for v, m in models.items()}
         said = torch.stack([own[int(v)][i] for i, v in enumerate(versions)])
         assert (generation.logp.double() - said).abs().max() < 1e-4
     assert mixed
@@ -258,10 +260,10 @@ class Killing(Callback):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
 def test_a_run_learns_goes_on_after_a_kill_and_resumes(tmp_path: Path) -> None:
     run = pg.Run(
-        sampler=replace(CONFIG, parallel=16),
+        sampler=replace(CONFIG, max_concurrency=16),
         steps=5,
         prompts_per_step=32,
-        evaluation=pg.Evaluation(problems=48, samples=2),
+        evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
         output=str(tmp_path / "run"),
     )
     first = pg.train(run, stop_after=3, display=False, callbacks=[Killing()])
@@ -276,7 +278,7 @@ def test_a_run_learns_goes_on_after_a_kill_and_resumes(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["publication/bytes"] > 2e6 and row["publication/seconds"] > 0 for row in rows)
     assert all(row["publication/probe_max"] < 1e-4 for row in rows)
-    assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/carried"))
+    assert all(row["staleness/max"] == 0 for row in rows if not row.get("dynamic/leftover"))
 
 
 @pytest.mark.slow
@@ -285,19 +287,19 @@ def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
 ) -> None:
     """Greedy completions are the same ones, whoever draws them."""
     early: list[int] = []
-    look = Begun.look
+    look = IncrementalScoring.add_completions
 
-    def looked(begun: Begun, completions: Any) -> None:
+    def looked(begun: IncrementalScoring, completions: Any) -> None:
         early.append(len(completions))
         look(begun, completions)
 
-    monkeypatch.setattr(Begun, "look", looked)
+    monkeypatch.setattr(IncrementalScoring, "look", looked)
     monkeypatch.setattr(RewardPool, "pays", lambda *_: True)
     words = ["eval", "tiny", "--problems", "12", "--samples", "1", "--temperature", "0", "--json"]
     code, here, _ = run_command(*words)
     assert code == 0
     early.clear()
-    code, there, _ = run_command(*words, "--sampler.engine", "llama_cpp", "--sampler.context", "256")
+    code, there, _ = run_command(*words, "--sampler.engine", "llama_cpp", "--sampler.context-length", "256")
     assert code == 0
     assert there == here
     assert early.count(1) == 12  # one by one, as they came
@@ -305,9 +307,13 @@ def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
 
 @pytest.mark.slow
 def test_a_rollout_alone_is_drawn_by_servers_too() -> None:
-    sampler = SamplerConfig(engine="llama_cpp", context=256)
+    sampler = SamplerConfig(engine="llama_cpp", context_length=256)
     run = pg.Run(
-        algorithm=pg.GRPO, prompts_per_step=2, samples_per_prompt=2, sampling=pg.Sampling(max_tokens=4), sampler=sampler
+        algorithm=pg.GRPO,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        sampling=pg.SamplingParams(max_tokens=4),
+        sampler=sampler,
     )
     batch = pg.collect(run).batch
     assert len(batch.mask) == 4
@@ -320,22 +326,22 @@ class Versions(pg.Trainer):
 
     seen: list[set[int]]
 
-    def record(self, done: Any) -> Any:
+    def on_step(self, done: Any) -> Any:
         self.seen += [set(v[own].tolist()) for v, own in zip(done.batch.version, done.batch.own, strict=True)]
-        return super().record(done)
+        return super().on_step(done)
 
 
 @pytest.mark.slow
 def test_a_run_publishes_while_its_next_rollout_is_drawn(tmp_path: Path) -> None:
     run = pg.Run(
-        algorithm=pg.algorithm("grpo"),
-        sampler=replace(CONFIG, piece=2),
-        staleness=1,
+        algorithm=pg.get_algorithm("grpo"),
+        sampler=replace(CONFIG, chunk_tokens=2),
+        max_staleness=1,
         steps=4,
         prompts_per_step=8,
         samples_per_prompt=4,
-        sampling=Sampling(temperature=3.0, max_tokens=24),  # which seldom ends early
-        evaluation=pg.Evaluation(problems=0),
+        sampling=SamplingParams(temperature=3.0, max_tokens=24),  # which seldom ends early
+        evaluation=pg.EvaluationConfig(problems=0),
         output=str(tmp_path / "run"),
     )
     trainer = Versions(run, display=False)
@@ -375,12 +381,12 @@ def test_without_a_server_a_run_waits_with_a_message_ends_and_goes_on(
 ) -> None:
     monkeypatch.setattr(server_pool, "SILENCE", 0.0)
     run = pg.Run(
-        algorithm=pg.algorithm("grpo"),
-        sampler=replace(CONFIG, patience=2.0),
+        algorithm=pg.get_algorithm("grpo"),
+        sampler=replace(CONFIG, recovery_timeout=2.0),
         steps=4,
         prompts_per_step=2,
         samples_per_prompt=4,
-        evaluation=pg.Evaluation(problems=0),
+        evaluation=pg.EvaluationConfig(problems=0),
         output=str(tmp_path / "run"),
     )
     told = Phases()
@@ -404,7 +410,7 @@ def _json(line: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_server_of_its_own_follows_the_folder_of_the_run(
-    tokenizer: Tokenizer, tmp_path: Path, wait: Waiter, run_command: Any
+    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, run_command: Any
 ) -> None:
     """Started as `policygrad engine` says, and named by its address."""
     with socket.socket() as free:
@@ -418,7 +424,7 @@ def test_a_server_of_its_own_follows_the_folder_of_the_run(
         try:
             model = load_model("tiny", dtype="fp32", device="cpu")
             config = replace(CONFIG, urls=(url,), folder=str(tmp_path / "shared"))
-            sampler = engine_sampler(config, model, tokenizer, tmp_path / "run", 1.0)
+            sampler = build_engine_sampler(config, model, tokenizer, tmp_path / "run", 1.0)
             wait(sampler.update(published(model, 0)))
             code, told, _ = run_command("engine", "check", url, "--parallel", "4")
             assert (code, "draws from tiny" in told) == (0, True)
@@ -428,8 +434,8 @@ def test_a_server_of_its_own_follows_the_folder_of_the_run(
                 "engine", "check", url, "--parallel", "4"
             )  # it is no longer the model that it was
             assert (code, "its log-probabilities differ from the learner's" in told) == (2, True)
-            other = replace(config, folder=str(tmp_path / "other"), patience=0.5)
-            elsewhere = engine_sampler(other, model, tokenizer, tmp_path, 1.0)
+            other = replace(config, folder=str(tmp_path / "other"), recovery_timeout=0.5)
+            elsewhere = build_engine_sampler(other, model, tokenizer, tmp_path, 1.0)
             with pytest.raises(EngineError, match=r"it still serves v00000001.*--sampler.folder"):
                 wait(elsewhere.update(published(model, 2)))
             wait(elsewhere.close())

@@ -11,11 +11,11 @@ import torch
 from doubles.drawing import Context, sample
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
-from policygrad.models.tokenizer import load_tokenizer, padding_id
-from policygrad.samplers.base import Generation, Sampling
+from policygrad.models.tokenizer import load_tokenizer, pad_token_id
+from policygrad.samplers.base import Generation, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.samplers.local.sampling import log_probabilities
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PublishedWeights
 
 TEXTS = ["What is 7 + 8?\n", "a", "Sort: 3 1 2\nNow, please!\n", "Hello world\n", "7\n"]
 
@@ -24,7 +24,7 @@ TEXTS = ["What is 7 + 8?\n", "a", "Sort: 3 1 2\nNow, please!\n", "Hello world\n"
 def sampler(random_model: Path) -> LocalSampler:
     model = load_model(str(random_model))
     tokenizer = load_tokenizer(str(random_model), model)
-    return LocalSampler(model, tokenizer.end, padding_id(tokenizer))
+    return LocalSampler(model, tokenizer.end_ids, pad_token_id(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +40,15 @@ def _rows(groups: list[list[Generation]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(max_tokens=16),
-        Sampling(temperature=0.7, max_tokens=16),
-        Sampling(temperature=1.3, top_k=20, top_p=0.8, max_tokens=16),
-        Sampling(temperature=0, max_tokens=16),
+        SamplingParams(max_tokens=16),
+        SamplingParams(temperature=0.7, max_tokens=16),
+        SamplingParams(temperature=1.3, top_k=20, top_p=0.8, max_tokens=16),
+        SamplingParams(temperature=0, max_tokens=16),
     ],
     ids=str,
 )
 def test_recorded_log_probability_is_the_models(
-    sampler: LocalSampler, prompts: list[Context], sampling: Sampling
+    sampler: LocalSampler, prompts: list[Context], sampling: SamplingParams
 ) -> None:
     groups = sample(sampler, prompts, 4, sampling)
     for prompt, group in zip(prompts, groups, strict=True):
@@ -65,7 +65,7 @@ def test_recorded_log_probability_is_the_models(
 
 def test_ends_at_the_end_token_and_says_what_was_cut_off(sampler: LocalSampler, prompts: list[Context]) -> None:
     end = set(sampler.end.tolist())
-    completions = [c for g in sample(sampler, prompts, 64, Sampling(temperature=1.5, max_tokens=24)) for c in g]
+    completions = [c for g in sample(sampler, prompts, 64, SamplingParams(temperature=1.5, max_tokens=24)) for c in g]
     ended = [c for c in completions if c.finish_reason == "stop"]
     assert 0 < len(ended) < len(completions)  # both kinds occur, or the test shows nothing
     for c in completions:
@@ -76,13 +76,13 @@ def test_ends_at_the_end_token_and_says_what_was_cut_off(sampler: LocalSampler, 
 
 
 def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, prompts: list[Context]) -> None:
-    sampling = Sampling(max_tokens=12)
+    sampling = SamplingParams(max_tokens=12)
     together = _rows(sample(sampler, prompts, 4, sampling))
     alone = [row for p in prompts for row in _rows(sample(sampler, [p], 4, sampling))]
     assert together == alone
-    assert together == _rows(sample(sampler, prompts, 4, Sampling(max_tokens=12, decode_rows=4)))
+    assert together == _rows(sample(sampler, prompts, 4, SamplingParams(max_tokens=12, decode_rows=4)))
     assert _rows(sample(sampler, prompts, 2, sampling)) == [r for i, r in enumerate(together) if i % 4 < 2]
-    longer = _rows(sample(sampler, prompts, 4, Sampling(max_tokens=20)))
+    longer = _rows(sample(sampler, prompts, 4, SamplingParams(max_tokens=20)))
     assert all(a == b[: len(a)] for a, b in zip(together, longer, strict=True))
 
 
@@ -91,14 +91,14 @@ def test_no_more_rows_are_decoded_at_a_time_than_asked_for(sampler: LocalSampler
     hook = sampler.model.register_forward_pre_hook(
         lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
     )
-    sample(sampler, prompts, 4, Sampling(max_tokens=6, decode_rows=8))
+    sample(sampler, prompts, 4, SamplingParams(max_tokens=6, decode_rows=8))
     hook.remove()
     assert max(sizes) == 8  # two prompts of the five
     sizes.clear()
     hook = sampler.model.register_forward_pre_hook(
         lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
     )
-    sample(sampler, prompts, 4, Sampling(max_tokens=6))
+    sample(sampler, prompts, 4, SamplingParams(max_tokens=6))
     hook.remove()
     assert max(sizes) == 20
 
@@ -106,7 +106,7 @@ def test_no_more_rows_are_decoded_at_a_time_than_asked_for(sampler: LocalSampler
 def test_the_cache_takes_more_room_when_it_is_used_up(
     sampler: LocalSampler, prompts: list[Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling = Sampling(max_tokens=16)
+    sampling = SamplingParams(max_tokens=16)
     whole = _rows(sample(sampler, prompts, 4, sampling))
     monkeypatch.setattr("policygrad.samplers.local.kv_cache.ROOM", 3)
     assert _rows(sample(sampler, prompts, 4, sampling)) == whole
@@ -114,39 +114,39 @@ def test_the_cache_takes_more_room_when_it_is_used_up(
 
 def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -> None:
     """A prompt may end in the beginning of an answer; greedy decoding then goes on as if it had never stopped."""
-    greedy = Sampling(temperature=0, max_tokens=12)
+    greedy = SamplingParams(temperature=0, max_tokens=12)
     whole = sample(sampler, prompts[:1], 1, greedy)[0][0].tokens
     prefix = Context(torch.cat([prompts[0].tokens, whole[:5]]), prompts[0].key)
-    rest = sample(sampler, [prefix], 1, Sampling(temperature=0, max_tokens=7))[0][0].tokens
+    rest = sample(sampler, [prefix], 1, SamplingParams(temperature=0, max_tokens=7))[0][0].tokens
     assert torch.equal(rest, whole[5:])
 
 
 def test_update_copies_other_weights_and_counts_versions(random_model: Path) -> None:
     model, other = load_model(str(random_model)), load_model(str(random_model))
     tokenizer = load_tokenizer(str(random_model), model)
-    sampler = LocalSampler(model, tokenizer.end, padding_id(tokenizer))
+    sampler = LocalSampler(model, tokenizer.end_ids, pad_token_id(tokenizer))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    asyncio.run(sampler.update(Published(5, dict(other.named_parameters()))))
+    asyncio.run(sampler.update(PublishedWeights(5, dict(other.named_parameters()))))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert sample(sampler, [Context(torch.tensor([1]), (0,))], 1, Sampling(max_tokens=1))[0][0].version == 5
+    assert sample(sampler, [Context(torch.tensor([1]), (0,))], 1, SamplingParams(max_tokens=1))[0][0].version == 5
 
 
 def test_weights_of_another_model_are_refused(random_model: Path) -> None:
     model = load_model(str(random_model))
-    sampler = LocalSampler.of(model, load_tokenizer(str(random_model), model))
+    sampler = LocalSampler.from_tokenizer(model, load_tokenizer(str(random_model), model))
     with pytest.raises(EngineError, match=r"publishes 'head\.bias', which this LlamaForCausalLM does not have"):
-        asyncio.run(sampler.update(Published(1, {"head.bias": torch.zeros(1)})))
+        asyncio.run(sampler.update(PublishedWeights(1, {"head.bias": torch.zeros(1)})))
 
 
 def test_what_is_over_is_told_once_with_the_tokens_that_are_returned(
     sampler: LocalSampler, prompts: list[Context]
 ) -> None:
     """Whoever looks in changes nothing, and does so after every token, also when nothing is over."""
-    sampling = Sampling(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are filled again
+    sampling = SamplingParams(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are filled again
     told: list[list[tuple[tuple[int, ...], list[int]]]] = []
-    with sampler.watched(lambda over: told.append([(request.key, tokens.tolist()) for request, tokens in over])):
+    with sampler.on_completion(lambda over: told.append([(request.key, tokens.tolist()) for request, tokens in over])):
         groups = sample(sampler, prompts, 4, sampling)
     looks = len(told)
     assert _rows(groups) == _rows(sample(sampler, prompts, 4, sampling))
@@ -163,6 +163,6 @@ def test_what_is_raised_by_who_looks_in_ends_the_sampling(sampler: LocalSampler,
     def refuse(over: object) -> None:
         raise OSError("enough")
 
-    with pytest.raises(OSError, match="enough"), sampler.watched(refuse):
-        sample(sampler, prompts, 1, Sampling(max_tokens=4))
-    assert len(sample(sampler, prompts, 1, Sampling(max_tokens=4))) == len(prompts)
+    with pytest.raises(OSError, match="enough"), sampler.on_completion(refuse):
+        sample(sampler, prompts, 1, SamplingParams(max_tokens=4))
+    assert len(sample(sampler, prompts, 1, SamplingParams(max_tokens=4))) == len(prompts)

@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from policygrad.models.moe_routing import Routing
-from policygrad.samplers.base import Generation, Request, Sampling
+from policygrad.samplers.base import Generation, Request, SamplingParams
 from policygrad.samplers.local import shared_prefix
-from policygrad.samplers.local.kv_cache import Memory, Plain
-from policygrad.samplers.local.sampler import Decoding, LocalSampler
-from policygrad.samplers.local.shared_prefix import Layout, Shared, SharedLayer, UnsupportedError, allows_sharing
+from policygrad.samplers.local.kv_cache import DecodeCache, PlainDecodeCache
+from policygrad.samplers.local.sampler import DecodeLoop, LocalSampler
+from policygrad.samplers.local.shared_prefix import (
+    PrefixLayout,
+    SharedPrefixCache,
+    SharedPrefixLayer,
+    UnsupportedError,
+    supports_shared_prefix,
+)
 from tests.doubles.architectures import BASE, CONFIGS, VOCABULARY
 
 SHARING = ["gpt2", "qwen2 untied", "qwen3", "phi", "gpt-neox", "granite", "falcon"]
@@ -31,7 +37,7 @@ def built(name: str, seed: int = 0) -> nn.Module:
     return tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).double().eval()
 
 
-def asked(groups: list[tuple[int, int]], sampling: Sampling) -> list[Request]:
+def asked(groups: list[tuple[int, int]], sampling: SamplingParams) -> list[Request]:
     """For each (tokens of the context, completions): budgets spread from 1 to the sampling's."""
     g = torch.Generator().manual_seed(3)
     requests = []
@@ -46,25 +52,25 @@ def asked(groups: list[tuple[int, int]], sampling: Sampling) -> list[Request]:
 GROUPS = [(5, 3), (2, 1), (9, 4), (1, 2), (7, 1), (3, 5), (9, 1), (4, 2), (6, 3)]
 
 
-def decoded(memory: Memory, requests: list[Request], routing: Routing | None = None) -> list[Generation]:
-    return Decoding(requests, END, 0, routing).run(memory, 0)
+def decoded(memory: DecodeCache, requests: list[Request], routing: Routing | None = None) -> list[Generation]:
+    return DecodeLoop(requests, END, 0, routing).run(memory, 0)
 
 
 def whole(model: nn.Module, request: Request, tokens: Tensor) -> Tensor:
     """log π of the tokens by one forward pass over the sequence."""
     with torch.no_grad():
-        logits = model(input_ids=torch.cat([request.tokens, tokens])[None], use_cache=False).logits[0]
-    logp = logits[len(request.tokens) - 1 : -1].log_softmax(-1)
+        logits = model(input_ids=torch.cat([request.prompt_ids, tokens])[None], use_cache=False).logits[0]
+    logp = logits[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
     return logp.gather(-1, tokens[:, None]).squeeze(1)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("rows", [512, 6, 1])
 @pytest.mark.parametrize("name", SHARING)
 def test_log_probabilities_are_those_of_whole_sequences(name: str, rows: int) -> None:
-    model, sampling = built(name), Sampling(max_tokens=24, decode_rows=rows)
-    assert allows_sharing(model, 0)
+    model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=rows)
+    assert supports_shared_prefix(model, 0)
     requests = asked(GROUPS, sampling)
-    found = decoded(Shared(model, 0), requests)
+    found = decoded(SharedPrefixCache(model, 0), requests)
     assert {x.finish_reason for x in found} == {"stop", "length"}
     for request, x in zip(requests, found, strict=True):
         assert torch.allclose(x.logp.double(), whole(model, request, x.tokens), rtol=0, atol=2e-6)  # kept in float32
@@ -73,12 +79,12 @@ def test_log_probabilities_are_those_of_whole_sequences(name: str, rows: int) ->
 @pytest.mark.parametrize("rows", [512, 7, 1])
 def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """As in half precision: beyond a multiple of 32, after moves, with rows that come later, whatever the memory held before."""
-    model, sampling = built("qwen3"), Sampling(max_tokens=90, decode_rows=rows)
+    model, sampling = built("qwen3"), SamplingParams(max_tokens=90, decode_rows=rows)
     requests = [
         replace(r, max_tokens=max(r.max_tokens, 40 + 7 * i % 50)) for i, r in enumerate(asked(GROUPS, sampling))
     ]
     never = torch.tensor([-1])
-    plain = Decoding(requests, never, 0, None).run(Shared(model, 0), 0)
+    plain = DecodeLoop(requests, never, 0, None).run(SharedPrefixCache(model, 0), 0)
     monkeypatch.setattr(shared_prefix, "even", lambda keys: 32)
     empty = Tensor.new_empty
 
@@ -87,7 +93,7 @@ def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.M
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(Tensor, "new_empty", dirty)
-    padded = Decoding(requests, never, 0, None).run(Shared(model, 0), 0)
+    padded = DecodeLoop(requests, never, 0, None).run(SharedPrefixCache(model, 0), 0)
     assert max(len(x.tokens) for x in padded) > 64
     for x, y in zip(plain, padded, strict=True):
         assert torch.equal(x.tokens, y.tokens)
@@ -97,7 +103,7 @@ def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.M
 def test_log_probabilities_in_float64_are_exact() -> None:
     """What is handed back is float32; the logits behind it are compared here."""
     model = built("qwen3")
-    memory, contexts = Shared(model, 0), [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8])]
+    memory, contexts = SharedPrefixCache(model, 0), [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8])]
     with torch.no_grad():
         read, width = memory.read(contexts, torch.tensor([2, 1]), 4)
         truth = [model(input_ids=contexts[i][None]).logits[0, -1] for i in (0, 0, 1)]
@@ -112,15 +118,15 @@ def test_log_probabilities_in_float64_are_exact() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_plain_memory_draws_the_same(name: str) -> None:
-    model, sampling = built(name), Sampling(max_tokens=24, decode_rows=6)
+    model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=6)
     model = model if name in SHARING else model.float()  # transformers' eager attention has no float64 for padded rows
     requests = asked(GROUPS, sampling)
-    plain = decoded(Plain(model, 0), requests)
+    plain = decoded(PlainDecodeCache(model, 0), requests)
     for request, x in zip(requests, plain, strict=True):
         truth = whole(model, request, x.tokens)
         assert torch.allclose(x.logp.to(truth.dtype), truth, rtol=0, atol=2e-6 if name in SHARING else 1e-5)
     if name in SHARING:
-        shared_prefix = decoded(Shared(model, 0), requests)
+        shared_prefix = decoded(SharedPrefixCache(model, 0), requests)
         assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, shared_prefix, strict=True))
     sampler = LocalSampler(model, frozenset({1}), 0)
     chosen = asyncio.run(sampler.generate(requests))
@@ -129,17 +135,17 @@ def test_the_plain_memory_draws_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SHARING])
 def test_models_that_keep_something_else_are_found_out(name: str) -> None:
-    assert not allows_sharing(built(name), 0)
+    assert not supports_shared_prefix(built(name), 0)
 
 
 def test_attention_that_is_not_sdpa_is_found_out() -> None:
     config = CONFIGS["qwen3"]()
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    assert not allows_sharing(tf.AutoModelForCausalLM.from_config(config).eval(), 0)
+    assert not supports_shared_prefix(tf.AutoModelForCausalLM.from_config(config).eval(), 0)
 
 
-def passes(model: nn.Module, memory: Memory, requests: list[Request]) -> list[int]:
+def passes(model: nn.Module, memory: DecodeCache, requests: list[Request]) -> list[int]:
     """Rows of each forward pass after the contexts were read."""
     sizes: list[int] = []
 
@@ -155,20 +161,22 @@ def passes(model: nn.Module, memory: Memory, requests: list[Request]) -> list[in
 
 def test_time_follows_the_sum_of_lengths() -> None:
     """Nothing ends by itself; lengths 1 to 64 in four slots, first by rounds, then refilled."""
-    model, sampling = built("qwen3"), Sampling(max_tokens=64, decode_rows=4)
+    model, sampling = built("qwen3"), SamplingParams(max_tokens=64, decode_rows=4)
     g = torch.Generator().manual_seed(0)
     lengths = [2 ** int(torch.randint(7, (), generator=g)) for _ in range(32)]
     requests = [Request(torch.tensor([3, 4 + i % 9]), (i,), sampling, n) for i, n in enumerate(lengths)]
-    never = [without_end(memory, requests) for memory in (Plain(model, 0), Shared(model, 0))]
+    never = [without_end(memory, requests) for memory in (PlainDecodeCache(model, 0), SharedPrefixCache(model, 0))]
     assert [len(x.tokens) for x in never[1]] == lengths
-    rounds, refilled = (len(passes(model, memory, requests)) for memory in (Plain(model, 0), Shared(model, 0)))
+    rounds, refilled = (
+        len(passes(model, memory, requests)) for memory in (PlainDecodeCache(model, 0), SharedPrefixCache(model, 0))
+    )
     assert refilled <= sum(lengths) / 4 + 64  # full slots, and at the end the longest alone
     assert refilled < 0.75 * rounds
-    assert max(passes(model, Shared(model, 0), requests)) == 4
+    assert max(passes(model, SharedPrefixCache(model, 0), requests)) == 4
 
 
-def without_end(memory: Memory, requests: list[Request]) -> list[Generation]:
-    return Decoding(requests, torch.tensor([VOCABULARY]), 0, None).run(memory, 0)
+def without_end(memory: DecodeCache, requests: list[Request]) -> list[Generation]:
+    return DecodeLoop(requests, torch.tensor([VOCABULARY]), 0, None).run(memory, 0)
 
 
 MOE: dict[str, Callable[[], Any]] = {
@@ -178,22 +186,22 @@ MOE: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Plain, Shared])
-def test_experts_are_recorded_while_slots_are_refilled(kind: type[Plain] | type[Shared]) -> None:
+@pytest.mark.parametrize("kind", [PlainDecodeCache, SharedPrefixCache])
+def test_experts_are_recorded_while_slots_are_refilled(kind: type[PlainDecodeCache] | type[SharedPrefixCache]) -> None:
     torch.manual_seed(0)
     config = MOE["qwen3"]()
     config._experts_implementation = "eager"  # the grouped product has no float64
     model = tf.AutoModelForCausalLM.from_config(config).double().eval()
-    routing, requests = Routing.of(model), asked(GROUPS, Sampling(max_tokens=12, decode_rows=6))
+    routing, requests = Routing.for_model(model), asked(GROUPS, SamplingParams(max_tokens=12, decode_rows=6))
     with routing.recording():
         found = decoded(kind(model, 0), requests, routing)
     for request, x in zip(requests, found, strict=True):
         with torch.no_grad(), routing.recording():
-            model(input_ids=torch.cat([request.tokens, x.tokens])[None])
-            truth = routing.take()
-        assert x.routes is not None
-        assert torch.equal(x.routes[:-1].sort(-1).values, truth[:-1].sort(-1).values)
-        assert (x.routes[-1] == -1).all()
+            model(input_ids=torch.cat([request.prompt_ids, x.tokens])[None])
+            truth = routing.pop_recorded()
+        assert x.routed_experts is not None
+        assert torch.equal(x.routed_experts[:-1].sort(-1).values, truth[:-1].sort(-1).values)
+        assert (x.routed_experts[-1] == -1).all()
 
 
 @pytest.mark.parametrize("gqa", [False, True])
@@ -209,8 +217,8 @@ def test_attention_is_that_over_both_parts(owner: list[int], gqa: bool) -> None:
     counts, most = rows.bincount(minlength=2), int(rows.bincount().max())
     nth = torch.tensor([owner[:i].count(x) for i, x in enumerate(owner)])
     hidden = torch.zeros(blind.shape, dtype=torch.float64).masked_fill_(blind, -torch.inf)
-    layout = Layout(rows * most + nth, len(counts), most, hidden, length=5)
-    layer = SharedLayer(keys, values, 4, layout)
+    layout = PrefixLayout(rows * most + nth, len(counts), most, hidden, length=5)
+    layer = SharedPrefixLayer(keys, values, 4, layout)
     k, v = layer.update(own[0], own[1])
     got = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
     full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, own[0]), (values, own[1]))]
@@ -224,7 +232,7 @@ def test_attention_is_that_over_both_parts(owner: list[int], gqa: bool) -> None:
 
 def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
     x = torch.randn(1, 1, 3, 2)
-    layer = SharedLayer(x, x, 1, Layout(None, 1, 1, torch.zeros(1, 1, 1, 4), 3))
+    layer = SharedPrefixLayer(x, x, 1, PrefixLayout(None, 1, 1, torch.zeros(1, 1, 1, 4), 3))
     k, v = layer.update(x[:, :, :1], x[:, :, :1])
     with pytest.raises(UnsupportedError, match="on keys that are shared"):
         _ = x @ k.transpose(2, 3)
@@ -244,11 +252,11 @@ def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
 
 
 def test_memory_that_grows_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, requests = built("qwen3"), asked(GROUPS, Sampling(max_tokens=24, decode_rows=6))
-    before = decoded(Shared(model, 0), requests)
+    model, requests = built("qwen3"), asked(GROUPS, SamplingParams(max_tokens=24, decode_rows=6))
+    before = decoded(SharedPrefixCache(model, 0), requests)
     for name, value in (("shared_prefix._FIRST", 1), ("kv_cache.ROOM", 1), ("shared_prefix._AHEAD", 1)):
         monkeypatch.setattr(f"policygrad.samplers.local.{name}", value)
-    after = decoded(Shared(model, 0), requests)
+    after = decoded(SharedPrefixCache(model, 0), requests)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, after, strict=True))
     requests = [replace(r, max_tokens=1) for r in requests]
-    assert [len(x.tokens) for x in decoded(Shared(model, 0), requests)] == [1] * len(requests)
+    assert [len(x.tokens) for x in decoded(SharedPrefixCache(model, 0), requests)] == [1] * len(requests)

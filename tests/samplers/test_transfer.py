@@ -21,22 +21,22 @@ from doubles.wires import SglangTaking, Taking, VllmTaking, Wires
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import nccl_transfer
-from policygrad.samplers.engines.http import AwayError, Http
-from policygrad.samplers.engines.nccl_transfer import SendingSampler
-from policygrad.samplers.engines.sglang import Sglang
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.samplers.engines.nccl_transfer import NcclEngineSampler
+from policygrad.samplers.engines.sglang import SglangSampler
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 
-KINDS: dict[str, tuple[type[SendingSampler], type[Taking]]] = {
-    "vllm": (Vllm, VllmTaking),
-    "sglang": (Sglang, SglangTaking),
+KINDS: dict[str, tuple[type[NcclEngineSampler], type[Taking]]] = {
+    "vllm": (VllmSampler, VllmTaking),
+    "sglang": (SglangSampler, SglangTaking),
 }
 both = pytest.mark.parametrize("name", KINDS)
-Made = tuple[SendingSampler, list[Any], Wires]
+Made = tuple[NcclEngineSampler, list[Any], Wires]
 
 
 class Wide(Bigram):
@@ -58,35 +58,37 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., Made]:
     def made(name: str, servers: int = 1, patience: float = 20.0, bucket: int = 30) -> Made:
         sampler_class, form = KINDS[name]
         wires = Wires()
-        wired: type[SendingSampler] = type(f"Wired{name}", (sampler_class,), {"opens": wires})
+        wired: type[NcclEngineSampler] = type(f"Wired{name}", (sampler_class,), {"opens": wires})
         model = Wide(len(tokenizer.hf))
         urls = tuple(f"http://127.0.0.1:{9000 + i}" for i in range(servers))
-        config = SamplerConfig(engine=name, urls=urls, patience=patience, transfer="nccl", parallel=4)
+        config = SamplerConfig(
+            engine=name, urls=urls, recovery_timeout=patience, weight_transport="nccl", max_concurrency=4
+        )
         sampler = wired(model, tokenizer, config, tmp_path / "weights")
         assert sampler.transfer is not None
         sampler.transfer._bucket = bucket  # each of the model's tensors is a bucket of its own
-        there = {url: form(model.table, tokenizer.end, wires) for url in urls}
+        there = {url: form(model.table, tokenizer.end_ids, wires) for url in urls}
 
         async def answer(request: httpx.Request) -> httpx.Response:
             return await there[f"http://{request.url.netloc.decode()}"].answer(request)
 
-        sampler.http = Http(20.0, httpx.MockTransport(answer))
+        sampler.http = HttpClient(20.0, httpx.MockTransport(answer))
         return sampler, list(there.values()), wires
 
     return made
 
 
 @pytest.fixture
-def wait() -> Iterator[Waiter]:
-    with Waiter() as waiter:
+def wait() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as waiter:
         yield waiter
 
 
-def publish(sampler: SendingSampler, version: int) -> Published:
+def publish(sampler: NcclEngineSampler, version: int) -> PublishedWeights:
     """Weights that are not what the servers have."""
     with torch.no_grad():
         sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
-    return Published(version, dict(sampler.model.named_parameters()))
+    return PublishedWeights(version, dict(sampler.model.named_parameters()))
 
 
 def bodies(server: Taking, path: str) -> list[Any]:
@@ -94,7 +96,7 @@ def bodies(server: Taking, path: str) -> list[Any]:
 
 
 @both
-def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name)
     for version in (4, 5):
         told = wait(sampler.update(publish(sampler, version)))
@@ -105,7 +107,7 @@ def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..
         assert list(server.got) == list(own) == ["table", "scale", "narrow"]
         assert all(torch.equal(server.got[n], own[n]) for n in own)
     assert len(wires.opened) == 1  # one group for both
-    [found] = wait(sampler.generate([Request(torch.tensor([3, 9]), (1, 2), Sampling(max_tokens=4), 4)]))
+    [found] = wait(sampler.generate([Request(torch.tensor([3, 9]), (1, 2), SamplingParams(max_tokens=4), 4)]))
     assert found.version == 5
     assert not sampler.versions.root.exists()
     wait(sampler.close())
@@ -113,7 +115,7 @@ def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..
     assert not server.groups
 
 
-def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: Waiter) -> None:
+def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], _ = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
     told = ["/start_weight_update", *["/update_weights"] * 3, "/finish_weight_update"]
@@ -132,7 +134,7 @@ def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: Waiter)
 
 
 def test_sglang_forgets_its_prefixes_and_takes_the_version_when_the_weights_are_whole(
-    make: Callable[..., Made], wait: Waiter
+    make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [server], wires = make("sglang")
     wait(sampler.update(publish(sampler, 0)))
@@ -148,7 +150,7 @@ def test_sglang_forgets_its_prefixes_and_takes_the_version_when_the_weights_are_
 
 
 @both
-def test_all_weights_in_one_request_where_they_fit(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+def test_all_weights_in_one_request_where_they_fit(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], _ = make(name, bucket=2**29)
     wait(sampler.update(publish(sampler, 0)))
     path = "/update_weights" if name == "vllm" else "/update_weights_from_distributed"
@@ -157,7 +159,7 @@ def test_all_weights_in_one_request_where_they_fit(name: str, make: Callable[...
 
 
 @both
-def test_the_group_has_all_processes_of_a_server(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+def test_the_group_has_all_processes_of_a_server(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name)
     server.workers = 4
     wait(sampler.update(publish(sampler, 0)))
@@ -166,7 +168,7 @@ def test_the_group_has_all_processes_of_a_server(name: str, make: Callable[..., 
 
 @both
 def test_a_server_that_is_lost_in_the_middle_does_not_keep_the_others(
-    name: str, make: Callable[..., Made], wait: Waiter
+    name: str, make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [first, second], wires = make(name, servers=2)
     wait(sampler.update(publish(sampler, 0)))
@@ -193,7 +195,7 @@ def test_a_server_that_is_lost_in_the_middle_does_not_keep_the_others(
 
 
 @both
-def test_one_that_never_takes_the_weights_is_given_up(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+def test_one_that_never_takes_the_weights_is_given_up(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name, patience=0.2)
     server.hangs = True
     with pytest.raises(EngineError, match=r"no server has answered for 0.2 seconds"):
@@ -203,7 +205,7 @@ def test_one_that_never_takes_the_weights_is_given_up(name: str, make: Callable[
 
 
 @both
-def test_one_that_was_started_again_joins_a_new_group(name: str, make: Callable[..., Made], wait: Waiter) -> None:
+def test_one_that_was_started_again_joins_a_new_group(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name)
     wait(sampler.update(publish(sampler, 0)))
     server.begin()
@@ -214,7 +216,7 @@ def test_one_that_was_started_again_joins_a_new_group(name: str, make: Callable[
 
 
 def test_one_in_the_middle_of_an_update_finishes_that_before_it_joins_again(
-    make: Callable[..., Made], wait: Waiter
+    make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [server], wires = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
@@ -227,7 +229,7 @@ def test_one_in_the_middle_of_an_update_finishes_that_before_it_joins_again(
 
 @both
 def test_a_transfer_that_is_broken_off_is_whole_all_the_same(
-    name: str, make: Callable[..., Made], wait: Waiter
+    name: str, make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     """A server that waits for the rest of a broadcast waits for ever."""
     sampler, [server], _ = make(name)
@@ -261,7 +263,7 @@ def test_a_transfer_that_is_broken_off_is_whole_all_the_same(
 
 
 def test_one_that_hangs_is_not_waited_for_by_whoever_breaks_it_off(
-    make: Callable[..., Made], wait: Waiter, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Made], wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_transfer, "ASKS", 0.1)
     sampler, [server], wires = make("sglang")
@@ -282,11 +284,11 @@ def test_one_that_hangs_is_not_waited_for_by_whoever_breaks_it_off(
     assert wires.opened[0].ended
 
 
-def test_vllm_without_its_flag_is_refused_with_it(make: Callable[..., Made], wait: Waiter) -> None:
+def test_vllm_without_its_flag_is_refused_with_it(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("vllm")
     server.configured = False
     with pytest.raises(
-        EngineError, match=r"--weight-transfer-config '\{\"backend\":\"nccl\"\}'.*--sampler.transfer folder"
+        EngineError, match=r"--weight-transfer-config '\{\"backend\":\"nccl\"\}'.*--sampler.weight-transport folder"
     ):
         wait(sampler.update(publish(sampler, 0)))
     assert wires.opened[0].ended
@@ -294,7 +296,7 @@ def test_vllm_without_its_flag_is_refused_with_it(make: Callable[..., Made], wai
 
 @pytest.mark.parametrize("many", [{"dp_size": 2}, {"pp_size": 4}])
 def test_sglang_with_other_kinds_of_processes_is_refused(
-    many: dict[str, int], make: Callable[..., Made], wait: Waiter
+    many: dict[str, int], make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [server], _ = make("sglang")
     server.many = many
@@ -304,7 +306,7 @@ def test_sglang_with_other_kinds_of_processes_is_refused(
 
 
 def test_data_parallel_attention_of_sglang_is_among_its_tensor_parallel_processes(
-    make: Callable[..., Made], wait: Waiter
+    make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [server], wires = make("sglang")
     server.many, server.workers = {"dp_size": 2, "enable_dp_attention": True}, 2
@@ -312,7 +314,7 @@ def test_data_parallel_attention_of_sglang_is_among_its_tensor_parallel_processe
     assert wires.opened[0].size == 3
 
 
-def test_somebody_else_who_answers_there_is_named(make: Callable[..., Made], wait: Waiter) -> None:
+def test_somebody_else_who_answers_there_is_named(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], _ = make("vllm")
     server.transferred = _strange
     with pytest.raises(EngineError, match=r"is it a server of vLLM 0.32"):
@@ -326,11 +328,11 @@ async def _strange(path: str, body: Any) -> tuple[int, Any]:
 def test_a_tied_head_is_sent_a_second_time_to_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = load_model(str(random_model), dtype="fp32", device="cpu")
     own = dict(model.named_parameters())
-    for sampler_class, names in ((Vllm, [*own, "lm_head.weight"]), (Sglang, [*own])):
+    for sampler_class, names in ((VllmSampler, [*own, "lm_head.weight"]), (SglangSampler, [*own])):
         wired = type("Wired", (sampler_class,), {"opens": Wires()})
-        config = SamplerConfig(engine=sampler_class.__name__.lower(), urls=("http://a:1",), transfer="nccl")
+        config = SamplerConfig(engine=sampler_class.__name__.lower(), urls=("http://a:1",), weight_transport="nccl")
         sampler = wired(model, tokenizer, config, tmp_path)
-        found = sampler.transfer.publish(Published(0, own))
+        found = sampler.transfer.publish(PublishedWeights(0, own))
         sent = sampler.transfer._tensors
         assert list(sent) == names
         assert found.bytes == sum(tensor.nbytes for tensor in sent.values())
@@ -340,9 +342,10 @@ def test_a_tied_head_is_sent_a_second_time_to_vllm(random_model: Path, tokenizer
 
 def test_a_policy_on_the_cpu_is_refused_with_the_way_out(tokenizer: Tokenizer) -> None:
     for name, (sampler_class, _) in KINDS.items():
-        config = SamplerConfig(engine=name, urls=("http://127.0.0.1:1",), transfer="nccl")
+        config = SamplerConfig(engine=name, urls=("http://127.0.0.1:1",), weight_transport="nccl")
         with pytest.raises(
-            EngineError, match=r"the policy is on the cpu: take --learner.device cuda, or .*--sampler.transfer folder"
+            EngineError,
+            match=r"the policy is on the cpu: take --learner.device cuda, or .*--sampler.weight-transport folder",
         ):
             sampler_class(Wide(len(tokenizer.hf)), tokenizer, config, Path("weights"))
 
@@ -351,21 +354,23 @@ def test_adapters_are_not_sent(random_model: Path, tokenizer: Tokenizer, tmp_pat
     peft = pytest.importorskip("peft")
     model = load_model(str(random_model), dtype="fp32", device="cpu")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    config = SamplerConfig(engine="vllm", urls=("http://127.0.0.1:1",), transfer="nccl")
+    config = SamplerConfig(engine="vllm", urls=("http://127.0.0.1:1",), weight_transport="nccl")
     with pytest.raises(EngineError, match=r"adapters"):
-        Vllm(adapted, tokenizer, config, tmp_path)
+        VllmSampler(adapted, tokenizer, config, tmp_path)
 
 
 @pytest.mark.parametrize(("engine", "said"), [("llama_cpp", "is llama_cpp"), ("local", "is local")])
 def test_other_engines_take_folders(engine: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"sampler.engine {said}: take one of these, or --sampler.transfer folder"):
-        SamplerConfig(engine=engine, transfer="nccl")
-    with pytest.raises(ConfigError, match=r"sampler.transfer must be folder or nccl, not 'infiniband'"):
-        SamplerConfig(transfer="infiniband")
+    with pytest.raises(
+        ConfigError, match=rf"sampler.engine {said}: take one of these, or --sampler.weight-transport folder"
+    ):
+        SamplerConfig(engine=engine, weight_transport="nccl")
+    with pytest.raises(ConfigError, match=r"sampler.weight_transport must be folder or nccl, not 'infiniband'"):
+        SamplerConfig(weight_transport="infiniband")
 
 
 def test_a_group_that_breaks_while_the_server_says_nothing_is_an_absence(
-    make: Callable[..., Made], wait: Waiter
+    make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [server], wires = make("sglang")
     assert sampler.transfer is not None
@@ -377,7 +382,7 @@ def test_a_group_that_breaks_while_the_server_says_nothing_is_an_absence(
     wait(sent())
     server.hangs = True
     wires.opened[0].end()
-    with pytest.raises(AwayError, match=r"the group with it is broken: ended"):
+    with pytest.raises(ServerUnavailableError, match=r"the group with it is broken: ended"):
         wait(sent())
 
 

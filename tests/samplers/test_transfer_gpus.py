@@ -15,11 +15,11 @@ import torch
 
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 from vllm_server import START, serving
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
@@ -48,9 +48,11 @@ def url(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def test_weights_come_over_nccl_again_and_again_and_after_a_new_group(url: str, model: Any, tmp_path: Path) -> None:
     """The embedded model's head is tied. What was not taken over moves log-probabilities by more than the probe allows."""
-    config = SamplerConfig(engine="vllm", urls=(url,), patience=START, transfer="nccl", tolerance=1e-2)
-    sampler = Vllm(model, load_tokenizer("tiny", model), config, tmp_path / "weights")
-    with Waiter() as wait:
+    config = SamplerConfig(
+        engine="vllm", urls=(url,), recovery_timeout=START, weight_transport="nccl", logprob_tolerance=1e-2
+    )
+    sampler = VllmSampler(model, load_tokenizer("tiny", model), config, tmp_path / "weights")
+    with AsyncRunner() as wait:
         for version in range(4):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -59,8 +61,8 @@ def test_weights_come_over_nccl_again_and_again_and_after_a_new_group(url: str, 
             if version == 2:
                 assert sampler.transfer is not None
                 wait(sampler.transfer.close(sampler.http))
-            wait(sampler.update(Published(version, dict(model.named_parameters()))))
-        asked = [Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=8), 8) for i in range(40)]
+            wait(sampler.update(PublishedWeights(version, dict(model.named_parameters()))))
+        asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
         found = wait(sampler.generate(asked))
         assert {g.version for g in found} == {3}
         wait(sampler.close())

@@ -26,12 +26,12 @@ from doubles.wires import SglangTaking, Taking, VllmTaking, WireGroup, Wires
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.http import Http
-from policygrad.samplers.engines.nccl_transfer import SendingSampler
-from policygrad.samplers.engines.sglang import Sglang
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.http import HttpClient
+from policygrad.samplers.engines.nccl_transfer import NcclEngineSampler
+from policygrad.samplers.engines.sglang import SglangSampler
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 
 pytestmark = pytest.mark.slow
 URL = "http://127.0.0.1:9000"
@@ -118,10 +118,11 @@ def same(found: Tensor, own: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("sampler_class", "form", "group"), [(Sglang, SglangTaking, GlooGroup), (Vllm, VllmTaking, GlooIdGroup)]
+    ("sampler_class", "form", "group"),
+    [(SglangSampler, SglangTaking, GlooGroup), (VllmSampler, VllmTaking, GlooIdGroup)],
 )
 def test_another_process_has_the_weights_byte_for_byte(
-    sampler_class: type[SendingSampler],
+    sampler_class: type[NcclEngineSampler],
     form: type[Taking],
     group: type[GlooGroup],
     process: Process,
@@ -132,19 +133,23 @@ def test_another_process_has_the_weights_byte_for_byte(
     model.narrow = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
     model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not as it lies in memory
     config = SamplerConfig(
-        engine=sampler_class.__name__.lower(), urls=(URL,), patience=60.0, transfer="nccl", parallel=4
+        engine=sampler_class.__name__.lower(),
+        urls=(URL,),
+        recovery_timeout=60.0,
+        weight_transport="nccl",
+        max_concurrency=4,
     )
     sampler = type("Over", (sampler_class,), {"opens": group})(model, tokenizer, config, tmp_path / "weights")
     sampler.transfer._bucket = 64
-    server: Any = over(form)(model.table, tokenizer.end, Wires())
+    server: Any = over(form)(model.table, tokenizer.end_ids, Wires())
     server.process = process
-    sampler.http = Http(60.0, server.transport)
-    with Waiter() as wait:
+    sampler.http = HttpClient(60.0, server.transport)
+    with AsyncRunner() as wait:
         for version in range(2):
             with torch.no_grad():
                 model.table.mul_(0.9)
                 model.narrow.add_(1)
-            told = wait(sampler.update(Published(version, dict(model.named_parameters()))))
+            told = wait(sampler.update(PublishedWeights(version, dict(model.named_parameters()))))
             assert told["publication/probe_max"].value < 1e-5
             assert {name: same(server.got[name], p) for name, p in model.named_parameters()} == {
                 "table": True,
@@ -155,10 +160,11 @@ def test_another_process_has_the_weights_byte_for_byte(
 
 
 @pytest.mark.parametrize(
-    ("sampler_class", "form", "group"), [(Sglang, SglangTaking, GlooGroup), (Vllm, VllmTaking, GlooIdGroup)]
+    ("sampler_class", "form", "group"),
+    [(SglangSampler, SglangTaking, GlooGroup), (VllmSampler, VllmTaking, GlooIdGroup)],
 )
 def test_a_process_that_is_killed_in_the_middle_leaves_the_learner_and_its_successor_joins(
-    sampler_class: type[SendingSampler],
+    sampler_class: type[NcclEngineSampler],
     form: type[Taking],
     group: type[GlooGroup],
     process: Process,
@@ -167,19 +173,23 @@ def test_a_process_that_is_killed_in_the_middle_leaves_the_learner_and_its_succe
 ) -> None:
     model: Any = Bigram(len(tokenizer.hf))
     config = SamplerConfig(
-        engine=sampler_class.__name__.lower(), urls=(URL,), patience=60.0, transfer="nccl", parallel=4
+        engine=sampler_class.__name__.lower(),
+        urls=(URL,),
+        recovery_timeout=60.0,
+        weight_transport="nccl",
+        max_concurrency=4,
     )
     sampler = type("Over", (sampler_class,), {"opens": group})(model, tokenizer, config, tmp_path / "weights")
-    server: Any = over(form)(model.table, tokenizer.end, Wires())
+    server: Any = over(form)(model.table, tokenizer.end_ids, Wires())
     server.process, successor = process, Process()
-    sampler.http = Http(60.0, server.transport)
+    sampler.http = HttpClient(60.0, server.transport)
     try:
-        with Waiter() as wait:
-            wait(sampler.update(Published(0, dict(model.named_parameters()))))
+        with AsyncRunner() as wait:
+            wait(sampler.update(PublishedWeights(0, dict(model.named_parameters()))))
             server.kills = successor
             with torch.no_grad():
                 model.table.mul_(0.9)
-            wait(sampler.update(Published(1, dict(model.named_parameters()))))
+            wait(sampler.update(PublishedWeights(1, dict(model.named_parameters()))))
             assert server.process is successor
             assert same(server.got["table"], model.table)
             wait(sampler.close())

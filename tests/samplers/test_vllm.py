@@ -17,12 +17,12 @@ import policygrad as pg
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
-from policygrad.weight_sync.folder import safetensors_writer
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
+from policygrad.weight_sync.folder import make_safetensors_writer
 from vllm_server import START, serving
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
@@ -36,41 +36,41 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def wait() -> Iterator[Waiter]:
-    with Waiter() as waiter:
+def wait() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as waiter:
         yield waiter
 
 
-def made(url: str, folder: Path) -> Vllm:
+def made(url: str, folder: Path) -> VllmSampler:
     model = load_model("tiny", dtype="fp32", device="cpu")
-    config = SamplerConfig(engine="vllm", urls=(url,), patience=START)
-    return Vllm(model, load_tokenizer("tiny", model), config, folder / "weights")
+    config = SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START)
+    return VllmSampler(model, load_tokenizer("tiny", model), config, folder / "weights")
 
 
-def changed(model: Any, version: int, change: float) -> Published:
+def changed(model: Any, version: int, change: float) -> PublishedWeights:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
-    return Published(version, dict(model.named_parameters()))
+    return PublishedWeights(version, dict(model.named_parameters()))
 
 
-def test_its_weights_are_replaced_and_it_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: Waiter) -> None:
+def test_its_weights_are_replaced_and_it_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path)
     for version in range(3):
         told = wait(sampler.update(changed(sampler.model, version, 0.02)))
         assert told["publication/probe_max"].value < 1e-4
-    asked = [Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=8), 8) for i in range(40)]
+    asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
     found = wait(sampler.generate(asked))
     assert {g.version for g in found} == {2}
     assert len({tuple(g.tokens.tolist()) for g in found}) > 10
     wait(sampler.close())
 
 
-def test_a_reload_that_leaves_the_tied_head_as_it_was_is_seen(url: str, tmp_path: Path, wait: Waiter) -> None:
+def test_a_reload_that_leaves_the_tied_head_as_it_was_is_seen(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     """The fault of vLLM 0.32 that writing the head twice is a way around."""
     sampler = made(url, tmp_path)
     wait(sampler.update(changed(sampler.model, 0, 0.0)))
-    sampler.versions.write = safetensors_writer(sampler.model, sampler.tokenizer.hf)
+    sampler.versions.write = make_safetensors_writer(sampler.model, sampler.tokenizer.hf)
     with pytest.raises(EngineError, match="other weights, an older version"):
         wait(sampler.update(changed(sampler.model, 1, 0.02)))
     wait(sampler.close())
@@ -78,10 +78,10 @@ def test_a_reload_that_leaves_the_tied_head_as_it_was_is_seen(url: str, tmp_path
 
 def test_a_run_learns(url: str, tmp_path: Path) -> None:
     run = pg.Run(
-        sampler=SamplerConfig(engine="vllm", urls=(url,), patience=START),
+        sampler=SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START),
         steps=5,
         prompts_per_step=32,
-        evaluation=pg.Evaluation(problems=48, samples=2),
+        evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
         output=str(tmp_path / "run"),
     )
     found = pg.train(run, display=False)
@@ -93,7 +93,7 @@ def test_a_run_learns(url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "words"), [("--logprobs-mode", "before the temperature"), ("--dtype", "lower precision")]
 )
-def test_what_is_left_away_is_noticed(option: str, words: str, tmp_path: Path, wait: Waiter) -> None:
+def test_what_is_left_away_is_noticed(option: str, words: str, tmp_path: Path, wait: AsyncRunner) -> None:
     with serving(VENV, tmp_path, (option,)) as url:
         sampler = made(url, tmp_path)
         with pytest.raises(EngineError, match=words):

@@ -20,11 +20,11 @@ from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.samplers.base import Request, Sampling
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.vllm import Vllm
-from policygrad.utils.async_runner import Waiter
-from policygrad.weight_sync.base import Published
+from policygrad.samplers.engines.vllm import VllmSampler
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.weight_sync.base import PublishedWeights
 from vllm_server import START, serving
 
 pytest.importorskip("peft")
@@ -45,24 +45,24 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def wait() -> Iterator[Waiter]:
-    with Waiter() as waiter:
+def wait() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as waiter:
         yield waiter
 
 
-def made(url: str, folder: Path, rank: int = RANK) -> Vllm:
+def made(url: str, folder: Path, rank: int = RANK) -> VllmSampler:
     model = load_model("tiny", dtype="fp32", device="cpu", lora=Lora(rank=rank, alpha=12.0))
-    config = SamplerConfig(engine="vllm", urls=(url,), patience=START)
-    return Vllm(model, load_tokenizer("tiny", model), config, folder / "weights")
+    config = SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START)
+    return VllmSampler(model, load_tokenizer("tiny", model), config, folder / "weights")
 
 
-def learnt(sampler: Vllm, version: int, spread: float) -> Published:
+def learnt(sampler: VllmSampler, version: int, spread: float) -> PublishedWeights:
     generator, own = torch.Generator().manual_seed(version), dict(sampler.model.named_parameters())
     with torch.no_grad():
         for name, parameter in own.items():
             if "lora_B" in name:
                 parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
-    return Published(version, own)
+    return PublishedWeights(version, own)
 
 
 def adapters(url: str) -> list[str]:
@@ -70,10 +70,12 @@ def adapters(url: str) -> list[str]:
     return [card["id"] for card in cards if card.get("parent")]
 
 
-def test_adapters_are_taken_over_and_it_agrees_to_1e_4_nats_after_each(url: str, tmp_path: Path, wait: Waiter) -> None:
+def test_adapters_are_taken_over_and_it_agrees_to_1e_4_nats_after_each(
+    url: str, tmp_path: Path, wait: AsyncRunner
+) -> None:
     """The first adds nothing: the server's own weights are the learner's. Those after it change what is drawn."""
     sampler, drawn = made(url, tmp_path), list[Any]()
-    asked = [Request(torch.tensor([5, 70, 300]), (1, i), Sampling(max_tokens=8), 8) for i in range(40)]
+    asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
     for version, spread in enumerate((0.0, 0.05, 0.2, 0.05)):
         told = wait(sampler.update(learnt(sampler, version, spread)))
         assert told["publication/probe_max"].value < 1e-4
@@ -88,37 +90,39 @@ def test_adapters_are_taken_over_and_it_agrees_to_1e_4_nats_after_each(url: str,
     assert adapters(url) == []
 
 
-def test_greedy_answers_are_those_of_the_model_with_its_adapter(url: str, tmp_path: Path, wait: Waiter) -> None:
+def test_greedy_answers_are_those_of_the_model_with_its_adapter(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path)
-    greedy, answers = Sampling(temperature=0.0, max_tokens=12), list[list[list[int]]]()
+    greedy, answers = SamplingParams(temperature=0.0, max_tokens=12), list[list[list[int]]]()
     asked = [Request(torch.tensor([5, 70 + i, 300, 40]), (1, i), greedy, 12) for i in range(8)]
     for version, spread in ((0, 0.0), (1, 0.3)):
         wait(sampler.update(learnt(sampler, version, spread)))
         found = wait(sampler.generate(asked))
         for request, generation in zip(asked, found, strict=True):
-            ids = torch.cat([request.tokens, generation.tokens])[None]
+            ids = torch.cat([request.prompt_ids, generation.tokens])[None]
             with torch.no_grad():
-                best = sampler.model(input_ids=ids).logits[0, len(request.tokens) - 1 : -1].argmax(-1)
+                best = sampler.model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
             assert generation.tokens.tolist() == best.tolist()
         answers.append([generation.tokens.tolist() for generation in found])
     assert answers[0] != answers[1]
     wait(sampler.close())
 
 
-def test_a_rank_that_it_has_no_room_for_is_refused_with_the_flag(url: str, tmp_path: Path, wait: Waiter) -> None:
+def test_a_rank_that_it_has_no_room_for_is_refused_with_the_flag(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path, rank=16)
-    with pytest.raises(EngineError, match=r"does not take the adapter: .*--max-lora-rank.*--sampler.publish whole"):
+    with pytest.raises(EngineError, match=r"does not take the adapter: .*--max-lora-rank.*--sampler.lora-sync whole"):
         wait(sampler.update(learnt(sampler, 0, 0.1)))
     wait(sampler.close())
 
 
-def test_an_adapter_that_it_was_made_to_forget_is_given_to_it_again(url: str, tmp_path: Path, wait: Waiter) -> None:
+def test_an_adapter_that_it_was_made_to_forget_is_given_to_it_again(
+    url: str, tmp_path: Path, wait: AsyncRunner
+) -> None:
     sampler = made(url, tmp_path)
     wait(sampler.update(learnt(sampler, 5, 0.2)))
     assert sampler.published is not None
     body = {"lora_name": sampler.published.name}
     assert httpx.post(f"{url}/v1/unload_lora_adapter", json=body, trust_env=False).status_code == 200
-    [found] = wait(sampler.generate([Request(torch.tensor([5, 70]), (1,), Sampling(max_tokens=8), 8)]))
+    [found] = wait(sampler.generate([Request(torch.tensor([5, 70]), (1,), SamplingParams(max_tokens=8), 8)]))
     assert found.version == 5
     assert adapters(url) == [sampler.published.name]
     wait(sampler.close())
@@ -126,11 +130,11 @@ def test_an_adapter_that_it_was_made_to_forget_is_given_to_it_again(url: str, tm
 
 def test_a_run_learns_its_adapter(url: str, tmp_path: Path) -> None:
     run = pg.Run(
-        sampler=SamplerConfig(engine="vllm", urls=(url,), patience=START),
+        sampler=SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START),
         learner=pg.LearnerConfig(lora=f"rank={RANK}"),
         steps=5,
         prompts_per_step=32,
-        evaluation=pg.Evaluation(problems=48, samples=2),
+        evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
         output=str(tmp_path / "run"),
     )
     found = pg.train(run, display=False)
@@ -147,7 +151,7 @@ def test_a_run_learns_its_adapter(url: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_left_away_for_adapters_is_named(
-    lora: str, without: tuple[str, ...], words: str, tmp_path: Path, wait: Waiter
+    lora: str, without: tuple[str, ...], words: str, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     with serving(VENV, tmp_path, without, lora=lora) as url:
         sampler = made(url, tmp_path)

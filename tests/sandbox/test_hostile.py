@@ -8,31 +8,31 @@ import pytest
 
 from policygrad.errors import ConfigError
 from policygrad.sandbox import (
-    WALLS,
-    Dialogue,
-    Examination,
+    BACKENDS,
+    FunctionTests,
     Limits,
-    WallError,
+    SandboxError,
+    StdioTests,
     backends,
-    converse,
-    examine,
-    run,
-    standing,
+    find_backend,
+    run_function_tests,
+    run_program,
+    run_stdio_tests,
 )
-from policygrad.sandbox.process import Confined, follow
+from policygrad.sandbox.process import SandboxedProcess, wait_for_exit
 
 
 def stands(name):
     try:
-        standing(name)
+        find_backend(name)
     except ConfigError:
         return False
     return True
 
 
-STANDING = [name for name in WALLS if stands(name)]
+STANDING = [name for name in BACKENDS if stands(name)]
 behind = pytest.mark.parametrize("wall", STANDING)
-SHORT = Limits(seconds=2.0)
+SHORT = Limits(timeout=2.0)
 EACH = """
 import os, sys
 def attempt(name, what):
@@ -45,7 +45,7 @@ def attempt(name, what):
 
 def attempts(wall, source, limits=None):
     """What became of each `attempt`, by name."""
-    outcome = run(EACH + source, limits=limits, wall=wall)
+    outcome = run_program(EACH + source, limits=limits, backend=wall)
     assert outcome.succeeded, outcome
     return dict(line.split(" ", 1) for line in outcome.stdout.splitlines())
 
@@ -57,8 +57,10 @@ def test_some_wall_stands_here_or_this_test_says_so():
 
 @behind
 def test_a_program_runs_and_sees_its_input(wall):
-    outcome = run("import sys\nprint(input()[::-1])\nprint('x', file=sys.stderr)\nsys.exit(3)", "abc\n", wall=wall)
-    assert (outcome.ended, outcome.code, outcome.stdout, outcome.stderr) == ("by itself", 3, "cba\n", "x\n")
+    outcome = run_program(
+        "import sys\nprint(input()[::-1])\nprint('x', file=sys.stderr)\nsys.exit(3)", "abc\n", backend=wall
+    )
+    assert (outcome.stop_reason, outcome.code, outcome.stdout, outcome.stderr) == ("by itself", 3, "cba\n", "x\n")
     assert not outcome.succeeded
 
 
@@ -97,11 +99,11 @@ attempt("raw", lambda: raw((56, 17), (57,), (58,), (435, 0), (220, 17)) if os.un
 @behind
 def test_what_is_ended_leaves_nothing_behind(wall, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Confined(
-        standing(wall), SHORT, {"role": "program", "source": "open('f', 'w')\nwhile True: pass", "show": False}, {}
+    with SandboxedProcess(
+        find_backend(wall), SHORT, {"role": "program", "source": "open('f', 'w')\nwhile True: pass", "show": False}, {}
     ) as process:
         pid = process.process.pid
-        assert follow([process], 0.3) == "time"
+        assert wait_for_exit([process], 0.3) == "time"
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert list(tmp_path.iterdir()) == []
@@ -137,9 +139,11 @@ attempt("file", lambda: os.memfd_create("x"))
 )
 def test_disk_fillers_write_no_more_than_they_may(wall, source, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    outcome = run(source, limits=Limits(files=8 << 20), wall=wall)
+    outcome = run_program(source, limits=Limits(files=8 << 20), backend=wall)
     assert not outcome.succeeded
-    assert outcome.ended == "files" or outcome.stderr.strip().endswith(("No space left on device", "File too large"))
+    assert outcome.stop_reason == "files" or outcome.stderr.strip().endswith(
+        ("No space left on device", "File too large")
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,14 +168,14 @@ time.sleep(60)
 )
 def test_files_that_are_removed_and_held_count_as_written(wall, hold):
     """No folder has them, but the disk has."""
-    outcome = run(HOLDS.replace("HOLD", hold), limits=Limits(files=16 << 20), wall=wall)
-    assert outcome.ended == "files" or outcome.stderr.strip().endswith("No space left on device")
+    outcome = run_program(HOLDS.replace("HOLD", hold), limits=Limits(files=16 << 20), backend=wall)
+    assert outcome.stop_reason == "files" or outcome.stderr.strip().endswith("No space left on device")
 
 
 @behind
 def test_a_few_files_that_are_removed_and_held_are_no_offence(wall):
     source = "import tempfile, sys\nf = tempfile.TemporaryFile()\nf.write(bytes(1 << 20))\nf.flush()\nprint(len(sys.stdin.read()))"
-    outcome = run(source + "\nimport time\ntime.sleep(0.2)", "x" * (3 << 20), Limits(files=2 << 20), wall)
+    outcome = run_program(source + "\nimport time\ntime.sleep(0.2)", "x" * (3 << 20), Limits(files=2 << 20), wall)
     assert (outcome.succeeded, outcome.stdout) == (True, f"{3 << 20}\n")
 
 
@@ -180,7 +184,7 @@ def test_a_process_that_hides_what_it_holds_is_ended():
     if "landlock" not in STANDING:
         pytest.skip("Landlock does not stand here")
     source = "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + HOLDS.replace("HOLD", "held = file")
-    assert run(source, limits=Limits(files=16 << 20), wall="landlock").ended == "files"
+    assert run_program(source, limits=Limits(files=16 << 20), backend="landlock").stop_reason == "files"
 
 
 @behind
@@ -217,9 +221,9 @@ attempt("bytes", told)
 
 @behind
 def test_an_endless_loop_is_ended_by_the_clock_and_an_endless_print_by_its_length(wall):
-    assert run("while True: pass", limits=Limits(seconds=0.5), wall=wall).ended == "time"
+    assert run_program("while True: pass", limits=Limits(timeout=0.5), backend=wall).stop_reason == "time"
     assert (
-        run(
+        run_program(
             (
                 "import signal, time\n"
                 "for s in range(1, 65):\n"
@@ -227,13 +231,13 @@ def test_an_endless_loop_is_ended_by_the_clock_and_an_endless_print_by_its_lengt
                 " except Exception: pass\n"
                 "time.sleep(99)"
             ),
-            limits=Limits(seconds=0.5),
-            wall=wall,
-        ).ended
+            limits=Limits(timeout=0.5),
+            backend=wall,
+        ).stop_reason
         == "time"
     )
-    outcome = run("while True: print('x' * 1000)", limits=Limits(output=10_000), wall=wall)
-    assert (outcome.ended, len(outcome.stdout)) == ("output", 10_000)
+    outcome = run_program("while True: print('x' * 1000)", limits=Limits(output=10_000), backend=wall)
+    assert (outcome.stop_reason, len(outcome.stdout)) == ("output", 10_000)
 
 
 @behind
@@ -267,7 +271,7 @@ attempt("name", lambda: socket.getaddrinfo("example.org", 80))
 @behind
 def test_environments_are_nobodys(wall, monkeypatch):
     monkeypatch.setenv("POLICYGRAD_TEST_SECRET", "hunter2")
-    outcome = run(
+    outcome = run_program(
         """
 import glob, os
 for path in glob.glob("/proc/[0-9]*/environ") + ["/proc/self/environ", "/proc/1/environ"]:
@@ -277,7 +281,7 @@ for path in glob.glob("/proc/[0-9]*/environ") + ["/proc/self/environ", "/proc/1/
         pass
 print(dict(os.environ))
 """,
-        wall=wall,
+        backend=wall,
     )
     assert outcome.succeeded
     assert "hunter2" not in outcome.stdout
@@ -337,7 +341,7 @@ attempt("nice", lambda: os.nice(-5))
     assert not any(said.startswith("done") for said in done.values()), done
 
 
-TESTS = Examination(
+TESTS = FunctionTests(
     (
         "assert double(2) == 4",
         "assert double([1]) == [1, 1]",
@@ -390,7 +394,7 @@ FORGED = {
 @behind
 @pytest.mark.parametrize("name", FORGED)
 def test_verdicts_cannot_be_forged(wall, name):
-    assert examine(FORGED[name], TESTS, SHORT, wall).points == (0.0,) * 4
+    assert run_function_tests(FORGED[name], TESTS, SHORT, wall).points == (0.0,) * 4
 
 
 STOPS = {
@@ -409,7 +413,7 @@ STOPS = {
         "def f(x):\n    def stop(): raise StopIteration\n    return x if callable(x) and x(stop) else stop()"
     ),
 }
-STOPPED = Examination(
+STOPPED = FunctionTests(
     (
         "assert all(map(lambda x: f(x) == x + 1, [1, 2, 3]))",
         "assert not any(map(lambda x: f(x) != x + 1, [1, 2, 3]))",
@@ -427,7 +431,7 @@ STOPPED = Examination(
 @pytest.mark.parametrize("name", STOPS)
 def test_what_a_program_raises_ends_its_call_and_nothing_of_the_tests(name, wall):
     """A StopIteration that got into a test's `map` would end it as if every call had been right."""
-    assert examine(STOPS[name], STOPPED, SHORT, wall).points == (0.0,) * len(STOPPED.tests)
+    assert run_function_tests(STOPS[name], STOPPED, SHORT, wall).points == (0.0,) * len(STOPPED.tests)
 
 
 @behind
@@ -443,34 +447,34 @@ def asked(g):
     except Exception:
         return []
 """
-    tests = Examination(
+    tests = FunctionTests(
         (
             "assert use(eval) is True",
             "assert made()(\"'solution' in __import__('sys').modules\") is True",
             "points = [0]\nassert asked(lambda: points) == []",
         )
     )
-    assert examine(source, tests, SHORT, wall).points == (1.0, 1.0, 1.0)
+    assert run_function_tests(source, tests, SHORT, wall).points == (1.0, 1.0, 1.0)
 
 
 @behind
 def test_a_program_that_hangs_fails_all_its_tests(wall):
-    verdict = examine("def double(x):\n    while True: pass", TESTS, Limits(seconds=0.5), wall)
+    verdict = run_function_tests("def double(x):\n    while True: pass", TESTS, Limits(timeout=0.5), wall)
     assert verdict.points == (0.0,) * 4
-    assert verdict.said == "more time than it may take"
+    assert verdict.message == "more time than it may take"
 
 
 @behind
 def test_a_program_that_is_gone_passes_nothing_whatever_tests_catch(wall):
-    tests = Examination(("try:\n    double(1)\nexcept Exception:\n    pass", "pass"))
-    assert examine("def double(x):\n    import os\n    os._exit(0)", tests, SHORT, wall).points == (0.0, 0.0)
+    tests = FunctionTests(("try:\n    double(1)\nexcept Exception:\n    pass", "pass"))
+    assert run_function_tests("def double(x):\n    import os\n    os._exit(0)", tests, SHORT, wall).points == (0.0, 0.0)
 
 
 @behind
 def test_a_right_program_passes(wall):
-    assert examine("def double(x): return x + x", TESTS, wall=wall).points == (1.0,) * 4
-    assert converse(
-        "print(int(input()) * 2)", Dialogue((("1\n", "2\n"), ("2", "4"), ("3", "5"))), wall=wall
+    assert run_function_tests("def double(x): return x + x", TESTS, backend=wall).points == (1.0,) * 4
+    assert run_stdio_tests(
+        "print(int(input()) * 2)", StdioTests((("1\n", "2\n"), ("2", "4"), ("3", "5"))), backend=wall
     ).points == (1.0, 1.0, 0.0)
 
 
@@ -478,7 +482,8 @@ def test_a_right_program_passes(wall):
 def test_walls_of_two_programs_at_once(wall):
     found = []
     threads = [
-        threading.Thread(target=lambda i=i: found.append(run(f"print({i})", wall=wall).stdout)) for i in range(4)
+        threading.Thread(target=lambda i=i: found.append(run_program(f"print({i})", backend=wall).stdout))
+        for i in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -490,18 +495,18 @@ def test_walls_of_two_programs_at_once(wall):
 def test_where_no_wall_stands_nothing_runs(monkeypatch):
     monkeypatch.setattr("policygrad.sandbox.backends.program", lambda: None)
     monkeypatch.setattr("policygrad.sandbox.landlock.version", lambda: 0)
-    standing.cache_clear()
+    find_backend.cache_clear()
     try:
         with pytest.raises(
             ConfigError, match=r"bubblewrap: bwrap is not installed; landlock: the kernel has none\. Install"
         ):
-            run("print(1)")
+            run_program("print(1)")
         with pytest.raises(ConfigError, match=r"landlock: the kernel has none\. Install"):
-            standing("landlock")
+            find_backend("landlock")
     finally:
-        standing.cache_clear()
+        find_backend.cache_clear()
     with pytest.raises(ConfigError, match="choose auto, bubblewrap, landlock"):
-        standing("paper")
+        find_backend("paper")
 
 
 def test_a_wall_that_falls_is_no_verdict(monkeypatch, tmp_path):
@@ -510,14 +515,14 @@ def test_a_wall_that_falls_is_no_verdict(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr("policygrad.sandbox.backends.program", lambda: str(broken))
-    with pytest.raises(WallError, match="No permissions to create new namespace"):
-        run("print(1)", wall=WALLS["bubblewrap"])
-    standing.cache_clear()
+    with pytest.raises(SandboxError, match="No permissions to create new namespace"):
+        run_program("print(1)", backend=BACKENDS["bubblewrap"])
+    find_backend.cache_clear()
     try:
         with pytest.raises(ConfigError, match="bubblewrap: bwrap: No permissions to create new namespace"):
-            standing("bubblewrap")
+            find_backend("bubblewrap")
     finally:
-        standing.cache_clear()
+        find_backend.cache_clear()
 
 
 @pytest.mark.parametrize("wrong", [{"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1}, {"output": 0}])

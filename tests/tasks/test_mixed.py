@@ -17,9 +17,9 @@ from policygrad.errors import DataError, RunError
 from policygrad.rewards.builtin import exact_match
 from policygrad.tasks import load_task
 from policygrad.tasks.base import Task
-from policygrad.tasks.mixtures import BLOCK, short_names
-from policygrad.tasks.rows import Overlap, Reading
-from policygrad.tasks.sources import digest, mixture
+from policygrad.tasks.mixtures import BLOCK, shorten_names
+from policygrad.tasks.rows import NgramOverlap, RowOptions
+from policygrad.tasks.sources import digest_data, parse_data_mixture
 
 
 def sums(count: int, letter: str = "") -> list[dict[str, Any]]:
@@ -35,22 +35,31 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def drawn(task: Task, count: int, part: str) -> list[str]:
     """Prompts of a part, in the order they come."""
-    return [str(e.prompt) for e in map(task.train, range(count)) if e.part == part]
+    return [str(e.prompt) for e in map(task.train_example, range(count)) if e.part == part]
 
 
 def test_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert mixture("0.7*a.jsonl+0.3*b.parquet") == ((0.7, "a.jsonl"), (0.3, "b.parquet"))
-    assert mixture("a.jsonl.gz + 2 * hf:x/y:main:test + .5*c.arrow") == (
+    assert parse_data_mixture("0.7*a.jsonl+0.3*b.parquet") == ((0.7, "a.jsonl"), (0.3, "b.parquet"))
+    assert parse_data_mixture("a.jsonl.gz + 2 * hf:x/y:main:test + .5*c.arrow") == (
         (1.0, "a.jsonl.gz"),
         (2.0, "hf:x/y:main:test"),
         (0.5, "c.arrow"),
     )
-    assert mixture("a.jsonl") == mixture("gcd+2*chain_sum:min_terms=2") == mixture("1e+3*gcd") == ()
+    assert (
+        parse_data_mixture("a.jsonl")
+        == parse_data_mixture("gcd+2*chain_sum:min_terms=2")
+        == parse_data_mixture("1e+3*gcd")
+        == ()
+    )
     write_rows(tmp_path / "c++.jsonl", sums(3))
     write_rows(tmp_path / "a+b.jsonl", sums(3))
-    assert mixture("c++.jsonl") == ()
-    assert mixture("2*c++.jsonl+d.jsonl+3*a+b.jsonl") == ((2.0, "c++.jsonl"), (1.0, "d.jsonl"), (3.0, "a+b.jsonl"))
+    assert parse_data_mixture("c++.jsonl") == ()
+    assert parse_data_mixture("2*c++.jsonl+d.jsonl+3*a+b.jsonl") == (
+        (2.0, "c++.jsonl"),
+        (1.0, "d.jsonl"),
+        (3.0, "a+b.jsonl"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,18 +83,18 @@ def test_a_bad_row_is_named_by_its_file_and_line(files: tuple[str, str], tmp_pat
     with pytest.raises(DataError, match=r"bad\.jsonl:2: no column 'prompt'"):
         load_task(f"{files[0]}+{bad}")
     with pytest.warns(UserWarning, match=r"bad\.jsonl: 1 of 2 rows skipped"):
-        load_task(f"{files[0]}+{bad}", reading=Reading(skip_bad=True))
+        load_task(f"{files[0]}+{bad}", row_options=RowOptions(skip_bad_rows=True))
 
 
 def test_draws_are_a_pure_function_of_seed_and_number(files: tuple[str, str]) -> None:
     name = f"0.8*{files[0]}+0.2*{files[1]}"
     first, again, other = load_task(name, seed=3), load_task(name, seed=3), load_task(name, seed=4)
     indices = [*range(50), BLOCK - 1, BLOCK, 3 * BLOCK + 5, 7 * BLOCK]
-    forward = {i: first.train(i) for i in indices}
-    assert {i: again.train(i) for i in reversed(indices)} == forward
-    assert [other.train(i) for i in indices] != list(forward.values())
+    forward = {i: first.train_example(i) for i in indices}
+    assert {i: again.train_example(i) for i in reversed(indices)} == forward
+    assert [other.train_example(i) for i in indices] != list(forward.values())
     with pytest.raises(IndexError):
-        first.train(-1)
+        first.train_example(-1)
 
 
 def test_shares_and_epochs_of_each_part(files: tuple[str, str]) -> None:
@@ -95,12 +104,12 @@ def test_shares_and_epochs_of_each_part(files: tuple[str, str]) -> None:
         found = drawn(task, 4 * BLOCK, part)
         assert abs(len(found) / (4 * BLOCK) - share) < 0.03  # four standard deviations
         alone = load_task(name, seed=1)
-        assert found == [alone.train(i).prompt for i in range(len(found))]
+        assert found == [alone.train_example(i).prompt for i in range(len(found))]
 
 
 def test_each_part_keeps_its_columns_and_lacks_the_others(files: tuple[str, str]) -> None:
     task = load_task(f"{files[0]}+{files[1]}")
-    for example in map(task.train, range(64)):
+    for example in map(task.train_example, range(64)):
         assert set(example.columns) == {"answer", "tests"}
         assert (example.columns["answer"] is None) is (example.part == "code.jsonl")
         assert (example.columns["tests"] is None) is (example.part == "sums.jsonl")
@@ -110,20 +119,20 @@ def test_each_part_keeps_its_columns_and_lacks_the_others(files: tuple[str, str]
 
 def test_held_out_is_of_every_part_and_trained_by_none(files: tuple[str, str]) -> None:
     task, other = load_task(f"3*{files[0]}+{files[1]}"), load_task(f"3*{files[0]}+{files[1]}", seed=9)
-    every = task.held_out(999)
-    assert every == other.held_out(999)
-    assert task.held_out(7) == every[:7]
-    assert not task.held_out_is_train
-    alone = [example.prompt for name in files for example in load_task(name).held_out(999)]
+    every = task.eval_examples(999)
+    assert every == other.eval_examples(999)
+    assert task.eval_examples(7) == every[:7]
+    assert not task.eval_on_train
+    alone = [example.prompt for name in files for example in load_task(name).eval_examples(999)]
     assert Counter(e.prompt for e in every) == Counter(alone)
     assert {e.part for e in every} == {"sums.jsonl", "code.jsonl"}
-    assert not {e.prompt for e in every} & {task.train(i).prompt for i in range(2000)}
+    assert not {e.prompt for e in every} & {task.train_example(i).prompt for i in range(2000)}
     assert len(task.rows) == 250
     assert {e.part for e in every[:8]} == {"sums.jsonl", "code.jsonl"}  # by the weights from the first one on
 
 
 def test_what_one_part_holds_out_no_other_trains_on(files: tuple[str, str], tmp_path: Path) -> None:
-    held = [e.prompt for e in load_task(files[0]).held_out(3)]
+    held = [e.prompt for e in load_task(files[0]).eval_examples(3)]
     few = write_rows(tmp_path / "few.jsonl", [{"prompt": p, "answer": ""} for p in (*held, "another")])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -141,67 +150,67 @@ def test_what_one_part_holds_out_no_other_trains_on(files: tuple[str, str], tmp_
 
 def test_decontamination_looks_across_parts(tmp_path: Path) -> None:
     one = write_rows(tmp_path / "one.jsonl", [{"prompt": f"p{i} q{i} r{i} s{i} t{i}"} for i in range(100)])
-    held = load_task(one).held_out(1)[0].prompt
+    held = load_task(one).eval_examples(1)[0].prompt
     two = write_rows(tmp_path / "two.jsonl", [{"prompt": f"so: {held}, is it?"}, {"prompt": "u v w x"}])
     with pytest.warns(UserWarning, match=r"two\.jsonl: 1 of 2 rows left .* or have 4 words in a row of one that is"):
-        task = load_task(f"{one}+{two}", reading=Reading(apart=4))
+        task = load_task(f"{one}+{two}", row_options=RowOptions(decontaminate=4))
     assert {*drawn(task, 200, "two.jsonl")} == {"u v w x"}
-    measured = Overlap.of([e.prompt for e in task.held_out(999)], 4)
-    assert not any(task.train(i).prompt in measured for i in range(300))
+    measured = NgramOverlap.from_prompts([e.prompt for e in task.eval_examples(999)], 4)
+    assert not any(task.train_example(i).prompt in measured for i in range(300))
 
 
 def test_held_out_rows_may_be_a_mix_or_one_file(files: tuple[str, str], tmp_path: Path) -> None:
     a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(40, name)) for name in "ab")
-    task = load_task(f"{files[0]}+{files[1]}", held_out=f"9*{a}+{b}")
-    assert Counter(e.part for e in task.held_out(40))["a.jsonl"] > 25
-    assert Counter(e.part for e in task.held_out(999)) == {"a.jsonl": 40, "b.jsonl": 40}
+    task = load_task(f"{files[0]}+{files[1]}", eval_data=f"9*{a}+{b}")
+    assert Counter(e.part for e in task.eval_examples(40))["a.jsonl"] > 25
+    assert Counter(e.part for e in task.eval_examples(999)) == {"a.jsonl": 40, "b.jsonl": 40}
     assert {len(drawn(task, 2000, part)) > 0 for part in ("sums.jsonl", "code.jsonl")} == {True}
-    assert {e.part for e in load_task(f"{files[0]}+{files[1]}", held_out=a).held_out(9)} == {"a.jsonl"}
-    one = load_task(files[0], held_out=f"{a}+{b}")
-    assert len({e.prompt for e in map(one.train, range(200))}) == 200
+    assert {e.part for e in load_task(f"{files[0]}+{files[1]}", eval_data=a).eval_examples(9)} == {"a.jsonl"}
+    one = load_task(files[0], eval_data=f"{a}+{b}")
+    assert len({e.prompt for e in map(one.train_example, range(200))}) == 200
     with pytest.raises(DataError, match="generates its own held-out problems"):
-        load_task("gcd", held_out=f"{a}+{b}")
+        load_task("gcd", eval_data=f"{a}+{b}")
 
 
 def test_parts_too_small_to_hold_out_are_measured_as_they_are_trained(tmp_path: Path) -> None:
     a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(5, name)) for name in "ab")
     task = load_task(f"{a}+{b}")
-    assert task.held_out_is_train
-    assert len(task.held_out(99)) == 10
-    assert len({e.prompt for e in map(task.train, range(200))}) == 10
+    assert task.eval_on_train
+    assert len(task.eval_examples(99)) == 10
+    assert len({e.prompt for e in map(task.train_example, range(200))}) == 10
 
 
 def test_names_of_parts() -> None:
-    assert short_names(["/x/a.jsonl", "b/c.parquet"]) == ["a.jsonl", "c.parquet"]
-    assert short_names(["x/a.jsonl", "y/a.jsonl"]) == ["x/a.jsonl", "y/a.jsonl"]
+    assert shorten_names(["/x/a.jsonl", "b/c.parquet"]) == ["a.jsonl", "c.parquet"]
+    assert shorten_names(["x/a.jsonl", "y/a.jsonl"]) == ["x/a.jsonl", "y/a.jsonl"]
 
 
 def test_a_part_that_changed_is_noticed(files: tuple[str, str]) -> None:
     name = f"2*{files[0]}+{files[1]}"
-    before = digest(name)
-    assert before == digest(name)
+    before = digest_data(name)
+    assert before == digest_data(name)
     assert before is not None
     write_rows(Path(files[1]), sums(50))
-    assert digest(name) != before
+    assert digest_data(name) != before
 
 
 def test_a_run_tells_each_part_and_resumes_bit_for_bit(small: pg.Run, tmp_path: Path) -> None:
     a, b = (write_rows(tmp_path / f"{name}.jsonl", sums(40, name)) for name in "cf")
-    measured = pg.Evaluation(problems=8, samples=2)
+    measured = pg.EvaluationConfig(problems=8, samples_per_prompt=2)
     run = replace(small, task=f"0.6*{a}+0.4*{b}", steps=4, evaluation=measured)
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=2, display=False)
-    pg.train(resume=pieces, allow=("/",), display=False)
+    pg.train(resume=pieces, allow_code=("/",), display=False)
     assert whole is not None
     assert same(weights(whole), weights(pieces))
     assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     every = rows(whole / "metrics.jsonl")
-    before = next(row for row in every if "held_out" in row)
-    counts = Counter(example.part for example in load_task(run.task).held_out(8))
+    before = next(row for row in every if "eval/reward" in row)
+    counts = Counter(example.part for example in load_task(run.task).eval_examples(8))
     assert set(counts) == {"c.jsonl", "f.jsonl"}
-    whole_mean = sum(before[f"held_out/from/{part}"] * count for part, count in counts.items()) / counts.total()
-    assert before["held_out"] == pytest.approx(whole_mean)
+    whole_mean = sum(before[f"eval/from/{part}"] * count for part, count in counts.items()) / counts.total()
+    assert before["eval/reward"] == pytest.approx(whole_mean)
     told = [row for row in every if "reward" in row]
     parts = {name for row in told for name in row if name.startswith("reward/from/")}
     assert parts == {"reward/from/c.jsonl", "reward/from/f.jsonl"}
@@ -213,7 +222,7 @@ def test_a_run_tells_each_part_and_resumes_bit_for_bit(small: pg.Run, tmp_path: 
     third = pg.train(replace(run, output=str(tmp_path / "third")), stop_after=1, display=False).output
     write_rows(Path(b), sums(41, "f"))
     with pytest.raises(RunError, match=r"is not what the run in .* began with"):
-        pg.train(resume=third, allow=("/",), display=False)
+        pg.train(resume=third, allow_code=("/",), display=False)
 
 
 def test_it_is_an_option_of_train_and_eval(files: tuple[str, str], run_command: Any) -> None:
@@ -229,5 +238,5 @@ def test_weights_are_of_the_draws_not_of_the_rows(tmp_path: Path) -> None:
     """A part of one row with weight 3 comes as often as its weight says."""
     a, b = write_rows(tmp_path / "a.jsonl", sums(1, "a")), write_rows(tmp_path / "b.jsonl", sums(30, "b"))
     task = load_task(f"3*{a}+{b}")
-    found = Counter(e.part for e in itertools.islice(map(task.train, itertools.count()), 2000))
+    found = Counter(e.part for e in itertools.islice(map(task.train_example, itertools.count()), 2000))
     assert 1400 < found["a.jsonl"] < 1600

@@ -13,9 +13,9 @@ import pytest
 from doubles.files import write_rows
 from policygrad.errors import ConfigError, DataError
 from policygrad.tasks import load_task, sources
-from policygrad.tasks.preferences import read_demonstrations, read_pairs
-from policygrad.tasks.rows import Fetched, Reading, read_examples
-from policygrad.tasks.sources import Table, digest, open_source
+from policygrad.tasks.preferences import read_demonstrations, read_preferences
+from policygrad.tasks.rows import LazyExamples, RowOptions, read_examples
+from policygrad.tasks.sources import TableSource, digest_data, open_source
 
 pa = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
@@ -72,18 +72,18 @@ def test_every_kind_is_the_task_that_the_lines_are(tmp_path: Path, kind: str) ->
     """Order, held-out rows and what comes in later epochs."""
     name = KINDS[kind](tmp_path / kind, ROWS)
     lines, found = load_task(write_rows(tmp_path / "lines.jsonl", ROWS), seed=3), load_task(name, seed=3)
-    assert [found.train(i) for i in range(500)] == [lines.train(i) for i in range(500)]
-    assert found.held_out(100) == lines.held_out(100)
-    assert 0 < len(found.held_out(100)) < 50
+    assert [found.train_example(i) for i in range(500)] == [lines.train_example(i) for i in range(500)]
+    assert found.eval_examples(100) == lines.eval_examples(100)
+    assert 0 < len(found.eval_examples(100)) < 50
     assert len(found.rows) == 200
     assert found.rows[7:9] == lines.rows[7:9]
     assert name in found.rows[0].source
-    before = digest(name)
+    before = digest_data(name)
     assert before is not None
-    assert before == digest(name)
+    assert before == digest_data(name)
     other = tmp_path / "other"
     other.mkdir()
-    assert digest(KINDS[kind](other / kind, ROWS[1:])) != before
+    assert digest_data(KINDS[kind](other / kind, ROWS[1:])) != before
 
 
 def test_rows_of_large_data_are_fetched_when_they_are_asked_for(
@@ -93,15 +93,15 @@ def test_rows_of_large_data_are_fetched_when_they_are_asked_for(
     held = load_task(name)
     monkeypatch.setattr(sources, "HELD", 100)
     rows = read_examples(name)
-    assert isinstance(rows, Fetched)
+    assert isinstance(rows, LazyExamples)
     assert rows[5] is not rows[5]
     assert rows[5].columns["level"] == 5
     found = load_task(name)
-    assert [found.train(i) for i in range(300)] == [held.train(i) for i in range(300)]
+    assert [found.train_example(i) for i in range(300)] == [held.train_example(i) for i in range(300)]
     read: list[int] = []
     parse = sources._parse_object
     monkeypatch.setattr(sources, "_parse_object", lambda *args: (read.append(1), parse(*args))[1])
-    found.train(400)
+    found.train_example(400)
     assert len(read) == 1
 
 
@@ -116,7 +116,7 @@ def test_a_table_is_read_by_the_block() -> None:
             asked.append((start, end))
             return [{"prompt": str(i)} for i in range(start, end)]
 
-    table = Table(Counted(), "t")
+    table = TableSource(Counted(), "t")
     assert [table[i][1]["prompt"] for i in range(150)] == [str(i) for i in range(150)]
     assert asked == [(0, 64), (64, 128), (128, 150)]
     assert table[149][0] == "t, row 150"
@@ -139,21 +139,21 @@ def test_a_map_changes_rows_and_leaves_some_out(tmp_path: Path) -> None:
         return {"prompt": f"Q: {row['prompt']}", "answer": row["answer"]} if row["level"] % 2 == 0 else None
 
     for name in (write_rows(tmp_path / "a.jsonl", ROWS), parquet(tmp_path / "a.parquet", ROWS)):
-        rows = read_examples(name, Reading(even))
+        rows = read_examples(name, RowOptions(even))
         assert len(rows) == 100
         assert rows[1].prompt == "Q: 2 + 1 =\n"
         assert rows[1].columns == {"answer": "3"}
         assert rows[1].source.endswith(("a.jsonl:3", "a.parquet, row 3"))
-    task = load_task(ROWS, reading=Reading(even), held_out=[{**ROWS[0], "prompt": "new"}])
-    assert task.held_out(9)[0].prompt == "Q: new"
+    task = load_task(ROWS, row_options=RowOptions(even), eval_data=[{**ROWS[0], "prompt": "new"}])
+    assert task.eval_examples(9)[0].prompt == "Q: new"
     with pytest.raises(DataError, match=r"a\.jsonl:1: the map raised KeyError: 'nothing'"):
-        read_examples(str(tmp_path / "a.jsonl"), Reading(lambda row: row["nothing"]))
+        read_examples(str(tmp_path / "a.jsonl"), RowOptions(lambda row: row["nothing"]))
     with pytest.raises(DataError, match=r"row 1: the map returned str: return a row"):
-        read_examples(str(tmp_path / "a.parquet"), Reading(lambda row: "text"))  # type: ignore[arg-type, return-value]
+        read_examples(str(tmp_path / "a.parquet"), RowOptions(lambda row: "text"))  # type: ignore[arg-type, return-value]
     with pytest.raises(DataError, match=r"none of its 200 rows is left: 200 by the map"):
-        read_examples(str(tmp_path / "a.jsonl"), Reading(lambda row: None))
+        read_examples(str(tmp_path / "a.jsonl"), RowOptions(lambda row: None))
     asked = iter([*[{"prompt": "a"}] * 200, None])
-    fickle = read_examples(str(tmp_path / "a.parquet"), Reading(lambda row: next(asked)))
+    fickle = read_examples(str(tmp_path / "a.parquet"), RowOptions(lambda row: next(asked)))
     with pytest.raises(DataError, match="let it say the same each time"):
         fickle[0]
 
@@ -166,15 +166,15 @@ def test_bad_rows_are_refused_by_place_or_skipped_and_counted(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"some\.jsonl:2: not JSON"):
         load_task(str(file))
     with pytest.warns(UserWarning, match=r"3 of 7 rows skipped, the first: .*some\.jsonl:2: not JSON"):
-        task = load_task(str(file), reading=Reading(skip_bad=True))
+        task = load_task(str(file), row_options=RowOptions(skip_bad_rows=True))
     assert [row.prompt for row in task.rows] == [row["prompt"] for row in ROWS[:4]]
     odd = parquet(tmp_path / "some.parquet", [*ROWS[:2], {"prompt": None, "answer": "1", "level": 1}])
     with pytest.raises(DataError, match=r"some\.parquet, row 3: 'prompt' must be text"):
         load_task(odd)
     with pytest.warns(UserWarning, match="1 of 3 rows skipped"):
-        assert len(load_task(odd, reading=Reading(skip_bad=True)).rows) == 2
+        assert len(load_task(odd, row_options=RowOptions(skip_bad_rows=True)).rows) == 2
     with pytest.raises(DataError, match="none of its 1 rows is left: 0 by the map, 1 that cannot be used"):
-        load_task(write_rows(tmp_path / "bad.jsonl", [{"x": 1}]), reading=Reading(skip_bad=True))
+        load_task(write_rows(tmp_path / "bad.jsonl", [{"x": 1}]), row_options=RowOptions(skip_bad_rows=True))
 
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +192,9 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match=r"empty\.parquet: no rows"):
         load_task(parquet_of_nothing(tmp_path / "empty.parquet"))
     with pytest.raises(DataError, match="this task makes its own examples"):
-        load_task("embedded", reading=Reading(skip_bad=True))
+        load_task("embedded", row_options=RowOptions(skip_bad_rows=True))
     with pytest.raises(DataError, match="is no data: give a file"):
-        load_task(ROWS, held_out="embedded")
+        load_task(ROWS, eval_data="embedded")
     monkeypatch.setattr("policygrad.tasks.sources.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install '\.\[data\]' in a clone"):
         load_task(str(tmp_path / "a.parquet"))
@@ -208,9 +208,9 @@ def parquet_of_nothing(path: Path) -> str:
 def test_a_folder_of_splits(tmp_path: Path) -> None:
     both = {"train": datasets.Dataset.from_list(ROWS[:9]), "test": datasets.Dataset.from_list(ROWS[9:12])}
     datasets.DatasetDict(both).save_to_disk(tmp_path / "splits")
-    task = load_task(str(tmp_path / "splits"), held_out=f"{tmp_path / 'splits'}:test")
+    task = load_task(str(tmp_path / "splits"), eval_data=f"{tmp_path / 'splits'}:test")
     assert [row.prompt for row in task.rows] == [row["prompt"] for row in ROWS[:12]]
-    assert {row.prompt for row in task.held_out(9)} == {row["prompt"] for row in ROWS[9:12]}
+    assert {row.prompt for row in task.eval_examples(9)} == {row["prompt"] for row in ROWS[9:12]}
     with pytest.raises(DataError, match=r"no split 'validation'; it has train, test"):
         load_task(f"{tmp_path / 'splits'}:validation")
     saved(tmp_path / "one", ROWS[:3])
@@ -236,14 +236,14 @@ def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
 
     monkeypatch.setattr(datasets, "load_dataset", from_files)
     sources._loaded.cache_clear()
-    task = load_task("hf:openai/gsm8k:main", held_out="hf:openai/gsm8k:main:test")
+    task = load_task("hf:openai/gsm8k:main", eval_data="hf:openai/gsm8k:main:test")
     assert asked == [("openai/gsm8k", "main")] * 2
     assert [dict(row.columns) for row in task.rows] == [
         {k: v for k, v in row.items() if k != "prompt"} for row in ROWS[:50]
     ]
     assert task.rows[0].source == "hf:openai/gsm8k:main, row 1"
-    assert digest("hf:openai/gsm8k:main") == digest("hf:openai/gsm8k:main")
-    assert digest("hf:openai/gsm8k:main") != digest("hf:openai/gsm8k:main:test")
+    assert digest_data("hf:openai/gsm8k:main") == digest_data("hf:openai/gsm8k:main")
+    assert digest_data("hf:openai/gsm8k:main") != digest_data("hf:openai/gsm8k:main:test")
     with pytest.raises(DataError, match=r"hf:nobody/nothing: cannot be loaded: Couldn't reach 'nobody/nothing'"):
         load_task("hf:nobody/nothing")
     with pytest.raises(DataError, match="is hf:REPOSITORY"):
@@ -255,7 +255,7 @@ def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
 
 
 def test_objects_of_the_library_are_rows(tmp_path: Path) -> None:
-    task = load_task(datasets.Dataset.from_list(ROWS[:9]), held_out=datasets.Dataset.from_list(ROWS[9:12]))
+    task = load_task(datasets.Dataset.from_list(ROWS[:9]), eval_data=datasets.Dataset.from_list(ROWS[9:12]))
     assert [row.prompt for row in task.rows] == [row["prompt"] for row in ROWS[:12]]
     assert task.rows[0].source == "row, row 1"
 
@@ -266,8 +266,8 @@ def test_demonstrations_and_preferences_come_from_the_same_places(tmp_path: Path
     ]
     assert len(read_demonstrations(parquet(tmp_path / "d.parquet", shown))) == 3
     pairs = [{"prompt": str(i), "chosen": "a", "rejected": "b"} for i in range(3)]
-    assert len(read_pairs(packed(tmp_path / "p.jsonl.gz", pairs))) == 3
+    assert len(read_preferences(packed(tmp_path / "p.jsonl.gz", pairs))) == 3
     worse = write_rows(tmp_path / "p.jsonl", [*pairs, {"prompt": "x", "chosen": "a", "rejected": "a"}])
     with pytest.warns(UserWarning, match="1 of 4 rows skipped"):
-        assert len(read_pairs(worse, Reading(skip_bad=True))) == 3
-    assert open_source(worse, "").held
+        assert len(read_preferences(worse, RowOptions(skip_bad_rows=True))) == 3
+    assert open_source(worse, "").fits_in_memory

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from doubles.files import write_rows
 from policygrad.errors import DataError
-from policygrad.tasks import known_tasks, load_task
-from policygrad.tasks.base import Example, is_held_out
-from policygrad.tasks.reasoning_gym import PAGE, ReasoningGymTask
+from policygrad.tasks import list_tasks, load_task
+from policygrad.tasks.base import Example, is_eval_prompt
+from policygrad.tasks.reasoning_gym import PAGE_SIZE, ReasoningGymTask
 from policygrad.tasks.rows import prompt_key
 from policygrad.tasks.rows import read_examples as read_jsonl
-from policygrad.tasks.sources import parse_mix
+from policygrad.tasks.sources import parse_components
 
 
 def question(example):
@@ -32,20 +32,20 @@ def question(example):
 def test_training_is_a_pure_function_of_seed_and_index(name):
     first, again, other = load_task(name, seed=3), load_task(name, seed=3), load_task(name, seed=4)
     indices = [*range(12), 100_000]
-    forward = {i: first.train(i) for i in indices}
-    backward = {i: again.train(i) for i in reversed(indices)}
+    forward = {i: first.train_example(i) for i in indices}
+    backward = {i: again.train_example(i) for i in reversed(indices)}
     assert forward == backward
-    assert [other.train(i).prompt for i in indices] != [forward[i].prompt for i in indices]
+    assert [other.train_example(i).prompt for i in indices] != [forward[i].prompt for i in indices]
     assert pickle.loads(pickle.dumps(forward)) == forward
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "gsm_symbolic", "manipulate_matrix", "figlet_font"])
 def test_a_page_is_the_dataset_that_its_seed_makes(name):
     """Most pages are copies of a dataset that is made once; of some more than the seed hangs on the seed."""
-    task = ReasoningGymTask(name, parse_mix(name))
+    task = ReasoningGymTask(name, parse_components(name))
     copied = task._create(0, base=12345, page=3)
     assert (task._pattern(0) is None) is (name in ("gsm_symbolic", "manipulate_matrix"))
-    made = reasoning_gym.create_dataset(name, seed=12345 + 3 * PAGE, size=PAGE)
+    made = reasoning_gym.create_dataset(name, seed=12345 + 3 * PAGE_SIZE, size=PAGE_SIZE)
     for place in (0, 7, 700):
         random.seed(0)
         expected = made[place]
@@ -56,12 +56,12 @@ def test_a_page_is_the_dataset_that_its_seed_makes(name):
 @pytest.mark.parametrize("name", ["embedded", "gcd", "basic_arithmetic+spell_backward"])
 def test_held_out_problems_are_fixed_distinct_and_never_trained_on(name):
     task = load_task(name, seed=1)
-    held_out = task.held_out(24)
+    held_out = task.eval_examples(24)
     assert len({question(e) for e in held_out}) == 24
-    assert all(is_held_out(question(e)) for e in held_out)
-    assert not any(is_held_out(question(task.train(i))) for i in range(300))
-    assert load_task(name, seed=2).held_out(8) == held_out[:8]
-    assert not task.held_out_is_train
+    assert all(is_eval_prompt(question(e)) for e in held_out)
+    assert not any(is_eval_prompt(question(task.train_example(i))) for i in range(300))
+    assert load_task(name, seed=2).eval_examples(8) == held_out[:8]
+    assert not task.eval_on_train
 
 
 def test_a_fresh_process_draws_the_same_examples():
@@ -71,13 +71,13 @@ def test_a_fresh_process_draws_the_same_examples():
     task = load_task("embedded", seed=5)
     env = {**os.environ, "PYTHONHASHSEED": "12345"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.stdout == f"{[task.train(7), task.held_out(3)]}\n"
+    assert done.stdout == f"{[task.train_example(7), task.eval_examples(3)]}\n"
     assert done.stderr == ""
 
 
 def test_examples_carry_what_the_reward_needs():
     task = load_task("chain_sum:min_terms=2,max_terms=2")
-    example = task.train(0)
+    example = task.train_example(0)
     assert example.prompt == question(example) + "\n"
     assert set(example.columns) == {"dataset", "entry", "answer", "demonstration"}
     assert example.columns["dataset"] == "chain_sum"
@@ -87,7 +87,7 @@ def test_examples_carry_what_the_reward_needs():
 
 def test_mix_follows_the_weights():
     task = load_task("gcd+3*lcm")
-    names = [task.train(i).columns["dataset"] for i in range(400)]
+    names = [task.train_example(i).columns["dataset"] for i in range(400)]
     assert 70 <= names.count("gcd") <= 130
 
 
@@ -97,14 +97,14 @@ def test_global_random_state_is_left_alone():
     random.seed(1)
     np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist()
-    load_task("pool_matrix+list_functions").train(5)
+    load_task("pool_matrix+list_functions").train_example(5)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 def test_a_task_with_too_few_problems_says_so():
     task = load_task("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
     with pytest.raises(DataError, match=r"'chain_sum' .*asked for 1000, found \d+"):
-        task.held_out(1000)
+        task.eval_examples(1000)
 
 
 def test_datasets_that_depend_on_the_hash_seed_warn(monkeypatch):
@@ -119,7 +119,7 @@ def test_datasets_that_depend_on_the_hash_seed_warn(monkeypatch):
     ("name", "message"),
     [
         ("gdc", r"unknown task 'gdc': did you mean gcd.*ending in \.jsonl"),
-        ("qqqqqqq", r"unknown task 'qqqqqqq': .*known_tasks\(\)"),
+        ("qqqqqqq", r"unknown task 'qqqqqqq': .*list_tasks\(\)"),
         ("chain_sum:min_term=2", "no setting 'min_term'; did you mean 'min_terms'"),
         ("chain_sum:min_terms=5,max_terms=2", "'chain_sum': bad settings .*max_terms must be >= min_terms"),
         ("chain_sum:min_terms=many", "'chain_sum': bad settings"),
@@ -139,18 +139,18 @@ def test_bad_names_say_the_way_out(name, message):
 
 def test_held_out_file_goes_with_a_jsonl_task_only():
     with pytest.raises(DataError, match=r"held_out='x\.jsonl' goes with a JSONL task"):
-        load_task("gcd", held_out="x.jsonl")
+        load_task("gcd", eval_data="x.jsonl")
 
 
 def test_known_tasks():
-    names = known_tasks()
+    names = list_tasks()
     assert {"embedded", "embedded_steps", "gcd", "chain_sum"} <= set(names)
     assert names == sorted(names)
     assert "composite" not in names
 
 
 def test_spelling_of_a_mix():
-    parts = parse_mix("a:x=[1, 2],y='p+q,r',z=true + 1.5*b:w=1e+3,v=word+c")
+    parts = parse_components("a:x=[1, 2],y='p+q,r',z=true + 1.5*b:w=1e+3,v=word+c")
     assert [(c.name, c.weight, c.config) for c in parts] == [
         ("a", 1.0, {"x": [1, 2], "y": "p+q,r", "z": True}),
         ("b", 1.5, {"w": 1000.0, "v": "word"}),
@@ -165,47 +165,47 @@ def test_jsonl_epochs_are_permutations_and_disjoint_from_held_out(tmp_path):
     rows = [{"prompt": f"question {i}", "answer": i} for i in range(200)]
     path = write_rows(tmp_path / "data.jsonl", rows)
     task, same, other = load_task(path, seed=1), load_task(path, seed=1), load_task(path, seed=2)
-    held_out = task.held_out(1000)
+    held_out = task.eval_examples(1000)
     size = 200 - len(held_out)
-    epochs = [[task.train(e * size + i) for i in range(size)] for e in range(3)]
+    epochs = [[task.train_example(e * size + i) for i in range(size)] for e in range(3)]
     answers = [[example.columns["answer"] for example in epoch] for epoch in epochs]
     assert answers[0] != answers[1] != answers[2]
     kept = sorted(set(range(200)) - {e.columns["answer"] for e in held_out})
     assert [sorted(a) for a in answers] == [kept] * 3
     assert 0 < len(held_out) < 40
-    assert all(is_held_out(e.prompt) for e in held_out)
-    assert same.train(2 * size + 5) == epochs[2][5]
-    assert [other.train(i).columns["answer"] for i in range(size)] != answers[0]
-    assert other.held_out(3) == held_out[:3]
+    assert all(is_eval_prompt(e.prompt) for e in held_out)
+    assert same.train_example(2 * size + 5) == epochs[2][5]
+    assert [other.train_example(i).columns["answer"] for i in range(size)] != answers[0]
+    assert other.eval_examples(3) == held_out[:3]
     assert task.rewards == ()
-    assert not task.held_out_is_train
+    assert not task.eval_on_train
 
 
 def test_a_tiny_file_is_trained_and_evaluated_on_whole(tmp_path):
     path = write_rows(tmp_path / "tiny.jsonl", [{"prompt": f"q{i}"} for i in range(20)])
     task = load_task(path)
-    assert task.held_out_is_train
+    assert task.eval_on_train
     everything = {f"q{i}" for i in range(20)}
-    assert {task.train(i).prompt for i in range(20)} == everything
-    assert {e.prompt for e in task.held_out(100)} == everything
-    assert load_task(write_rows(tmp_path / "same.jsonl", [{"prompt": "q"}] * 50)).held_out_is_train
+    assert {task.train_example(i).prompt for i in range(20)} == everything
+    assert {e.prompt for e in task.eval_examples(100)} == everything
+    assert load_task(write_rows(tmp_path / "same.jsonl", [{"prompt": "q"}] * 50)).eval_on_train
 
 
 def test_held_out_file(tmp_path):
     train = write_rows(tmp_path / "train.jsonl", [{"prompt": f"q{i}", "answer": i} for i in range(100)])
     clean = write_rows(tmp_path / "clean.jsonl", [{"prompt": f"r{i}", "answer": i} for i in range(5)])
-    task = load_task(train, held_out=clean)
-    assert {task.train(i).prompt for i in range(100)} == {f"q{i}" for i in range(100)}
-    assert {e.prompt for e in task.held_out(9)} == {f"r{i}" for i in range(5)}
+    task = load_task(train, eval_data=clean)
+    assert {task.train_example(i).prompt for i in range(100)} == {f"q{i}" for i in range(100)}
+    assert {e.prompt for e in task.eval_examples(9)} == {f"r{i}" for i in range(5)}
     leaky = write_rows(tmp_path / "leaky.jsonl", [{"prompt": f"q{i}", "answer": i} for i in range(5)])
     with pytest.warns(UserWarning, match="5 rows left out of training"):
-        task = load_task(train, held_out=leaky)
-    assert {task.train(i).prompt for i in range(95)} == {f"q{i}" for i in range(5, 100)}
+        task = load_task(train, eval_data=leaky)
+    assert {task.train_example(i).prompt for i in range(95)} == {f"q{i}" for i in range(5, 100)}
     with pytest.raises(DataError, match=r"holds every prompt of .*train\.jsonl"):
-        load_task(train, held_out=train)
+        load_task(train, eval_data=train)
     odd = write_rows(tmp_path / "odd.jsonl", [{"prompt": "r", "solution": 1}])
     with pytest.raises(DataError, match=r"columns differ from those of .* in answer, solution"):
-        load_task(train, held_out=odd)
+        load_task(train, eval_data=odd)
 
 
 def test_chat_prompts(tmp_path):
@@ -259,7 +259,7 @@ def test_byte_order_mark_blank_lines_and_windows_lines_are_accepted(tmp_path):
     path = tmp_path / "data.txt"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
     assert [row.prompt for row in read_jsonl(str(path))] == ["a", "b"]
-    assert load_task(str(path)).held_out_is_train
+    assert load_task(str(path)).eval_on_train
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -294,9 +294,9 @@ def test_any_rows_come_back_as_they_were_written(tmp_path_factory, data, names):
 def test_rows_are_a_task_like_the_file_that_holds_them(tmp_path):
     rows = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(200)]
     own, file = load_task(rows, seed=3), load_task(write_rows(tmp_path / "sums.jsonl", rows), seed=3)
-    assert [own.train(i) for i in range(400)] == [file.train(i) for i in range(400)]
-    assert own.held_out(50) == file.held_out(50)
-    assert own.held_out_is_train is file.held_out_is_train is False
+    assert [own.train_example(i) for i in range(400)] == [file.train_example(i) for i in range(400)]
+    assert own.eval_examples(50) == file.eval_examples(50)
+    assert own.eval_on_train is file.eval_on_train is False
     assert (own.name, own.rows[0].source) == ("rows", "row 1")
     assert rows[0] == {"prompt": "0 + 1 =", "answer": 1}
     assert list(load_task(file.rows).rows) == list(file.rows)  # Examples, with the place they know
@@ -306,10 +306,10 @@ def test_rows_are_a_task_like_the_file_that_holds_them(tmp_path):
 def test_held_out_rows_beside_rows():
     rows = [{"prompt": str(i)} for i in range(4)]
     with pytest.warns(UserWarning, match="rows: 1 rows left out of training") as said:
-        task = load_task(rows, held_out=[{"prompt": "2"}, {"prompt": "9"}])
+        task = load_task(rows, eval_data=[{"prompt": "2"}, {"prompt": "9"}])
     assert said[0].filename == __file__
-    assert {row.prompt for row in task.held_out(9)} == {"2", "9"}
-    assert {task.train(i).prompt for i in range(3)} == {"0", "1", "3"}
+    assert {row.prompt for row in task.eval_examples(9)} == {"2", "9"}
+    assert {task.train_example(i).prompt for i in range(3)} == {"0", "1", "3"}
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_task_of_ones_own_is_used_as_it_is():
     own = load_task([{"prompt": "a"}])
     assert load_task(own) is own
     with pytest.raises(DataError, match="the task 'rows' has held-out problems of its own"):
-        load_task(own, held_out="other.jsonl")
+        load_task(own, eval_data="other.jsonl")
 
 
 def test_an_unknown_task_is_told_in_sentences() -> None:

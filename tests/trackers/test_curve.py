@@ -4,36 +4,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.trackers.live_view import horizon, limits, smooth
-from policygrad.trackers.rich_display import plot
+from policygrad.trackers.live_view import choose_axis_limits, choose_x_end, smooth_values
+from policygrad.trackers.rich_display import plot_points
 
 
 def test_smoothing():
-    assert smooth([2.0] * 9, 3.0) == pytest.approx([2.0] * 9)
-    assert smooth([0.0, 1.0, 0.0], 1e-6) == pytest.approx([0.0, 1.0, 0.0])
-    line = smooth([0.0] * 10 + [1.0] * 10, 2.0)
+    assert smooth_values([2.0] * 9, 3.0) == pytest.approx([2.0] * 9)
+    assert smooth_values([0.0, 1.0, 0.0], 1e-6) == pytest.approx([0.0, 1.0, 0.0])
+    line = smooth_values([0.0] * 10 + [1.0] * 10, 2.0)
     assert line == sorted(line)
     assert line[9] + line[10] == pytest.approx(1.0)  # no delay: the step stays in the middle
 
 
 def test_the_step_axis_is_at_least_half_used_and_ends_with_the_run():
-    ends = [horizon(step, 200) for step in range(1, 201)]
+    ends = [choose_x_end(step, 200) for step in range(1, 201)]
     assert ends[0] == 13
     assert ends[-1] == 200
     assert ends == sorted(ends)
     assert all(end >= step for step, end in enumerate(ends, 1))
     assert all(end <= 2 * step for step, end in enumerate(ends, 1) if step > 10)
     assert len(set(ends)) == 5  # it rarely changes
-    assert horizon(1, 1) == 2
+    assert choose_x_end(1, 1) == 2
 
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=40), st.integers(4, 70), st.integers(2, 10))
 def test_any_curve_can_be_drawn(values, columns, rows):
-    low, high = limits(values)
+    low, high = choose_axis_limits(values)
     slack = 1e-6 * (high - low)
     assert low - slack <= min(values) <= max(values) <= high + slack
     assert low < high
-    picture, _, _ = plot(list(enumerate(values, 1)), max(len(values), 2), columns, rows)
+    picture, _, _ = plot_points(list(enumerate(values, 1)), max(len(values), 2), columns, rows)
     for row in range(rows):
         cells = picture.row(row)
         assert len(cells) == columns
@@ -41,7 +41,7 @@ def test_any_curve_can_be_drawn(values, columns, rows):
 
 
 def test_a_rising_line():
-    picture, low, high = plot([(step, step / 100) for step in range(1, 101)], 100, 20, 5)
+    picture, low, high = plot_points([(step, step / 100) for step in range(1, 101)], 100, 20, 5)
     assert (low, high) == pytest.approx((0.0, 1.0))
     heights = [[row for row in range(5) if picture.row(row)[column][1]] for column in range(20)]
     assert all(heights)  # no gaps

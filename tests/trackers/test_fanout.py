@@ -4,8 +4,8 @@ import pytest
 
 from doubles.followed import SAMPLE, Clock, follow, metrics
 from policygrad.errors import ConfigError
-from policygrad.trackers import JsonlTracker, RunInfo, Tracker, Trackers
-from policygrad.trackers.base import pick_sample
+from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker
+from policygrad.trackers.base import choose_sample
 
 CALLS = ("start", "log", "log_evaluation", "note", "phase", "finish", "close")
 
@@ -39,7 +39,7 @@ class Essential(Listener):
 def every_call(tracker: Tracker) -> None:
     tracker.start(RunInfo("a run"))
     tracker.phase("evaluating", 1, 2)
-    tracker.log_evaluation(0, {"held_out": 0.5})
+    tracker.log_evaluation(0, {"eval/reward": 0.5})
     tracker.log(1, {"reward": 1.0}, [SAMPLE])
     tracker.note("a remark")
     tracker.finish({"model": "m"})
@@ -49,7 +49,7 @@ def every_call(tracker: Tracker) -> None:
 def test_each_hears_everything_in_the_order_given():
     calls: list = []
     one, two = Listener(calls=calls), Listener(calls=calls)
-    every_call(Trackers([one, two]))
+    every_call(CompositeTracker([one, two]))
     alone = Listener()
     every_call(alone)
     assert calls[::2] == calls[1::2] == alone.calls
@@ -69,7 +69,7 @@ def test_the_order_is_the_one_given_and_closing_goes_backwards():
         def close(self) -> None:
             order.append(f"close {self.name}")
 
-    with Trackers([Named("a"), Named("b")]) as both:
+    with CompositeTracker([Named("a"), Named("b")]) as both:
         both.note("x")
     assert order == ["a", "b", "close b", "close a"]
 
@@ -79,7 +79,7 @@ def test_one_that_fails_is_dropped_with_a_warning_and_the_others_go_on(method):
     before, failing, after = Listener(), Listener(method), Listener()
     said = rf"Listener\.{method} failed \(OSError: no connection\); the run goes on without"
     with pytest.warns(UserWarning, match=said):
-        every_call(Trackers([before, failing, after]))
+        every_call(CompositeTracker([before, failing, after]))
     assert failing.names().count(method) == 1  # asked no more
     assert failing.names().count("close") == 1
     assert failing.names()[-1] == "close"
@@ -94,7 +94,7 @@ def test_one_that_fails_is_dropped_with_a_warning_and_the_others_go_on(method):
 
 def test_all_may_fail_even_at_the_note_about_another():
     with pytest.warns(UserWarning, match="failed") as caught:
-        every_call(Trackers([Listener("log"), Listener("note"), Listener("note")]))
+        every_call(CompositeTracker([Listener("log"), Listener("note"), Listener("note")]))
     assert len(caught) == 3
 
 
@@ -109,13 +109,13 @@ def test_closing_what_failed_may_fail_too():
     with pytest.warns(
         UserWarning, match=r"Broken.note failed .*no disk.*, and closing it failed too \(OSError: no file\)"
     ):
-        Trackers([Broken()]).note("x")
+        CompositeTracker([Broken()]).note("x")
 
 
 @pytest.mark.parametrize("method", CALLS)
 def test_an_essential_one_raises_through_all_levels(method):
     others = Listener(), Listener()
-    trackers = Trackers([others[0], Trackers([Essential(method)]), others[1]])
+    trackers = CompositeTracker([others[0], CompositeTracker([Essential(method)]), others[1]])
     with pytest.raises(OSError, match="no connection"):
         every_call(trackers)
     if method == "close":
@@ -125,19 +125,19 @@ def test_an_essential_one_raises_through_all_levels(method):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_program_goes_through(error):
     with pytest.raises(error):
-        Trackers([Listener("log", error)]).log(1, {})
+        CompositeTracker([Listener("log", error)]).log(1, {})
 
 
 def test_a_failed_run_closes_all_and_keeps_its_own_error():
     listener = Listener()
-    with pytest.raises(ZeroDivisionError) as caught, Trackers([listener, Essential("close")]):
+    with pytest.raises(ZeroDivisionError) as caught, CompositeTracker([listener, Essential("close")]):
         raise ZeroDivisionError
     assert listener.names() == ["close"]
     assert caught.value.__notes__ == ["afterwards, closing what follows the run failed: OSError: no connection"]
 
 
 def test_an_essential_one_that_cannot_be_closed_is_an_error_of_its_own():
-    with pytest.raises(OSError, match="no connection"), Trackers([Essential("close")]):
+    with pytest.raises(OSError, match="no connection"), CompositeTracker([Essential("close")]):
         pass
 
 
@@ -149,7 +149,7 @@ def test_equal_trackers_are_told_apart():
         __hash__ = None
 
     good, bad = Equal(), Equal("log")
-    trackers = Trackers([good, bad])
+    trackers = CompositeTracker([good, bad])
     with pytest.warns(UserWarning, match="Equal.log"):
         trackers.log(1, {})
     trackers.log(2, {})
@@ -160,24 +160,24 @@ def test_equal_trackers_are_told_apart():
 @pytest.mark.parametrize("wrong", [Listener, None, "wandb"])
 def test_what_is_no_tracker_is_refused_at_once(wrong):
     with pytest.raises(ConfigError, match="is no tracker: pass instances"):
-        Trackers([wrong])
+        CompositeTracker([wrong])
 
 
 def test_none_at_all_and_the_base_class_take_every_call():
-    for tracker in (Trackers(), Tracker(), Trackers([Tracker()])):
+    for tracker in (CompositeTracker(), Tracker(), CompositeTracker([Tracker()])):
         follow(tracker, Clock(), 3)
         every_call(tracker)
 
 
 def test_the_runs_files_among_others_are_what_they_are_alone(tmp_path):
     with JsonlTracker(tmp_path / "alone") as alone:
-        alone.metrics(1, metrics(1))
-        alone.completions(1, [SAMPLE])
-        alone.metrics(1, {"held_out": 0.5})
-    with Trackers([Listener("log"), JsonlTracker(tmp_path / "many"), Listener()]) as many:
+        alone.append_metrics(1, metrics(1))
+        alone.append_completions(1, [SAMPLE])
+        alone.append_metrics(1, {"eval/reward": 0.5})
+    with CompositeTracker([Listener("log"), JsonlTracker(tmp_path / "many"), Listener()]) as many:
         with pytest.warns(UserWarning, match=r"Listener\.log"):
             many.log(1, metrics(1), [SAMPLE])
-        many.log_evaluation(1, {"held_out": 0.5})
+        many.log_evaluation(1, {"eval/reward": 0.5})
     for name in ("metrics.jsonl", "completions.jsonl"):
         assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes() != b""
 
@@ -185,10 +185,10 @@ def test_the_runs_files_among_others_are_what_they_are_alone(tmp_path):
 def test_a_sample_for_people_is_another_row_at_each_step():
     chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
     rows = [{"prompt": f"p{i}", "completion": f"c{i}", "reward": None} for i in range(3)] + [{"prompt": chat}]
-    assert [pick_sample(step, rows).prompt for step in (1, 2, 3, 4)] == [
+    assert [choose_sample(step, rows).prompt for step in (1, 2, 3, 4)] == [
         "p1",
         "p2",
         "system: Be brief.\nuser: Hi",
         "p0",
     ]
-    assert pick_sample(3, []) is None
+    assert choose_sample(3, []) is None

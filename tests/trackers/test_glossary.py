@@ -13,7 +13,7 @@ import pytest
 
 import policygrad as pg
 from policygrad.commands.show import show
-from policygrad.trackers.glossary import Meaning, glossary, meaning
+from policygrad.trackers.glossary import MetricDoc, find_metric_doc, load_glossary
 
 SOURCE = Path(pg.__file__).parent
 ROOMS = ("core", "environments", "learners", "models", "rollout", "samplers", "training")
@@ -28,15 +28,15 @@ def told() -> set[str]:
     return {re.sub(r"\{\w+\}", "*", name) for name in names if not NO_METRICS.match(name)}
 
 
-def described() -> list[Meaning]:
-    return [metric for chapter in glossary() for metric in chapter.metrics]
+def described() -> list[MetricDoc]:
+    return [metric for chapter in load_glossary() for metric in chapter.metrics]
 
 
 def test_every_name_in_the_code_is_described() -> None:
     names = told()
     assert len(names) > 50
     plain = {name for name in names if "*" not in name}
-    assert {name for name in plain if meaning(name) is None} == set()
+    assert {name for name in plain if find_metric_doc(name) is None} == set()
     assert {n for n in names - plain if not any(fnmatchcase(m.name, n) for m in described())} == set()
 
 
@@ -58,12 +58,12 @@ def test_a_name_before_a_pattern_and_patterns_in_their_order() -> None:
         ("rewards/failed_timeout", "rewards/failed_*"),
         ("rewards/math", "rewards/*"),
         ("environment/turns", "environment/turns"),
-        ("held_out/tokens", "held_out/*"),
+        ("eval/tokens", "held_out/*"),
     ):
-        known = meaning(name)
+        known = find_metric_doc(name)
         assert known is not None
         assert known.name == found
-    assert meaning("no such metric") is None
+    assert find_metric_doc("no such metric") is None
     names = [m.name for m in described()]
     assert len(names) == len({*names})
 
@@ -94,8 +94,10 @@ class Heard(pg.Tracker):
 @pytest.mark.parametrize("name", ["ppo", "trpo", "prorl", "prime", "vineppo"])
 def test_what_a_run_tells_is_described(name: str, tmp_path: Path) -> None:
     task = "embedded_steps" if name == "vineppo" else "embedded"
-    run = pg.Run(algorithm=pg.algorithm(name), task=task, steps=1, prompts_per_step=4, output=str(tmp_path / "run"))
+    run = pg.Run(algorithm=pg.get_algorithm(name), task=task, steps=1, prompts_per_step=4, output=str(tmp_path / "run"))
     heard = Heard()
-    pg.train(replace(run, evaluation=pg.Evaluation(problems=2, samples=1)), display=False, trackers=[heard])
+    pg.train(
+        replace(run, evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1)), display=False, trackers=[heard]
+    )
     assert len(heard.names) > 25
-    assert {n for n in heard.names if meaning(n) is None} == set()
+    assert {n for n in heard.names if find_metric_doc(n) is None} == set()

@@ -23,12 +23,16 @@ def lines(path: Path) -> list[dict]:
 
 def test_lines_are_strict_json(tmp_path):
     with JsonlTracker(tmp_path / "new" / "run") as files:
-        files.metrics(1, {"reward": 0.1 + 0.2, "kl": math.nan, "grad_norm": math.inf, "tokens": 2**70, "ok": True})
-        files.metrics(2, {"reward": torch.tensor(0.5), "kl": np.float32(0.25), "parts": {"a": [1, (None, -math.inf)]}})
-        files.completions(
+        files.append_metrics(
+            1, {"reward": 0.1 + 0.2, "kl": math.nan, "grad_norm": math.inf, "tokens": 2**70, "ok": True}
+        )
+        files.append_metrics(
+            2, {"reward": torch.tensor(0.5), "kl": np.float32(0.25), "parts": {"a": [1, (None, -math.inf)]}}
+        )
+        files.append_completions(
             1, [{"prompt": "2+2", "completion": "4 \ud800\u2028\n\x00 日本", "reward": 1}, {"truncated": False}]
         )
-        files.completions(2, [])
+        files.append_completions(2, [])
         assert lines(files.folder / "metrics.jsonl") == [
             {"step": 1, "reward": 0.1 + 0.2, "kl": None, "grad_norm": None, "tokens": 2**70, "ok": True},
             {"step": 2, "reward": 0.5, "kl": 0.25, "parts": {"a": [1, [None, None]]}},
@@ -44,7 +48,7 @@ def test_lines_are_strict_json(tmp_path):
 
 def test_a_line_is_on_its_way_at_once(tmp_path):
     files = JsonlTracker(tmp_path)
-    files.metrics(1, {"reward": 1.0})
+    files.append_metrics(1, {"reward": 1.0})
     assert len(lines(tmp_path / "metrics.jsonl")) == 1  # before close
     files.close()
 
@@ -53,15 +57,15 @@ def test_a_line_is_on_its_way_at_once(tmp_path):
 def test_what_json_cannot_hold_is_named_and_nothing_is_written(tmp_path, value):
     with JsonlTracker(tmp_path) as files:
         with pytest.raises(TypeError, match=r"completions.jsonl: 'parts'.format is a .*pass plain numbers"):
-            files.completions(1, [{"prompt": "fine"}, {"parts": {"format": value}}])
+            files.append_completions(1, [{"prompt": "fine"}, {"parts": {"format": value}}])
         assert (tmp_path / "completions.jsonl").read_bytes() == b""
 
 
 def write(folder: Path, steps: range) -> None:
     with JsonlTracker(folder) as files:
         for step in steps:
-            files.metrics(step, {"reward": step / 7, "note": "né\n"})
-            files.completions(step, [{"prompt": f"p{i}", "completion": "x" * i} for i in range(3)])
+            files.append_metrics(step, {"reward": step / 7, "note": "né\n"})
+            files.append_completions(step, [{"prompt": f"p{i}", "completion": "x" * i} for i in range(3)])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -96,7 +100,7 @@ def test_every_torn_last_line_is_repaired_on_opening(tmp_path):
     for size in range(end_of_first, len(text) + 1):
         (tmp_path / "metrics.jsonl").write_bytes(text[:size])
         with JsonlTracker(tmp_path) as files:
-            files.metrics(9, {})
+            files.append_metrics(9, {})
         expected = text if size >= len(text) - 1 else text[:end_of_first]
         assert (tmp_path / "metrics.jsonl").read_bytes() == expected + b'{"step": 9}\n'
 
@@ -119,7 +123,7 @@ def test_truncation_counts_and_drops_unreadable_lines(tmp_path):
         assert files.truncate_after(2) == 2 + 3
         assert files.truncate_after(2) == 0
         assert [row["step"] for row in lines(path)] == [1, 2]
-        files.metrics(3, {})
+        files.append_metrics(3, {})
     assert [row["step"] for row in lines(path)] == [1, 2, 3]
 
 
@@ -145,6 +149,6 @@ def test_a_full_disk_names_the_file(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     files = JsonlTracker(tmp_path)
     with pytest.raises(RunError, match=r"metrics.jsonl .*No space .*--resume"):
-        files.metrics(1, {"reward": 0.5})
+        files.append_metrics(1, {"reward": 0.5})
     with suppress(OSError):
         files.close()

@@ -39,7 +39,7 @@ def test_a_whole_run_is_one_output_that_is_redrawn(outputs):
 def test_progress_and_the_time_left(outputs):
     clock = Clock()
     tracker = NotebookTracker(clock)
-    tracker.start(RunInfo("a run", {}, 200, unit="update"))
+    tracker.start(RunInfo("a run", {}, 200, step_unit="update"))
     for step in range(1, 101):
         clock.now += 5
         tracker.log(step, metrics(step), [SAMPLE])
@@ -56,7 +56,7 @@ def test_progress_and_the_time_left(outputs):
 def test_no_text_becomes_markup(outputs, text):
     tracker = NotebookTracker(Clock())
     tracker.phase(text)
-    tracker.start(RunInfo(text, {text: text}, 2, unit=text))
+    tracker.start(RunInfo(text, {text: text}, 2, step_unit=text))
     tracker.note(text)
     tracker.log(1, metrics(1), [row(text, text, 1.0)])
     tracker.phase(text, 1, 2)

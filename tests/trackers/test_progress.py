@@ -5,12 +5,12 @@ from policygrad.trackers.console import RunProgress
 
 
 def test_the_steps_set_the_time_left_when_they_end_first():
-    progress = RunProgress(RunInfo("", steps=10, first_step=5, tokens=1000, sampled=400))
-    assert (progress.share, progress.left, progress.over) == (0.4, 6.0, False)
+    progress = RunProgress(RunInfo("", steps=10, first_step=5, token_budget=1000, sampled_tokens=400))
+    assert (progress.fraction, progress.steps_left, progress.is_finished) == (0.4, 6.0, False)
     progress.advance(5, {"tokens/sampled": 100.0})
-    assert (progress.share, progress.left) == (0.5, 5.0)
+    assert (progress.fraction, progress.steps_left) == (0.5, 5.0)
     progress.advance(6, {"tokens/sampled": 300.0})  # 200 a step: the last 200 are one more
-    assert (progress.share, progress.left) == (0.8, 1.0)
+    assert (progress.fraction, progress.steps_left) == (0.8, 1.0)
     progress.advance(7, {"tokens/sampled": 250.0})
-    assert progress.over
-    assert progress.left == 0
+    assert progress.is_finished
+    assert progress.steps_left == 0

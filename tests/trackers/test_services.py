@@ -15,13 +15,23 @@ from typing import Any
 import pytest
 
 import policygrad as pg
-from policygrad.commands.completion import script
+from policygrad.commands.completion import generate_script
 from policygrad.commands.train import train
 from policygrad.errors import ConfigError
 from policygrad.trackers.base import RunInfo
-from policygrad.trackers.services import SERVICES, SHOWN, _has_key, finite, flat, identity, remember, services, table
+from policygrad.trackers.services import (
+    MAX_COMPLETIONS,
+    SERVICES,
+    _has_key,
+    create_service_trackers,
+    flatten_config,
+    load_run_id,
+    save_run_id,
+    select_completions,
+    select_finite,
+)
 
-CONFIG = {"lr": 1e-3, "algorithm": {"name": "dapo", "psi": ["GroupMean", "GroupStd"]}, "held_out": None}
+CONFIG = {"lr": 1e-3, "algorithm": {"name": "dapo", "advantage": ["GroupMean", "GroupStd"]}, "eval/reward": None}
 ROW = {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0, "advantage": 0.5, "tokens": 1, "truncated": False}
 
 
@@ -40,12 +50,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tell(name: str, folder: Path, first: int, last: int, *, finish: bool = True) -> None:
-    """A run from step `first` to `last`."""
-    (tracker,) = services([name])
+    """A run from step `first` to `extract_last_number`."""
+    (tracker,) = create_service_trackers([name])
     with tracker:
         tracker.start(RunInfo("dapo on embedded", steps=3, first_step=first, config=CONFIG, folder=folder))
         if first == 1:
-            tracker.log_evaluation(0, {"held_out/accuracy": 0.25})
+            tracker.log_evaluation(0, {"eval/accuracy": 0.25})
         for step in range(first, last + 1):
             tracker.log(step, {"reward": step / 4 + first, "kl": math.nan}, [ROW] * 3)
         if finish:
@@ -60,8 +70,8 @@ def test_tensorboard_has_every_step_once(folder: Path) -> None:
     found = accumulators.EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("reward")] == [(1, 1.25), (2, 2.5), (3, 2.75)]
-    assert [(e.step, e.value) for e in found.Scalars("held_out/accuracy")] == [(0, 0.25)]
-    assert set(found.Tags()["scalars"]) == {"reward", "held_out/accuracy"}
+    assert [(e.step, e.value) for e in found.Scalars("eval/accuracy")] == [(0, 0.25)]
+    assert set(found.Tags()["scalars"]) == {"reward", "eval/accuracy"}
     said = found.Tensors("completion/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "1 + 1 =" in said
     assert "reward 1" in said
@@ -81,7 +91,7 @@ def test_wandb_is_kept_offline_without_a_key_and_goes_on_under_its_id(folder: Pa
     history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in told]
     steps = [row["step"] for row in history if "reward" in row]
     assert steps == [1, 2, 2, 3]
-    assert [row["held_out/accuracy"] for row in history if "held_out/accuracy" in row] == [0.25]
+    assert [row["eval/accuracy"] for row in history if "eval/accuracy" in row] == [0.25]
     assert all("kl" not in row for row in history)
     assert any("completions" in key for row in history for key in row)
     run = next(r.run for r in told if r.WhichOneof("record_type") == "run")
@@ -163,7 +173,7 @@ def test_an_unknown_service_and_a_missing_library_are_said_at_once(
         pg.SFTConfig(track=("wandb", "wandb"))
     monkeypatch.setitem(SERVICES, "no_such_library", "None")
     with pytest.raises(ConfigError, match=r"pip install '\.\[no_such_library\]' in a clone"):
-        services(["no_such_library"])
+        create_service_trackers(["no_such_library"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="needs a library that is not installed"):
         pg.train(pg.Run(track=("no_such_library",)), display=False)
@@ -181,7 +191,7 @@ def test_no_library_is_loaded_before_a_run_begins() -> None:
 def test_it_stands_in_the_runs_file_and_in_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["grpo", "--track", "tensorboard", "--dry-run"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["track"] == ["tensorboard"]
-    assert "--track) words='mlflow tensorboard trackio wandb'" in script("bash")
+    assert "--track) words='mlflow tensorboard trackio wandb'" in generate_script("bash")
 
 
 @pytest.mark.slow
@@ -194,34 +204,34 @@ def test_a_run_is_followed(folder: Path) -> None:
         prompts_per_step=4,
         samples_per_prompt=4,
         output=str(folder.parent / "real"),
-        evaluation=pg.Evaluation(problems=4, samples=1),
+        evaluation=pg.EvaluationConfig(problems=4, samples_per_prompt=1),
     )
     pg.train(run, display=False)
     found = accumulators.EventAccumulator(str(folder.parent / "real" / "tensorboard"))
     found.Reload()
     assert [e.step for e in found.Scalars("reward")] == [1, 2]
-    measured = next(tag for tag in found.Tags()["scalars"] if tag.startswith("held_out"))
+    measured = next(tag for tag in found.Tags()["scalars"] if tag.startswith("eval/reward"))
     assert [e.step for e in found.Scalars(measured)] == [0, 2]
 
 
 def test_what_services_are_told(tmp_path: Path) -> None:
-    assert finite({"a": 1, "b": math.inf, "c": "x", "d": 0.5}) == {"a": 1.0, "d": 0.5}
-    assert flat(CONFIG) == {
+    assert select_finite({"a": 1, "b": math.inf, "c": "x", "d": 0.5}) == {"a": 1.0, "d": 0.5}
+    assert flatten_config(CONFIG) == {
         "lr": 1e-3,
         "algorithm.name": "dapo",
-        "algorithm.psi": "['GroupMean', 'GroupStd']",
-        "held_out": "None",
+        "algorithm.advantage": "['GroupMean', 'GroupStd']",
+        "eval/reward": "None",
     }
-    rows = table(3, [ROW | {"tokens": i} for i in range(100)])
-    assert len(rows) <= SHOWN
+    rows = select_completions(3, [ROW | {"tokens": i} for i in range(100)])
+    assert len(rows) <= MAX_COMPLETIONS
     assert rows[0][:3] == [3, "1 + 1 =", "2"]
     assert rows[-1][5] >= 90
     again = RunInfo("t", first_step=2, folder=tmp_path)
-    assert identity(again, "wandb") is None
-    remember(tmp_path, "wandb", "abc")
-    remember(tmp_path, "mlflow", "def")
-    assert (identity(again, "wandb"), identity(again, "mlflow")) == ("abc", "def")
-    assert identity(RunInfo("t", folder=tmp_path), "wandb") is None  # a run that begins is another
+    assert load_run_id(again, "wandb") is None
+    save_run_id(tmp_path, "wandb", "abc")
+    save_run_id(tmp_path, "mlflow", "def")
+    assert (load_run_id(again, "wandb"), load_run_id(again, "mlflow")) == ("abc", "def")
+    assert load_run_id(RunInfo("t", folder=tmp_path), "wandb") is None  # a run that begins is another
 
 
 def test_a_key_is_looked_for_where_wandb_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.trackers import change
-from policygrad.trackers.console import clean, count, duration, number, one_line
+from policygrad.trackers import format_change
+from policygrad.trackers.console import format_count, format_duration, format_number, strip_control_chars, to_one_line
 
 
 @pytest.mark.parametrize(
@@ -16,14 +16,14 @@ from policygrad.trackers.console import clean, count, duration, number, one_line
      (math.nan, "nan"), (-math.inf, "-inf"), (1e30, "1.0e+30"), (0.0999, "0.10"), (0.00096, "0.001")],
 )  # fmt: skip
 def test_numbers_are_short(value, text):
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_counts_durations_and_changes():
-    assert [count(x) for x in (812, 2100, 9990, 21_000, 999_900, 3.4e6, math.nan)] == [
+    assert [format_count(x) for x in (812, 2100, 9990, 21_000, 999_900, 3.4e6, math.nan)] == [
         "812", "2.1k", "10k", "21k", "1.0M", "3.4M", "nan",
     ]  # fmt: skip
-    assert [duration(x) for x in (0.4, 59.7, 100, 3600, 7500, 90_000)] == [
+    assert [format_duration(x) for x in (0.4, 59.7, 100, 3600, 7500, 90_000)] == [
         "0s",
         "1m00s",
         "1m40s",
@@ -31,19 +31,26 @@ def test_counts_durations_and_changes():
         "2h05m",
         "1d01h",
     ]
-    assert change(0.31, 0.74) == "0.31 -> 0.74  (+0.43)"
+    assert format_change(0.31, 0.74) == "0.31 -> 0.74  (+0.43)"
 
 
 @given(st.text())
 def test_clean_text_cannot_steer_a_terminal(text):
-    assert all(char == "\n" or char.isprintable() or char == " " or char.isspace() for char in clean(text))
-    assert not set(clean(text)) & {*map(chr, range(10)), *map(chr, range(11, 32)), *map(chr, range(127, 160)), "\u202e"}
-    clean(text).encode()
+    assert all(
+        char == "\n" or char.isprintable() or char == " " or char.isspace() for char in strip_control_chars(text)
+    )
+    assert not set(strip_control_chars(text)) & {
+        *map(chr, range(10)),
+        *map(chr, range(11, 32)),
+        *map(chr, range(127, 160)),
+        "\u202e",
+    }
+    strip_control_chars(text).encode()
 
 
 def test_one_line_keeps_both_ends():
-    assert one_line(" a\nb ") == "a\\nb"
-    text = one_line("start" + "x" * 1000 + "end")
+    assert to_one_line(" a\nb ") == "a\\nb"
+    text = to_one_line("start" + "x" * 1000 + "end")
     assert text.startswith("start")
     assert text.endswith("end")
     assert len(text) < 130

@@ -12,11 +12,11 @@ import pytest
 
 import policygrad as pg
 from policygrad.errors import ConfigError
-from policygrad.rewards.resolve import resolve
+from policygrad.rewards.resolve import resolve_reward
 from policygrad.samplers.config import SamplerConfig
-from policygrad.training.config.run import Draft
-from policygrad.training.config.serialization import load, measured
-from policygrad.training.config.trust import Allowed, from_words, not_allowed
+from policygrad.training.config.run import UncheckedRun
+from policygrad.training.config.serialization import load_config, load_eval_options
+from policygrad.training.config.trust import CodePermissions, code_in_argv, missing_permissions
 from policygrad.utils.user_code import FILE_MODULE
 
 GATE = """
@@ -65,9 +65,9 @@ def ways(file: object) -> list[str]:
     return [
         f"[algorithm.gate]\npart = '{file}:Gate'\n",
         f"[algorithm]\ngate = '{file}:Gate'\n",
-        f"[algorithm]\npsi = ['{file}:Gate']\n",
-        f"[[algorithm.psi]]\npart = '{file}:Gate'\n",
-        f"[algorithm.step]\npart = 'FirstOrder'\n[algorithm.step.inner]\npart = '{file}:Gate'\n",
+        f"[algorithm]\nadvantage = ['{file}:Gate']\n",
+        f"[[algorithm.advantage]]\npart = '{file}:Gate'\n",
+        f"[algorithm.update_rule]\npart = 'GradientSteps'\n[algorithm.update_rule.inner]\npart = '{file}:Gate'\n",
         f"algorithm = '{file}:LIKE_GRPO'\n",
         f"reward = ['exact_match', '{file}:score']\n",
         f"reward = ['0.5 * {file}:score']\n",
@@ -86,10 +86,10 @@ def test_code_that_came_with_a_run_or_from_elsewhere_is_refused_and_not_run(
     run_file(here / run, ways(file)[way])
     said, _, err = run_command("train", "--resume", run, "--dry-run")
     assert said == 2
-    assert f"--allow {file}" in err
+    assert f"--allow-code {file}" in err
     assert "is a program" in err
     said, _, err = run_command("train", "--config", f"{run}/run.toml", "--dry-run")
-    assert (said, f"--allow {file}" in err) == (2, True)
+    assert (said, f"--allow-code {file}" in err) == (2, True)
     assert not (file.parent / "ran").exists()
 
 
@@ -121,9 +121,9 @@ def test_in_a_run_s_own_folder_nothing_is_one_s_own(
 def test_what_is_allowed_is_imported(run_command: Command, here: Path, allowed: str) -> None:
     file = code(here.parent / "elsewhere")
     run_file(here / "runs" / "x", f"[algorithm.gate]\npart = '{file}:Gate'\n")
-    assert run_command("train", "--resume", "runs/x", "--allow", "nobody", "--dry-run")[0] == 2
+    assert run_command("train", "--resume", "runs/x", "--allow-code", "nobody", "--dry-run")[0] == 2
     assert not (file.parent / "ran").exists()
-    said, out, err = run_command("train", "--resume", "runs/x", "--allow", "nobody", allowed, "--dry-run")
+    said, out, err = run_command("train", "--resume", "runs/x", "--allow-code", "nobody", allowed, "--dry-run")
     assert said == 0, err
     assert "stranger.py:Gate" in out
 
@@ -133,7 +133,7 @@ def test_what_is_allowed_is_imported(run_command: Command, here: Path, allowed: 
 )
 def test_a_package_that_is_allowed_is_so_with_all_that_is_in_it(name: str, missing: list[str]) -> None:
     options = {"algorithm": {"gate": "json.tool:Gate"}}
-    assert not_allowed(options, Path("run.toml"), Allowed((name,))) == missing
+    assert missing_permissions(options, Path("run.toml"), CodePermissions((name,))) == missing
 
 
 def test_installed_packages_are_nobody_s_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,20 +141,20 @@ def test_installed_packages_are_nobody_s_own(here: Path, monkeypatch: pytest.Mon
     for reward in ("shutil.rmtree", "os.system", "sys.exit", "torch.load"):
         file = run_file(here / "runs" / "x", f"reward = ['{reward}']\n")
         with pytest.raises(ConfigError, match=rf"names code of its own, {reward.partition('.')[0]}"):
-            load(file, Draft())
+            load_config(file, UncheckedRun())
     monkeypatch.syspath_prepend(str(code(here / "lib" / "site-packages").parent))
     file = run_file(here / "runs" / "x", "[algorithm.gate]\npart = 'stranger:Gate'\n")
-    with pytest.raises(ConfigError, match="--allow stranger"):
-        load(file, Draft())
+    with pytest.raises(ConfigError, match="--allow-code stranger"):
+        load_config(file, UncheckedRun())
 
 
 def test_what_this_process_has_loaded_needs_no_leave(here: Path) -> None:
     file = code(here.parent / "elsewhere")
     options = run_file(here / "runs" / "x", f"algorithm = '{file}:LIKE_GRPO'\n")
-    with pytest.raises(ConfigError, match="--allow"):
-        load(options, Draft())
-    resolve(f"{file}:score")
-    assert load(options, Draft()).algorithm == pg.GRPO
+    with pytest.raises(ConfigError, match="--allow-code"):
+        load_config(options, UncheckedRun())
+    resolve_reward(f"{file}:score")
+    assert load_config(options, UncheckedRun()).algorithm == pg.GRPO
 
 
 def test_a_file_cannot_trust_a_model_s_code_for_you(run_command: Command, here: Path) -> None:
@@ -184,8 +184,8 @@ def test_a_file_cannot_have_weights_written_out_of_its_folder(run_command: Comma
     for folder in (str(other), "../other", "weights", ".", f"{run}/../y", "~/weights"):
         run_file(run, f"[sampler]\nengine = 'llama_cpp'\nfolder = '{folder}'\n")
         said, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
-        assert (said, f"--allow {shlex.quote(folder)}" in err) == (2, True), err
-        assert run_command("train", "--resume", "runs/x", "--allow", folder, "--dry-run")[0] == 0
+        assert (said, f"--allow-code {shlex.quote(folder)}" in err) == (2, True), err
+        assert run_command("train", "--resume", "runs/x", "--allow-code", folder, "--dry-run")[0] == 0
     for folder in (f"{run}/weights", "runs/x/deeper/weights"):
         run_file(run, f"[sampler]\nengine = 'llama_cpp'\nfolder = '{folder}'\n")
         assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
@@ -199,15 +199,15 @@ def test_servers_on_this_machine_and_those_of_the_command_line_need_no_permissio
     assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
     run_file(here / "runs" / "x", SAMPLER.format("gpu-1:8000"))
     for words in (
-        ("--allow", "http://gpu-1:8000"),
+        ("--allow-code", "http://gpu-1:8000"),
         ("--sampler.urls", "http://gpu-2:8000"),
         ("--sampler.urls=http://b",),
     ):
         said, out, err = run_command("train", "--resume", "runs/x", *words, "--dry-run")
         assert said == 0, err
-        assert (words[0] == "--allow") == ("gpu-1" in out)
+        assert (words[0] == "--allow-code") == ("gpu-1" in out)
     said, _, err = run_command("train", "--resume", "runs/x", "--sampler.folder", "elsewhere", "--dry-run")
-    assert (said, "--allow http://gpu-1:8000" in err) == (2, True), err
+    assert (said, "--allow-code http://gpu-1:8000" in err) == (2, True), err
     words = ("train", "grpo", "--sampler.engine", "vllm", "--sampler.urls", "http://gpu-1:8000", "--dry-run")
     assert run_command(*words)[0] == 0
 
@@ -215,7 +215,7 @@ def test_servers_on_this_machine_and_those_of_the_command_line_need_no_permissio
 def test_a_run_that_is_measured_brings_no_servers(here: Path) -> None:
     """`eval RUN` draws by itself, or by what its own command line names."""
     file = run_file(here / "runs" / "x", SAMPLER.format("gpu-1:8000"))
-    assert measured(file, Allowed())[0].sampler == SamplerConfig()
+    assert load_eval_options(file, CodePermissions())[0].sampler == SamplerConfig()
 
 
 def test_what_to_resume_with_names_servers_and_folders_elsewhere(small: pg.Run, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_what_to_resume_with_names_servers_and_folders_elsewhere(small: pg.Run, 
     trainer = pg.Trainer(replace(small, output=str(tmp_path / "run")), display=False)
     trainer.train(stop_after=1)
     trainer.config = replace(trainer.config, sampler=there)
-    assert trainer.resume_words.endswith(f" --allow {file} 'a folder' http://gpu-1:8000")
+    assert trainer.resume_command.endswith(f" --allow-code {file} 'a folder' http://gpu-1:8000")
 
 
 def test_missing_code_is_said_as_ever(run_command: Command, here: Path) -> None:
@@ -238,14 +238,14 @@ def test_what_to_go_on_with_says_what_needs_leave(small: pg.Run, tmp_path: Path)
     file = str(small.reward[0]).rpartition(":")[0]
     trainer = pg.Trainer(replace(small, output=str(tmp_path / "run")), display=False)
     trainer.train(stop_after=1)
-    assert trainer.resume_words == f"policygrad train --resume {tmp_path / 'run'} --allow {file}"
+    assert trainer.resume_command == f"policygrad train --resume {tmp_path / 'run'} --allow-code {file}"
 
 
 def test_a_comparison_allows_what_its_own_words_name() -> None:
     words = ["train", "a/b.py:X", "--algorithm.gate", "mine:Gate", "--reward", "exact_match", "pkg.mod.f", "format:a:b"]
-    assert from_words(words) == ["a/b.py", "mine", "pkg.mod"]
-    assert from_words(["train", "--sampler.urls", "http://a:8000", "http://localhost:1"]) == ["http://a:8000"]
-    assert from_words(["--reward=a.b.f", "--algorithm.terms=KL,c.py:T", "--directory", "d"]) == [
+    assert code_in_argv(words) == ["a/b.py", "mine", "pkg.mod"]
+    assert code_in_argv(["train", "--sampler.urls", "http://a:8000", "http://localhost:1"]) == ["http://a:8000"]
+    assert code_in_argv(["--reward=a.b.f", "--algorithm.terms=KL,c.py:T", "--directory", "d"]) == [
         "a.b",
         "c.py",
         "d/c.py",

@@ -19,10 +19,10 @@ from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.advantages import ConstantBaseline
 from policygrad.errors import CheckpointError, ConfigError, DataError, ModelError, RunError
-from policygrad.models.loading import locate, resolve
-from policygrad.rewards.config import Rewarding
-from policygrad.samplers.base import Sampling
-from policygrad.training.config.run import Checkpointing, Evaluation, LearnerConfig, Run
+from policygrad.models.loading import locate_model, resolve_model
+from policygrad.rewards.config import RewardConfig
+from policygrad.samplers.base import SamplingParams
+from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, LearnerConfig, Run
 from policygrad.training.evaluation import evaluate as measure_model
 from policygrad.training.trainer import train
 
@@ -87,9 +87,9 @@ def bench(random_model: Path, tmp_path: Path) -> Bench:
         steps=1,
         prompts_per_step=4,
         samples_per_prompt=4,
-        sampling=Sampling(max_tokens=8),
-        evaluation=Evaluation(problems=0),
-        rewards=Rewarding(workers=1, budget=0.3),
+        sampling=SamplingParams(max_tokens=8),
+        evaluation=EvaluationConfig(problems=0),
+        rewards=RewardConfig(num_workers=1, timeout=0.3),
         output=str(tmp_path / "run"),
     )
     return bench
@@ -127,7 +127,7 @@ def changed_model(random_model: Path, tmp_path: Path) -> Callable[..., str]:
 def test_a_reward_that_fails_costs_its_sample(bench: Bench, name: str, reason: str, says: str) -> None:
     if name in ("hangs", "dies"):  # for one prompt of four, one completion each, so that the test is short
         bench.run = replace(bench.run, samples_per_prompt=2)
-    patient = replace(bench.run.rewards, patience=0)  # one of them fails everywhere
+    patient = replace(bench.run.rewards, max_failed_steps=0)  # one of them fails everywhere
     metrics, notes = bench.go(reward=bench.reward(name), rewards=patient)
     assert len(metrics) == bench.run.steps
     assert says in notes
@@ -137,7 +137,7 @@ def test_a_reward_that_fails_costs_its_sample(bench: Bench, name: str, reason: s
 
 
 def test_no_reward_at_all_teaches_nothing_where_the_run_is_to_go_on(bench: Bench) -> None:
-    patient = replace(bench.run.rewards, patience=0)
+    patient = replace(bench.run.rewards, max_failed_steps=0)
     metrics, notes = bench.go(reward=bench.reward("always_nan"), rewards=patient, steps=2)
     assert "no completion has a reward" in notes
     assert all(row["updates/skipped"] == 1 and row["completions/failed_ratio"] == 1 for row in metrics)
@@ -146,12 +146,12 @@ def test_no_reward_at_all_teaches_nothing_where_the_run_is_to_go_on(bench: Bench
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_equal_rewards(bench: Bench, name: str) -> None:
     """Ψ is 0 for whatever compares a prompt's samples; counted, reported, and never NaN."""
-    steps = bench.reward("halves") if "step_end" in ALGORITHMS[name].declared else ()  # each worth what the outcome is
+    steps = bench.reward("halves") if "step_end" in ALGORITHMS[name].all_needs else ()  # each worth what the outcome is
     metrics, _ = bench.go(reward=bench.reward("equal") + steps, algorithm=runnable(name))
     assert all(row["frac_reward_zero_std"] == 1 and row["reward"] == 1 for row in metrics)
     completions = rows(bench.folder / "run" / "completions.jsonl")
-    if any(getattr(link, "group_statistic", False) for link in ALGORITHMS[name].psi):
-        constant = sum(link.value for link in ALGORITHMS[name].psi if isinstance(link, ConstantBaseline))
+    if any(getattr(link, "group_statistic", False) for link in ALGORITHMS[name].advantage):
+        constant = sum(link.value for link in ALGORITHMS[name].advantage if isinstance(link, ConstantBaseline))
         assert all(row["advantage"] == pytest.approx(-constant, rel=1e-6, abs=0) for row in completions)
 
 
@@ -169,7 +169,7 @@ def test_a_rollout_that_filters_leave_too_little_of_says_so_once(bench: Bench) -
         def __call__(self, batch: pg.Batch) -> pg.Batch:
             return replace(batch, mask=batch.mask & (batch.group == 0)[:, None])
 
-    few = replace(ALGORITHMS["dr_grpo"], filters=(First(),), step=pg.FirstOrder(epochs=2, minibatches=4))
+    few = replace(ALGORITHMS["dr_grpo"], filters=(First(),), update_rule=pg.GradientSteps(epochs=2, minibatches=4))
     metrics, notes = bench.go(algorithm=few, steps=2)
     assert notes.count("1 group left for 4 minibatches of whole groups: one update per group and epoch") == 1
     assert all(row.get("updates/taken", 0) + row.get("updates/skipped", 0) == 2 for row in metrics)
@@ -249,7 +249,7 @@ def test_a_prompt_longer_than_the_context(bench: Bench) -> None:
 
 def test_a_prompt_without_room_for_the_completion_is_refused_before_there_is_a_folder(bench: Bench) -> None:
     with pytest.raises(ModelError, match="2048 positions"):
-        bench.go(model="tiny", sampling=Sampling(max_tokens=5000))
+        bench.go(model="tiny", sampling=SamplingParams(max_tokens=5000))
     assert not (bench.folder / "run").exists()
 
 
@@ -297,11 +297,11 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refused)
     with pytest.raises(ModelError, match=r"no folder 'org/no-such-model', the hub cannot be reached \(Conn") as caught:
-        resolve("org/no-such-model")
+        resolve_model("org/no-such-model")
     assert "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
-    assert locate("org/cached-model") == str(tmp_path)
+    assert locate_model("org/cached-model") == str(tmp_path)
 
 
 def test_a_damaged_model(bench: Bench, changed_model: Callable[..., str]) -> None:
@@ -349,14 +349,14 @@ def test_all_completions_empty(bench: Bench, changed_model: Callable[..., str], 
     model.save_pretrained(folder)
     metrics, notes = bench.go(model=folder, algorithm=ALGORITHMS[name])
     assert all(row["completions/mean_length"] == 1 and row["completions/truncated_ratio"] == 0 for row in metrics)
-    shares = min(4, ALGORITHMS[name].step.minibatches)  # whole groups, and there are four
+    shares = min(4, ALGORITHMS[name].update_rule.minibatches)  # whole groups, and there are four
     assert all(row["updates/skipped"] == shares for row in metrics)
     assert "nothing was learned" in notes
     assert why in notes
 
 
 def test_all_completions_truncated_and_masked(bench: Bench) -> None:
-    metrics, notes = bench.go(algorithm=ALGORITHMS["dapo"], sampling=Sampling(max_tokens=1))
+    metrics, notes = bench.go(algorithm=ALGORITHMS["dapo"], sampling=SamplingParams(max_tokens=1))
     assert all(row["completions/truncated_ratio"] > 0.9 for row in metrics)
     assert "nothing was learned" in notes
     assert "cut off" in notes
@@ -382,7 +382,7 @@ def test_resume_of_something_else(bench: Bench) -> None:
 
 def test_a_damaged_checkpoint(bench: Bench) -> None:
     """The one before it is used, and that is said; when none is intact nothing is started over in silence."""
-    bench.go(steps=2, checkpoint=Checkpointing(every=1, keep=2))
+    bench.go(steps=2, checkpoint=CheckpointConfig(every=1, keep=2))
     folder = bench.folder / "run"
     newest, before = sorted((folder / "checkpoints").iterdir(), reverse=True)
     data = bytearray((newest / "tensors.safetensors").read_bytes())
@@ -408,8 +408,8 @@ def test_measuring_with_a_reward_that_fails(bench: Bench) -> None:
         reward=bench.reward("nan"),
         problems=4,
         samples=2,
-        sampling=Sampling(max_tokens=8),
+        sampling=SamplingParams(max_tokens=8),
     )
-    assert 0 < outcome.failed < 8
-    assert outcome.mean == 1 - outcome.failed / 8
+    assert 0 < outcome.num_failed < 8
+    assert outcome.mean == 1 - outcome.num_failed / 8
     assert any("returned nan" in message for message in outcome.messages)

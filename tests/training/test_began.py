@@ -15,10 +15,10 @@ from doubles.files import write_rows
 from doubles.judge_server import judging
 from doubles.trackers import Record
 from policygrad.errors import RunError
-from policygrad.report.data import read
-from policygrad.report.page import page
-from policygrad.training.provenance import began, noticed
-from policygrad.training.run_folder import check_resumable, sealed
+from policygrad.report.data import read_run
+from policygrad.report.page import render_report
+from policygrad.training.provenance import compare_fingerprints, fingerprint_run
+from policygrad.training.run_folder import check_resumable, with_end_marker
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -33,7 +33,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     run = replace(
         small,
         task=write_rows(tmp_path / "task.jsonl", rows[:4]),
-        held_out=write_rows(tmp_path / "held_out.jsonl", rows[4:]),
+        eval_data=write_rows(tmp_path / "held_out.jsonl", rows[4:]),
         reward=(f"{tmp_path / 'mine.py'}:one",),
         output=str(tmp_path / "run"),
         steps=3,
@@ -64,7 +64,7 @@ def test_another_file_to_train_or_measure_on_is_refused(run: pg.Run, tmp_path: P
 
 
 def test_what_a_user_may_mean_to_change_is_said(run: pg.Run, tmp_path: Path) -> None:
-    said = go_on(run, seed=7, sampling=pg.Sampling(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    said = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
     assert (
         "set otherwise than at the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
         in said
@@ -72,7 +72,7 @@ def test_what_a_user_may_mean_to_change_is_said(run: pg.Run, tmp_path: Path) -> 
     assert "no longer bit for bit" in said
     mine = tmp_path / "mine.py"
     mine.write_text(mine.read_text() + "\n# mended\n")
-    changed = replace(run, seed=7, sampling=pg.Sampling(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    changed = replace(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
     said = go_on(changed)
     assert f"{mine} changed since the checkpoint" in said
     assert "set otherwise" not in said
@@ -88,8 +88,8 @@ def test_what_a_user_may_mean_to_change_is_said(run: pg.Run, tmp_path: Path) -> 
             "algorithm.gate Clip(low=0.2, high=0.28) -> Clip(low",
         ),
         ({"steps": 4}, "steps 3 -> 4"),
-        ({"checkpoint": pg.Checkpointing(every=2, keep=3)}, "checkpoint.every 1 -> 2"),
-        ({"rewards": pg.Rewarding(workers=1)}, "rewards.workers 2 -> 1"),
+        ({"checkpoint": pg.CheckpointConfig(every=2, keep=3)}, "checkpoint.every 1 -> 2"),
+        ({"rewards": pg.RewardConfig(num_workers=1)}, "rewards.num_workers 2 -> 1"),
     ],
 )
 def test_every_option_that_a_resume_changes_is_said(run: pg.Run, change: dict[str, Any], said: str) -> None:
@@ -104,8 +104,10 @@ def test_changed_options_stand_in_card_and_report_by_step(run: pg.Run) -> None:
     pg.train(replace(run, lr=0.5), resume=run.output, stop_after=1, display=False)
     pg.train(replace(run, lr=0.25), resume=run.output, display=False)
     lines = [f"after step 1: lr {run.lr} -> 0.5", "after step 2: lr 0.5 -> 0.25"]
-    assert read(Path(run.output)).changes == tuple(lines)
-    assert f"<dt>changed</dt><dd>{'; '.join(lines)}</dd>" in page([read(Path(run.output))]).replace("-&gt;", "->")
+    assert read_run(Path(run.output)).changes == tuple(lines)
+    assert f"<dt>changed</dt><dd>{'; '.join(lines)}</dd>" in render_report([read_run(Path(run.output))]).replace(
+        "-&gt;", "->"
+    )
     card = (Path(run.output) / "model" / "README.md").read_text(encoding="utf-8")
     assert "## Changed on the way" in card
     for line in lines:
@@ -125,18 +127,18 @@ def test_another_rubric_of_a_judge_is_said(run: pg.Run, tmp_path: Path) -> None:
 
 
 def test_versions_and_the_device_are_said(run: pg.Run, tmp_path: Path) -> None:
-    before = began(run, "cuda")
+    before = fingerprint_run(run, "cuda")
     old = {**before, "versions": {**before["versions"], "torch": "1.0", "gone": "2"}}
-    (said,) = noticed(old, began(run, "cpu"), run, tmp_path)
+    (said,) = compare_fingerprints(old, fingerprint_run(run, "cpu"), run, tmp_path)
     assert "another than at the checkpoint: torch 1.0 -> " in said
     assert "device cuda -> cpu" in said
     assert "gone" not in said
-    assert noticed(before, began(run, "cuda"), run, tmp_path) == []
+    assert compare_fingerprints(before, fingerprint_run(run, "cuda"), run, tmp_path) == []
 
 
 def test_what_has_no_file_is_no_file(run: pg.Run) -> None:
     for task in ("embedded", "x" * 5000, "a\0b", [{"prompt": "1"}]):
-        assert began(replace(run, task=task, held_out=None), "cpu")["files"] == {}
+        assert fingerprint_run(replace(run, task=task, eval_data=None), "cpu")["files"] == {}
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# whole with its la", '# whole with its last line, "# end"\n# end\n'])
@@ -165,7 +167,7 @@ def test_a_configuration_that_is_cut_off_is_refused_wherever_it_is(run: pg.Run, 
     check_resumable(file.parent, "train")
     file.write_text("steps = 3\n")  # written by hand, or before there was a seal
     check_resumable(file.parent, "train")
-    assert sealed("a = 1\n").splitlines()[-1] == "# end"
+    assert with_end_marker("a = 1\n").splitlines()[-1] == "# end"
 
 
 def test_fine_tuning_says_it_too(random_model: Path, tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_fine_tuning_says_it_too(random_model: Path, tmp_path: Path) -> None:
         model=str(random_model),
         batch_size=2,
         output=str(tmp_path / "sft"),
-        checkpoint=pg.Checkpointing(every=1),
+        checkpoint=pg.CheckpointConfig(every=1),
     )
     pg.train_sft(config, stop_after=1, display=False)
     record = Record()
@@ -186,5 +188,5 @@ def test_fine_tuning_says_it_too(random_model: Path, tmp_path: Path) -> None:
         display=record,
     )
     assert "learner.micro_tokens 0 -> 99" in record.said
-    manifest = json.dumps(began(config, "cpu"))
+    manifest = json.dumps(fingerprint_run(config, "cpu"))
     assert "data.jsonl" not in manifest

@@ -10,7 +10,7 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.models import changed_copy
-from policygrad.models.loading import resolve
+from policygrad.models.loading import resolve_model
 
 ENVIRONMENT = """
 import policygrad as pg
@@ -36,14 +36,16 @@ SHOUTING = (
     "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}{{ (message['content'] | upper) + eos_token }}"
     "{%- else -%}{{ message['content'] + '\\n' }}{%- endif -%}{%- endfor -%}"
 )
-CARRIED = replace(pg.GSPO, filters=(pg.DropNoSpread(max_rounds=3),), step=pg.FirstOrder())
-BY_TURN = replace(pg.PPO, psi=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), step=pg.FirstOrder())
+CARRIED = replace(pg.GSPO, filters=(pg.DropZeroVariance(max_rounds=3),), update_rule=pg.GradientSteps())
+BY_TURN = replace(
+    pg.PPO, advantage=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), update_rule=pg.GradientSteps()
+)
 
 
 @pytest.fixture
 def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     (tmp_path / "asks.py").write_text(ENVIRONMENT)
-    model = changed_copy(Path(resolve("tiny")), tmp_path / "shouting")
+    model = changed_copy(Path(resolve_model("tiny")), tmp_path / "shouting")
     (model / "chat_template.jinja").write_text(SHOUTING)
     return replace(
         small,
@@ -51,7 +53,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         reward=(),
         steps=3,
         samples_per_prompt=4,
-        sampling=pg.Sampling(max_tokens=48),
+        sampling=pg.SamplingParams(max_tokens=48),
         environment=f"{tmp_path / 'asks.py'}:Asks",
         output=str(tmp_path / "run"),
     )
@@ -65,7 +67,7 @@ def test_it_goes_on_bit_for_bit(run: pg.Run, tmp_path: Path, algorithm: pg.Algor
     pieces = tmp_path / "pieces"
     result = pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     while result.steps < run.steps:
-        result = pg.train(resume=pieces, stop_after=1, display=False, allow=[str(tmp_path)])
+        result = pg.train(resume=pieces, stop_after=1, display=False, allow_code=[str(tmp_path)])
     assert same(weights(whole.output), weights(pieces))
     assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     told = rows(whole.output / "completions.jsonl")

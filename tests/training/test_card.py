@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import policygrad as pg
-from policygrad.training.model_card import card, of_whole
+from policygrad.training.model_card import as_merged_card, render_model_card
 
 CONFIG = {
     "model": "HuggingFaceTB/SmolLM2-135M",
     "task": "/home/me/secret/problems.jsonl",
-    "held_out": "",
+    "eval/reward": "",
     "reward": ["math", "0.5*/home/me/secret/mine.py:short"],
     "lr": 1e-6,
     "seed": 3,
@@ -23,7 +23,7 @@ CONFIG = {
 
 
 def test_it_says_what_was_trained_on_what_and_how_it_was_measured() -> None:
-    text = card("train", "dapo-1", CONFIG, {"held-out accuracy": "0.20 -> 0.45"}, {"tokens": 2100})
+    text = render_model_card("train", "dapo-1", CONFIG, {"held-out accuracy": "0.20 -> 0.45"}, {"tokens": 2100})
     head, _, body = text.removeprefix("---\n").partition("---\n")
     assert head.splitlines() == [
         "base_model: HuggingFaceTB/SmolLM2-135M",
@@ -40,19 +40,21 @@ def test_it_says_what_was_trained_on_what_and_how_it_was_measured() -> None:
     assert "| held-out accuracy | 0.20 -> 0.45 |" in body
     assert "at most 32 problems, 8 samples each at temperature 0.7" in body
     assert "secret" not in text
-    assert "library_name: transformers" in of_whole(text)
+    assert "library_name: transformers" in as_merged_card(text)
     assert "`policygrad export FOLDER --format gguf`" in body
-    assert "gguf" not in card("reward-model", "rm-1", CONFIG, {}, {})
+    assert "gguf" not in render_model_card("reward-model", "rm-1", CONFIG, {}, {})
 
 
 def test_of_a_mix_no_part_tells_its_folder() -> None:
-    text = card("train", "a", CONFIG | {"task": "0.7*/home/me/secret/a.jsonl + 2*/home/me/secret/b.jsonl"}, {}, {})
+    text = render_model_card(
+        "train", "a", CONFIG | {"task": "0.7*/home/me/secret/a.jsonl + 2*/home/me/secret/b.jsonl"}, {}, {}
+    )
     assert "| task | 0.7*a.jsonl+2*b.jsonl |" in text
     assert "secret" not in text
 
 
 def test_a_base_model_that_is_a_folder_is_none_of_the_hubs() -> None:
-    text = card("sft", "a", CONFIG | {"model": "/home/me/secret/base", "algorithm": {}}, {}, {})
+    text = render_model_card("sft", "a", CONFIG | {"model": "/home/me/secret/base", "algorithm": {}}, {}, {})
     assert "base_model:" not in text
     assert "| base model | base |" in text
     assert "It was not measured." in text
@@ -61,7 +63,7 @@ def test_a_base_model_that_is_a_folder_is_none_of_the_hubs() -> None:
 def test_a_run_leaves_it_with_its_model(tmp_path: Path) -> None:
     """Of so few prompts none are held out, and the card does not say that they were."""
     task = [{"prompt": f"1 + {i} =", "answer": str(1 + i)} for i in range(2)]
-    evaluation = pg.Evaluation(problems=2, samples=2)
+    evaluation = pg.EvaluationConfig(problems=2, samples_per_prompt=2)
     run = pg.Run(steps=1, prompts_per_step=2, samples_per_prompt=2, task=task, reward=("math",), evaluation=evaluation)
     result = pg.train(replace(run, output=str(tmp_path / "mine")), display=False)
     text = (result.output / "model" / "README.md").read_text(encoding="utf-8")

@@ -18,12 +18,18 @@ from doubles.algorithms import runnable
 from policygrad.algorithms import ALGORITHMS, DAPO, RLOO
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.gates import Clip, WeightCap
+from policygrad.core.gates import Clip, ClippedImportance
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
-from policygrad.samplers.base import Sampling
-from policygrad.training.config.run import LARGEST_LR, Run
-from policygrad.training.config.serialization import algorithm_to_dict, dumps, from_dict, load, part_class
+from policygrad.samplers.base import SamplingParams
+from policygrad.training.config.run import MAX_LR, Run
+from policygrad.training.config.serialization import (
+    algorithm_to_dict,
+    dump_config,
+    from_dict,
+    load_config,
+    load_part_class,
+)
 
 
 @dataclass(frozen=True)
@@ -39,22 +45,22 @@ class Halved(Advantage):
 def read(folder: Path, text: str | bytes, base: Run | None = None) -> Run:
     path = folder / "my.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return load(path, base or Run())
+    return load_config(path, base or Run())
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @pytest.mark.parametrize("resolved", [False, True])
 def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
-    lr = 1e-300 if ALGORITHMS[name].step.uses_lr else None
+    lr = 1e-300 if ALGORITHMS[name].update_rule.uses_lr else None
     run = Run(algorithm=runnable(name), reward=("math", "format*0.5"), output='a "quoted" Ψ', lr=lr)
-    run = run.resolved() if resolved else run
-    assert read(tmp_path, dumps(run)) == run
+    run = run.resolve() if resolved else run
+    assert read(tmp_path, dump_config(run)) == run
     assert from_dict({"algorithm": algorithm_to_dict(run.algorithm)}, Run(), "a dict").algorithm == run.algorithm
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.floats(min_value=0, max_value=LARGEST_LR),
+    st.floats(min_value=0, max_value=MAX_LR),
     st.integers(min_value=0, max_value=2**62),
     st.text(st.characters(codec="utf-8", exclude_characters="\0")),
     st.floats(min_value=1e-9, allow_nan=False, allow_infinity=False),
@@ -64,15 +70,15 @@ def test_round_trip_of_any_value(lr: float, seed: int, model: str, temperature: 
 
     from policygrad.training.config.serialization import from_dict
 
-    run = Run(lr=lr, seed=seed, model=model, sampling=Sampling(temperature=temperature))
-    assert from_dict(tomllib.loads(dumps(run)), Run(), "text") == run
+    run = Run(lr=lr, seed=seed, model=model, sampling=SamplingParams(temperature=temperature))
+    assert from_dict(tomllib.loads(dump_config(run)), Run(), "text") == run
 
 
 def test_resolved_is_complete() -> None:
-    run = Run(algorithm=DAPO, sampling=Sampling(max_tokens=77)).resolved()
+    run = Run(algorithm=DAPO, sampling=SamplingParams(max_tokens=77)).resolve()
     assert run.samples_per_prompt == run.algorithm.samples_per_prompt == 8
     assert run.algorithm.shaping[0].length == 77
-    assert run.resolved() == run
+    assert run.resolve() == run
 
 
 def test_algorithm_as_a_name_and_as_tables(tmp_path: Path) -> None:
@@ -80,23 +86,23 @@ def test_algorithm_as_a_name_and_as_tables(tmp_path: Path) -> None:
     made = read(tmp_path, '[algorithm]\nname = "dapo"\n[algorithm.gate]\nhigh = 0.4\n').algorithm
     assert made == replace(DAPO, gate=Clip(0.2, 0.4))
     made = read(
-        tmp_path, '[algorithm]\nname = "mine"\nfilters = []\ngate = { part = "WeightCap", high = 3 }\n'
+        tmp_path, '[algorithm]\nname = "mine"\nfilters = []\ngate = { part = "ClippedImportance", high = 3 }\n'
     ).algorithm
-    assert made == replace(DAPO, name="mine", filters=(), gate=WeightCap(0.0, 3.0))
+    assert made == replace(DAPO, name="mine", filters=(), gate=ClippedImportance(0.0, 3.0))
     made = read(tmp_path, '[algorithm]\nname = "rloo"\nratio = "none"\n').algorithm
     assert made == RLOO
 
 
 def test_a_part_of_ones_own(tmp_path: Path) -> None:
-    run = read(tmp_path, f'[[algorithm.psi]]\npart = "{__name__}:Halved"\nfactor = 0.25\n')
-    assert run.algorithm.psi == (Halved(0.25),)
-    assert read(tmp_path, dumps(run)) == run
+    run = read(tmp_path, f'[[algorithm.advantage]]\npart = "{__name__}:Halved"\nfactor = 0.25\n')
+    assert run.algorithm.advantage == (Halved(0.25),)
+    assert read(tmp_path, dump_config(run)) == run
 
 
 def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
     base = Run(steps=9, lr=1e-5, algorithm=DAPO)
     made = read(tmp_path, "[sampling]\ntemperature = 2\n", base)
-    assert (made.steps, made.lr, made.algorithm, made.sampling) == (9, 1e-5, DAPO, Sampling(temperature=2.0))
+    assert (made.steps, made.lr, made.algorithm, made.sampling) == (9, 1e-5, DAPO, SamplingParams(temperature=2.0))
 
 
 @pytest.mark.parametrize(
@@ -120,18 +126,18 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ('algorithm = "gprpo"', "unknown algorithm 'gprpo': did you mean 'grpo'?"),
         ("algorithm = 3", "'algorithm' is a table, not 3"),
         ("[algorithm]\ngat = 3", "unknown key 'algorithm.gat': did you mean 'gate'?"),
-        ('[algorithm]\npsi = "GroupMean"', "'algorithm.psi' is a list of parts: write [[algorithm.psi]]"),
-        ("[[algorithm.psi]]\nddof = 1", "'algorithm.psi' needs a `part`"),
+        ('[algorithm]\npsi = "GroupMean"', "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]"),
+        ("[[algorithm.advantage]]\nddof = 1", "'algorithm.advantage' needs a `slice_box`"),
         ('[algorithm]\ngate = "Clipp"', "algorithm.gate: no part is called 'Clipp': did you mean 'Clip'?"),
         ('[algorithm]\ngate = "grpo"', "algorithm.gate: no part is called 'grpo'"),
         ('[algorithm]\ngate = "Batch"', "algorithm.gate: no part is called 'Batch'"),
-        ('[algorithm]\ngate = "TokenMean"', "TokenMean goes into 'aggregate', not 'gate', which takes Clip, "),
-        ('[algorithm]\nstep = "none"', "'algorithm.step' cannot be none"),
+        ('[algorithm]\ngate = "TokenMean"', "TokenMean goes into 'aggregation', not 'gate', which takes Clip, "),
+        ('[algorithm]\nupdate_rule = "none"', "'algorithm.update_rule' cannot be none"),
         ("[algorithm.gate]\nhihg = 0.3", "unknown key 'algorithm.gate.hihg' of Clip: did you mean 'high'?"),
         ('[algorithm.gate]\nhigh = "0.3"', "'algorithm.gate.high' must be a number, not '0.3'"),
         ("[algorithm.gate]\nhigh = -1", "algorithm.gate: Clip.high must be at least 0, not -1.0"),
         ('[algorithm]\nname = "grpo"\nreference = "none"', "a KL term without a reference"),
-        ('[algorithm]\nname = "reinforce"\nstep = { epochs = 2 }', "one update per rollout, not 2"),
+        ('[algorithm]\nname = "reinforce"\nupdate_rule = { epochs = 2 }', "one update per rollout, not 2"),
         ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
         ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),
         ("samples_per_prompt = 1", "set samples_per_prompt to 2 or more"),
@@ -152,7 +158,7 @@ def test_refused(tmp_path: Path, text: str | bytes, says: str) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nosuch.toml"):
         with pytest.raises(ConfigError, match="cannot read the configuration"):
-            load(path, Run())
+            load_config(path, Run())
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
@@ -163,23 +169,25 @@ def test_a_token_budget_and_the_rows_of_a_decoding_batch_are_checked() -> None:
     with pytest.raises(ValueError, match="tokens must be at least 1, or left out for no budget, not 0"):
         Run(tokens=0)
     with pytest.raises(ValueError, match="decode_rows must be at least 1, not 0"):
-        pg.Sampling(decode_rows=0)
-    run = Run(tokens=10**9, sampling=pg.Sampling(decode_rows=64))
-    assert from_dict(tomllib.loads(dumps(run)), Run(), "run.toml") == run
+        pg.SamplingParams(decode_rows=0)
+    run = Run(tokens=10**9, sampling=pg.SamplingParams(decode_rows=64))
+    assert from_dict(tomllib.loads(dump_config(run)), Run(), "run.toml") == run
 
 
 def test_a_rollout_has_no_more_minibatches_than_prompts() -> None:
     """A minibatch is whole groups. What runs then is in the configuration, and what was asked for is said."""
     small = Run(algorithm=pg.DAPO, prompts_per_step=4)
-    assert "dapo splits a rollout into 16 minibatches" in small.few_prompts
-    assert "4 prompts a step make 4" in small.few_prompts
-    assert "raise prompts_per_step to 16" in small.few_prompts
-    run = small.resolved()
-    assert run.algorithm.step == pg.FirstOrder(minibatches=4)
-    assert run.few_prompts == "" == Run(algorithm=pg.DAPO, prompts_per_step=16).few_prompts
-    assert run == run.resolved()
-    alone = Run(algorithm=replace(pg.PPO_PENALTY, step=pg.DualDescent(minibatches=2)), prompts_per_step=1).resolved()
-    assert alone.algorithm.step == pg.DualDescent(minibatches=1)
+    assert "dapo splits a rollout into 16 minibatches" in small.minibatch_warning
+    assert "4 prompts a step make 4" in small.minibatch_warning
+    assert "raise prompts_per_step to 16" in small.minibatch_warning
+    run = small.resolve()
+    assert run.algorithm.update_rule == pg.GradientSteps(minibatches=4)
+    assert run.minibatch_warning == "" == Run(algorithm=pg.DAPO, prompts_per_step=16).minibatch_warning
+    assert run == run.resolve()
+    alone = Run(
+        algorithm=replace(pg.PPO_PENALTY, update_rule=pg.DualDescent(minibatches=2)), prompts_per_step=1
+    ).resolve()
+    assert alone.algorithm.update_rule == pg.DualDescent(minibatches=1)
 
 
 @pytest.mark.parametrize("gpu", [None, "without bf16", "with bf16"])
@@ -189,10 +197,10 @@ def test_precision_is_the_gpus_where_none_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: gpu == "with bf16")
     chosen = "bf16" if gpu == "with bf16" else "fp32"
     assert Run().learner.dtype == "auto"
-    assert Run().resolved().learner.dtype == chosen
-    assert pg.SFTConfig(data="x.jsonl").resolved().learner.dtype == chosen
-    assert Run(learner=pg.LearnerConfig(device="cpu")).resolved().learner.dtype == "fp32"
-    assert Run(learner=pg.LearnerConfig(dtype="bf16", device="cpu")).resolved().learner.dtype == "bf16"
+    assert Run().resolve().learner.dtype == chosen
+    assert pg.SFTConfig(data="x.jsonl").resolve().learner.dtype == chosen
+    assert Run(learner=pg.LearnerConfig(device="cpu")).resolve().learner.dtype == "fp32"
+    assert Run(learner=pg.LearnerConfig(dtype="bf16", device="cpu")).resolve().learner.dtype == "bf16"
 
 
 def test_a_step_of_ones_own_that_cannot_be_split_less_is_refused() -> None:
@@ -205,18 +213,18 @@ def test_a_step_of_ones_own_that_cannot_be_split_less_is_refused() -> None:
         def __call__(self, problem: object) -> Metrics:
             raise NotImplementedError
 
-    own = replace(pg.DR_GRPO, step=Halves())
+    own = replace(pg.DR_GRPO, update_rule=Halves())
     with pytest.raises(ValueError, match="2 minibatches of whole groups need as many prompts per step, not 1"):
         Run(algorithm=own, prompts_per_step=1)
 
 
 def test_a_reference_that_waits_for_evaluations_needs_some() -> None:
-    waiting = replace(pg.PRORL, reference=pg.Reference(stall=3, reset=True))
-    with pytest.raises(ValueError, match=r"Reference.stall = 3 .* set evaluation.every"):
+    waiting = replace(pg.PRORL, reference=pg.Reference(refresh_after_stall=3, reset_optimizer=True))
+    with pytest.raises(ValueError, match=r"Reference.refresh_after_stall = 3 .* set evaluation.every"):
         Run(algorithm=waiting)
     with pytest.raises(ValueError, match=r"evaluation.problems\) above 0, or stall to 0"):
-        Run(algorithm=waiting, evaluation=pg.Evaluation(every=5, problems=0))
-    assert Run(algorithm=waiting, evaluation=pg.Evaluation(every=5)).algorithm is waiting
+        Run(algorithm=waiting, evaluation=pg.EvaluationConfig(every=5, problems=0))
+    assert Run(algorithm=waiting, evaluation=pg.EvaluationConfig(every=5)).algorithm is waiting
 
 
 @pytest.mark.parametrize("term", [pg.KLToOld(), pg.ExactKLToOld()], ids=lambda term: type(term).__name__)
@@ -225,20 +233,20 @@ def test_a_penalty_on_the_old_policy_needs_a_second_step(term: object) -> None:
     held = replace(pg.DR_GRPO, terms=(term,))  # type: ignore[arg-type]
     with pytest.raises(
         ValueError,
-        match=rf"{type(term).__name__} .*step=FirstOrder\(epochs=4\)",
+        match=rf"{type(term).__name__} .*update_rule=GradientSteps\(epochs=4\)",
     ):
         Run(algorithm=held)
-    for step in (pg.FirstOrder(epochs=2), pg.FirstOrder(minibatches=2), pg.TrustRegion()):
-        Run(algorithm=replace(held, step=step))
+    for step in (pg.GradientSteps(epochs=2), pg.GradientSteps(minibatches=2), pg.TrustRegion()):
+        Run(algorithm=replace(held, update_rule=step))
 
 
 def test_an_open_field_stays_open_where_the_named_algorithm_has_a_value(tmp_path: Path) -> None:
     """prorl renews its reference every 200 rollouts; a run that waits for better scores instead must not get the 200 back."""
-    waits = replace(pg.PRORL, reference=pg.Reference(stall=2))
-    run = pg.Run(algorithm=waits, evaluation=pg.Evaluation(every=5))
+    waits = replace(pg.PRORL, reference=pg.Reference(refresh_after_stall=2))
+    run = pg.Run(algorithm=waits, evaluation=pg.EvaluationConfig(every=5))
     path = tmp_path / "run.toml"
-    path.write_text(dumps(run))
-    assert load(path, Run()).algorithm.reference == waits.reference
+    path.write_text(dump_config(run))
+    assert load_config(path, Run()).algorithm.reference == waits.reference
 
 
 def test_names_given_where_objects_belong_are_refused_with_the_way_out() -> None:
@@ -254,6 +262,6 @@ def test_a_part_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monke
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    assert part_class("gates_of_mine:Open", "command line", "algorithm.gate").__name__ == "Open"
+    assert load_part_class("gates_of_mine:Open", "command line", "algorithm.gate").__name__ == "Open"
     with pytest.raises(ConfigError, match="move the class to a module of its own"):
-        part_class("__main__:Nowhere", "run.toml", "algorithm.gate")
+        load_part_class("__main__:Nowhere", "run.toml", "algorithm.gate")

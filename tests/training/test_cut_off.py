@@ -18,12 +18,18 @@ def test_a_run_with_a_tight_budget_learns_from_where_answers_stopped(small: Run,
     """The head starts at V = 0, so the first step is the same with and without; from the second on V of the end counts."""
 
     def go(bootstrap: bool) -> Path:
-        algorithm = pg.algorithm(name)
+        algorithm = pg.get_algorithm(name)
         critic = replace(algorithm.critic, pretrain=0, lr=3e-2)  # type: ignore[type-var]
-        first = replace(algorithm.psi[0], bootstrap=bootstrap)  # type: ignore[call-arg]
-        algorithm = replace(algorithm, psi=(first, *algorithm.psi[1:]), critic=critic, shaping=(), step=pg.FirstOrder())
+        first = replace(algorithm.advantage[0], bootstrap=bootstrap)  # type: ignore[call-arg]
+        algorithm = replace(
+            algorithm,
+            advantage=(first, *algorithm.advantage[1:]),
+            critic=critic,
+            shaping=(),
+            update_rule=pg.GradientSteps(),
+        )
         output = str(tmp_path / str(bootstrap))
-        run = replace(small, algorithm=algorithm, sampling=pg.Sampling(max_tokens=3), steps=3, output=output)
+        run = replace(small, algorithm=algorithm, sampling=pg.SamplingParams(max_tokens=3), steps=3, output=output)
         return train(run, display=False).output
 
     with_it, without = go(True), go(False)
@@ -40,9 +46,9 @@ def test_a_run_with_a_tight_budget_learns_from_where_answers_stopped(small: Run,
 def test_the_option_on_the_command_line(small: Run, tmp_path: Path, run_command: object) -> None:
     options = ["--model", small.model, "--task", small.task, "--reward", small.reward[0], "--evaluation.problems", "0"]
     options += ["--steps", "2", "--prompts-per-step", "2", "--samples-per-prompt", "3", "--max-tokens", "2", "--plain"]
-    options += ["--algorithm.psi.gae.bootstrap", "--output", str(tmp_path / "run")]
+    options += ["--algorithm.advantage.gae.bootstrap", "--output", str(tmp_path / "run")]
     code, _, errors = run_command("train", "ppo", *options)  # type: ignore[operator]
     assert code == 0, errors
     assert "bootstrap = true" in (tmp_path / "run" / "run.toml").read_text()
-    code, said, _ = run_command("train", "ppo", "--algorithm.psi.gae.bootstrap", "--dry-run")  # type: ignore[operator]
+    code, said, _ = run_command("train", "ppo", "--algorithm.advantage.gae.bootstrap", "--dry-run")  # type: ignore[operator]
     assert "where cut off" in said

@@ -15,7 +15,7 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.config.trust import named
+from policygrad.training.config.trust import config_code_references
 
 pa = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
@@ -46,7 +46,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     return replace(
         small,
         task=str(tmp_path / "train.parquet"),
-        map=f"{tmp_path / 'mapping.py'}:shorter",
+        row_map=f"{tmp_path / 'mapping.py'}:shorter",
         reward=("exact_match",),
         steps=3,
     )
@@ -59,10 +59,10 @@ def test_a_run_on_parquet_resumes_bit_for_bit_and_refuses_another_file(run: pg.R
     assert all(prompt.endswith(" + 1 =\n") and int(prompt.split()[0]) % 2 == 0 for prompt in said)
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
-    pg.train(resume=pieces, allow=("/",), stop_after=1, display=False)
+    pg.train(resume=pieces, allow_code=("/",), stop_after=1, display=False)
     record = Record()
     (tmp_path / "mapping.py").write_text(MAP + "\n# edited\n")
-    pg.train(resume=pieces, allow=("/",), display=record)
+    pg.train(resume=pieces, allow_code=("/",), display=record)
     assert "mapping.py changed since the checkpoint" in record.said
     assert same(weights(whole), weights(pieces))
     assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
@@ -79,7 +79,7 @@ def test_the_command_takes_a_map_and_skips_bad_rows(
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({**row, "question": "?"}) for row in VERL]
     Path("some.jsonl").write_text("\n".join([*lines[:3], "{", *lines[3:]]))
-    words = ("train", "dr_grpo", "--model", str(run.model), "--task", "some.jsonl", "--map", "mapping.py:shorter")
+    words = ("train", "dr_grpo", "--model", str(run.model), "--task", "some.jsonl", "--row-map", "mapping.py:shorter")
     words += (
         "--reward",
         "exact_match",
@@ -101,21 +101,21 @@ def test_the_command_takes_a_map_and_skips_bad_rows(
     told = (Path("out") / "run.toml").read_text()
     assert 'map = "mapping.py:shorter"' in told
     assert "skip_bad_rows = true" in told
-    code, _, err = run_command("train", "--resume", "out", "--map", "other.py:f")
+    code, _, err = run_command("train", "--resume", "out", "--row-map", "other.py:f")
     assert code == 2
-    assert "another --map would compare before and after on different things" in err
+    assert "another --row-map would compare before and after on different things" in err
     for flag, words in (("--task.decontaminate", ("8",)), ("--no-task.skip-bad-rows", ())):
         code, _, err = run_command("train", "--resume", "out", flag, *words)
         assert (code, f"another {flag.replace('--no-', '--')} would compare before and after" in err) == (2, True), err
-    assert run_command("eval", str(run.model), "--task", str(run.task), "--map", "mapping.py:shorter", "--reward", "exact_match",
+    assert run_command("eval", str(run.model), "--task", str(run.task), "--row-map", "mapping.py:shorter", "--reward", "exact_match",
                        "--problems", "2", "--samples", "1", "--max-tokens", "4")[0] == 0  # fmt: skip
 
 
 def test_what_is_no_map_is_refused(run: pg.Run, tmp_path: Path) -> None:
     for given, says in ((f"{tmp_path / 'mapping.py'}:longer", "there is no 'longer'"), (7, "is no function")):
         with pytest.raises(ConfigError, match=says):
-            pg.train(replace(run, map=given, output=str(tmp_path / "run")), display=False)
-    assert list(named({"map": "/elsewhere/mine.py:f"})) == [
+            pg.train(replace(run, row_map=given, output=str(tmp_path / "run")), display=False)
+    assert list(config_code_references({"map": "/elsewhere/mine.py:f"})) == [
         "/elsewhere/mine.py"
     ]  # so that a file of options needs leave for it
 
@@ -127,12 +127,12 @@ def test_a_dataset_and_a_function_from_python(run: pg.Run, tmp_path: Path) -> No
     plain = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in VERL]  # type: ignore[index]
     record = Record()
     data = datasets.Dataset.from_list(plain)
-    given = replace(run, task=data, map=text, steps=1, output=str(tmp_path / "run"))
+    given = replace(run, task=data, row_map=text, steps=1, output=str(tmp_path / "run"))
     found = pg.train(given, display=record).output
     assert "task and map given as objects" in record.said
     assert rows(found / "completions.jsonl")[0]["prompt"].endswith(" + 1")
     with pytest.raises(ConfigError, match=r"'(task|map)' was a .* object given in Python"):
-        pg.train(resume=found, allow=("/",), display=False)
+        pg.train(resume=found, allow_code=("/",), display=False)
 
 
 def test_fine_tuning_on_parquet_notices_another_file(run: pg.Run, tmp_path: Path) -> None:

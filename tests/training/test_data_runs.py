@@ -16,7 +16,7 @@ from doubles.files import rows, same, weights, write_rows
 from doubles.rewards import brief, shouted
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.trackers.base import pick_sample
+from policygrad.trackers.base import choose_sample
 
 TASK = [
     {"prompt": f"{i} + {j} =\n", "answer": str(i + j), "demonstration": f"{i + j}!"} for i in range(4) for j in range(3)
@@ -32,7 +32,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         steps=6,
         prompts_per_step=4,
         samples_per_prompt=3,
-        sampling=pg.Sampling(max_tokens=6),
+        sampling=pg.SamplingParams(max_tokens=6),
         output=str(tmp_path / "run"),
     )
 
@@ -44,7 +44,7 @@ def shown_logp(folder: Path | str, run: pg.Run) -> float:
     total, count = 0.0, 0
     for row in TASK:
         prompt = tokenizer.encode(row["prompt"], 0)
-        answer = torch.tensor(tokenizer.answer(prompt, row["prompt"], row["demonstration"]))
+        answer = torch.tensor(tokenizer.encode_answer(prompt, row["prompt"], row["demonstration"]))
         ids = torch.cat([prompt, answer])[None]
         with torch.no_grad():
             logp = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -77,9 +77,9 @@ def test_people_are_shown_what_the_policy_said() -> None:
         {"completion": "shown", "demonstration": True},
         {"completion": "too", "demonstration": False},
     ]
-    found = [pick_sample(step, told) for step in range(4)]
+    found = [choose_sample(step, told) for step in range(4)]
     assert [sample.completion for sample in found if sample] == ["mine", "too", "mine", "too"]
-    assert pick_sample(0, told[1:2]) is None
+    assert choose_sample(0, told[1:2]) is None
 
 
 def test_a_task_without_demonstrations_is_refused_before_anything_is_sampled(run: pg.Run) -> None:
@@ -108,29 +108,30 @@ def test_rows_with_a_demonstration_too_long_are_refused_before_anything_is_sampl
     first, enough = map(int, re.search(message, str(error.value)).groups())  # type: ignore[union-attr]
     assert 6 < first <= enough
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    pg.train(replace(run, sampling=pg.Sampling(max_tokens=enough)), display=False)
+    pg.train(replace(run, sampling=pg.SamplingParams(max_tokens=enough)), display=False)
     with pytest.raises(pg.DataError, match=f"set --max-tokens {enough}"):
         pg.train(
-            replace(run, sampling=pg.Sampling(max_tokens=enough - 1), output=str(tmp_path / "less")), display=False
+            replace(run, sampling=pg.SamplingParams(max_tokens=enough - 1), output=str(tmp_path / "less")),
+            display=False,
         )
 
 
 class Endless:
     """A task that makes its examples: every demonstration is longer than an answer may be."""
 
-    name, rewards, steps, rows, held_out_is_train = "endless", (), (), (), False
+    name, rewards, steps, rows, eval_on_train = "endless", (), (), (), False
 
-    def train(self, index: int) -> pg.Example:
+    def train_example(self, index: int) -> pg.Example:
         return pg.Example(f"{index} + 1 =\n", {"answer": str(index + 1), "demonstration": "much too long" * 4})
 
-    def held_out(self, count: int) -> list[pg.Example]:
+    def eval_examples(self, count: int) -> list[pg.Example]:
         return []
 
 
 class Bare(Endless):
     """One that has the column, and nothing in it."""
 
-    def train(self, index: int) -> pg.Example:
+    def train_example(self, index: int) -> pg.Example:
         return pg.Example(f"{index} + 1 =\n", {"answer": str(index + 1), "demonstration": None})
 
 
@@ -202,7 +203,7 @@ class Spy:
     """A learner that remembers the batches it was given."""
 
     def __init__(self, model: torch.nn.Module, run: pg.Run) -> None:
-        self.inner, self.seen = pg.local_learner(model, run), list[tuple[pg.Batch, torch.Tensor]]()
+        self.inner, self.seen = pg.make_local_learner(model, run), list[tuple[pg.Batch, torch.Tensor]]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -222,13 +223,13 @@ def test_turns_are_given_credit_of_their_own_and_learnt_from(run: pg.Run) -> Non
         return spies[0]
 
     run = replace(run, model="tiny", task="embedded", algorithm=pg.GIGPO, reward=(), steps=6, samples_per_prompt=8)
-    run = replace(run, lr=1e-3, sampling=pg.Sampling(max_tokens=64))
+    run = replace(run, lr=1e-3, sampling=pg.SamplingParams(max_tokens=64))
     result = pg.train(run, environment=Twice, learner=learner, display=False)
     measured = [row for row in rows(result.output / "metrics.jsonl") if "environment/turns" in row]
     assert all(row["environment/turns"] > 1.5 for row in measured)
     assert sum(row["reward"] for row in measured[-2:]) > sum(row["reward"] for row in measured[:2]) + 0.3
     batch, psi = spies[0].seen[0]
-    assert batch.anchor is not None
+    assert batch.turn_state is not None
     assert batch.token_reward is not None
     several = [i for i in range(len(psi)) if len(set(psi[i][batch.mask[i]].tolist())) > 1]
     assert several

@@ -22,7 +22,7 @@ ODD = "def odd(prompts, completions, **columns):\n    return [float(len(c) % 2) 
 def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, statistics: Any) -> None:
     """Which completions train is drawn anew in every step, and in a resumed step as if nothing had stopped."""
     part = pg.Downsample(3, "random", statistics)
-    algorithm = replace(pg.DR_GRPO, filters=(part,), step=pg.FirstOrder(minibatches=2))
+    algorithm = replace(pg.DR_GRPO, filters=(part,), update_rule=pg.GradientSteps(minibatches=2))
     run = replace(small, algorithm=algorithm, steps=3)
     whole = train(replace(run, output=str(tmp_path / "whole")), display=False)
     pieces = tmp_path / "pieces"
@@ -56,7 +56,7 @@ def test_keeping_all_changes_nothing(small: Run, tmp_path: Path) -> None:
 
 def test_with_dynamic_sampling_and_the_overlong_mask(small: Run, tmp_path: Path) -> None:
     """Two of eight are trained on; where the mask leaves none, none is, which is counted and moves nothing."""
-    filters = (pg.DropNoSpread(max_rounds=3), pg.Downsample(2, "spread"))
+    filters = (pg.DropZeroVariance(max_rounds=3), pg.Downsample(2, "max_variance"))
     (tmp_path / "odd.py").write_text(ODD)
     reward, output = (f"{tmp_path / 'odd.py'}:odd",), str(tmp_path / "run")
     run = replace(small, algorithm=replace(pg.DAPO, filters=filters), reward=reward, steps=2, output=output)
@@ -65,7 +65,7 @@ def test_with_dynamic_sampling_and_the_overlong_mask(small: Run, tmp_path: Path)
         assert m["completions/trained"] == 2 * (4 - m["dynamic/unfilled"]) > 0
         assert m["completions/sampled_per_trained"] == m["completions/sampled"] / m["completions/trained"]
     masked = replace(run.algorithm, filters=(filters[0], pg.MaskTruncated(), filters[1]))
-    tight = replace(run, algorithm=masked, sampling=pg.Sampling(max_tokens=1), output=str(tmp_path / "tight"))
+    tight = replace(run, algorithm=masked, sampling=pg.SamplingParams(max_tokens=1), output=str(tmp_path / "tight"))
     train(tight, display=False)
     for m in rows(tmp_path / "tight" / "metrics.jsonl"):
         assert m["completions/truncated_ratio"] == 1
@@ -77,7 +77,7 @@ def test_the_option_on_the_command_line(small: Run, tmp_path: Path, run_command:
     options = ["--model", small.model, "--task", small.task, "--reward", small.reward[0], "--evaluation.problems", "0"]
     options += ["--steps", "1", "--prompts-per-step", "2", "--max-tokens", "4", "--output", str(tmp_path / "run")]
     options += ["--algorithm.filters", "Downsample", "--algorithm.filters.downsample.keep", "2"]
-    options += ["--algorithm.filters.downsample.by", "spread"]
+    options += ["--algorithm.filters.downsample.by", "max_variance"]
     code, _, errors = run_command("train", "dr_grpo", *options, "--samples-per-prompt", "5", "--plain")
     assert code == 0, errors
     assert rows(tmp_path / "run" / "metrics.jsonl")[0]["completions/sampled_per_trained"] == 5 / 2

@@ -18,14 +18,14 @@ from policygrad.training.trainer import train
 @pytest.mark.slow
 def test_dapo_on_the_embedded_task_samples_little_more_than_it_trains(tmp_path: Path) -> None:
     """As it comes, at its first steps: 2.0 completions sampled for each that was trained on, when every round was a whole step."""
-    run = Run(algorithm=pg.DAPO, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run"))
+    run = Run(algorithm=pg.DAPO, evaluation=pg.EvaluationConfig(problems=0), output=str(tmp_path / "run"))
     train(run, stop_after=4, display=False)
     steps = rows(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 4
     assert 1 < steps[0]["completions/sampled_per_trained"] <= 1.25
     assert sum(m["completions/sampled_per_trained"] for m in steps) / 4 <= 1.25
     assert all(m["dynamic/unfilled"] == m["dynamic/discarded"] == 0 for m in steps)
-    assert all(bool(m["dynamic/carried"]) == bool(m["staleness/max"]) for m in steps)
+    assert all(bool(m["dynamic/leftover"]) == bool(m["staleness/max"]) for m in steps)
 
 
 @pytest.fixture
@@ -34,7 +34,9 @@ def refilling(small: Run, tmp_path: Path) -> Run:
     (tmp_path / "odd.py").write_text(
         "def odd(prompts, completions, **columns):\n    return [float(len(c) % 2) for c in completions]\n"
     )
-    algorithm = replace(pg.DR_GRPO, filters=(pg.DropNoSpread(max_rounds=6),), step=pg.FirstOrder(epochs=2))
+    algorithm = replace(
+        pg.DR_GRPO, filters=(pg.DropZeroVariance(max_rounds=6),), update_rule=pg.GradientSteps(epochs=2)
+    )
     changed = {"prompts_per_step": 6, "samples_per_prompt": 3, "reward": (f"{tmp_path / 'odd.py'}:odd",)}
     return replace(small, algorithm=algorithm, lr=1e-3, **changed)  # type: ignore[arg-type]
 
@@ -49,7 +51,7 @@ def test_resume_at_every_step_is_bitwise_equal_with_groups_that_wait(refilling: 
     assert same(weights(whole.output), weights(pieces))
     assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     assert (whole.output / "completions.jsonl").read_text() == (pieces / "completions.jsonl").read_text()
-    carried = [m["dynamic/carried"] for m in rows(whole.output / "metrics.jsonl")]
+    carried = [m["dynamic/leftover"] for m in rows(whole.output / "metrics.jsonl")]
     assert carried[0] == 0
     assert any(carried)
 
@@ -63,16 +65,18 @@ def test_another_filter_at_a_resume_takes_nothing_over_and_says_so(refilling: Ru
         train(resume=folder, stop_after=1, display=False)
     assert {name for name in saved.tensors if name.startswith("carried/")}
     record = Record()
-    other = replace(run, algorithm=replace(run.algorithm, filters=(pg.DropNoSpread(max_rounds=6, carry=False),)))
+    other = replace(
+        run, algorithm=replace(run.algorithm, filters=(pg.DropZeroVariance(max_rounds=6, keep_leftovers=False),))
+    )
     train(other, resume=folder, stop_after=1, display=record)
     assert "its parts start without their state" in record.said
-    assert rows(folder / "metrics.jsonl")[-1]["dynamic/carried"] == 0
+    assert rows(folder / "metrics.jsonl")[-1]["dynamic/leftover"] == 0
 
 
 def test_a_step_that_begins_with_older_groups_gives_no_note(refilling: Run, tmp_path: Path) -> None:
     """It is how dynamic sampling works; the metric counts them."""
     record = Record()
-    first_order = replace(refilling.algorithm, step=pg.FirstOrder())
+    first_order = replace(refilling.algorithm, update_rule=pg.GradientSteps())
     train(replace(refilling, output=str(tmp_path / "run"), algorithm=first_order), display=record)
-    assert any(m["dynamic/carried"] for m in rows(tmp_path / "run" / "metrics.jsonl"))
+    assert any(m["dynamic/leftover"] for m in rows(tmp_path / "run" / "metrics.jsonl"))
     assert not [note for note in record.notes if "step before" in note or "older than the weights" in note]

@@ -14,9 +14,15 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.paths import located, options_in, read_from, rewards_of, written_to
-from policygrad.training.config.run import Draft
-from policygrad.training.config.serialization import load
+from policygrad.training.config.paths import (
+    relative_to_folder,
+    resolve_directory,
+    resolve_paths,
+    resolve_rewards,
+    with_full_paths,
+)
+from policygrad.training.config.run import UncheckedRun
+from policygrad.training.config.serialization import load_config
 
 Command = Callable[..., tuple[int, str, str]]
 CODE = """
@@ -27,9 +33,9 @@ def kept(row):
     return row
 """
 SHORT = ("--max-tokens", "8", "--prompts-per-step", "2", "--samples-per-prompt", "4", "--lr", "3e-3", "--plain")
-NAMED = ("--model", "models/mine", "--task", "0.5*data/a.jsonl+0.5*data/b.jsonl", "--held-out", "data/held.jsonl")
-OWN = ("--map", "mine.py:kept", "--reward", "mine.py:digit", "0.5*exact_match if mine.py:digit")
-RUN = ("train", "dr_grpo", *SHORT, *NAMED, *OWN, "--evaluation.problems", "2", "--evaluation.samples", "1")
+NAMED = ("--model", "models/mine", "--task", "0.5*data/a.jsonl+0.5*data/b.jsonl", "--eval-data", "data/held.jsonl")
+OWN = ("--row-map", "mine.py:kept", "--reward", "mine.py:digit", "0.5*exact_match if mine.py:digit")
+RUN = ("train", "dr_grpo", *SHORT, *NAMED, *OWN, "--evaluation.problems", "2", "--evaluation.samples-per-prompt", "1")
 
 
 @pytest.fixture
@@ -70,7 +76,7 @@ def test_a_run_goes_on_from_another_folder_bit_for_bit(
     done(run_command, *RUN, "--steps", "3", "--output", "runs/pieces", "--stop-after", "1")
     whole, pieces = project / "runs" / "whole", project / "runs" / "pieces"
     monkeypatch.chdir(project.parent / "elsewhere")
-    done(run_command, "train", "--resume", "../project/runs/pieces", "--allow", project, "--plain")
+    done(run_command, "train", "--resume", "../project/runs/pieces", "--allow-code", project, "--plain")
     assert same(weights(whole), weights(pieces))
     assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     assert rows(whole / "completions.jsonl") == rows(pieces / "completions.jsonl")
@@ -81,7 +87,7 @@ def test_a_run_goes_on_from_another_folder_bit_for_bit(
         card = (folder / "model" / "README.md").read_text()
         assert str(project.parent) not in card
         assert "| task | 0.5*data/a.jsonl+0.5*data/b.jsonl |" in card
-    told = done(run_command, "eval", pieces, "--samples", "1", "--allow", project)
+    told = done(run_command, "eval", pieces, "--samples", "1", "--allow-code", project)
     assert "2 problems × 1 samples" in told
     (project / "runs").rename(project.parent / "kept")  # without its data, so from where that is
     monkeypatch.chdir(project)
@@ -97,12 +103,12 @@ def test_a_run_moves_with_its_data(project: Path, run_command: Command, monkeypa
     moved = project.parent / "moved"
     monkeypatch.chdir(project.parent)
     project.rename(moved)
-    result = pg.train(resume=moved / "runs" / "pieces", allow=(str(moved),), display=False, stop_after=1)
+    result = pg.train(resume=moved / "runs" / "pieces", allow_code=(str(moved),), display=False, stop_after=1)
     assert result.steps == 2
     model = done(run_command, "export", result.output).strip()
     assert model == str(moved / "runs" / "pieces" / "model-step-2")
     assert str(moved) not in (Path(model) / "README.md").read_text()
-    pg.train(resume=moved / "runs" / "pieces", allow=(str(moved),), display=False)
+    pg.train(resume=moved / "runs" / "pieces", allow_code=(str(moved),), display=False)
     assert same(whole, weights(moved / "runs" / "pieces"))
 
 
@@ -114,13 +120,24 @@ def test_fine_tuning_and_reward_models_too(
     pairs = [{"prompt": f"{i} + 1 =", "chosen": str(i + 1), "rejected": "no"} for i in range(40)]
     data = "data/pairs.jsonl" if kind == "sft" else "data/preferences.jsonl"
     write_rows(project / "data" / "preferences.jsonl", pairs)
-    words = (kind, "--data", data, "--model", "models/mine", "--map", "mine.py:kept", "--batch-size", "8", "--plain")
+    words = (
+        kind,
+        "--data",
+        data,
+        "--model",
+        "models/mine",
+        "--row-map",
+        "mine.py:kept",
+        "--batch-size",
+        "8",
+        "--plain",
+    )
     done(run_command, *words, "--output", "runs/whole")
     done(run_command, *words, "--output", "runs/pieces", "--stop-after", "2")
     monkeypatch.chdir(project.parent / "elsewhere")
     pieces = project / "runs" / "pieces"
     there = f"{project / 'mine.py'}:kept"
-    done(run_command, kind, "--resume", pieces, "--map", there, "--plain")  # named again: leave to import it
+    done(run_command, kind, "--resume", pieces, "--row-map", there, "--plain")  # named again: leave to import it
     assert same(weights(project / "runs" / "whole"), weights(pieces))
     whole = settings(project / "runs" / "whole", f"{kind}.toml")
     assert settings(pieces, f"{kind}.toml") == whole | {"map": there}
@@ -132,7 +149,7 @@ def test_what_is_nowhere_any_more_is_said_with_the_option_that_says_where(
     done(run_command, *RUN, "--steps", "2", "--output", "runs/x", "--stop-after", "1")
     there = project.parent / "there"
     monkeypatch.chdir(project.parent / "elsewhere")
-    go_on = ("train", "--resume", project / "runs" / "x", "--allow", project.parent, "--plain")
+    go_on = ("train", "--resume", project / "runs" / "x", "--allow-code", project.parent, "--plain")
     for name, option in (("data/b.jsonl", "task"), ("data/held.jsonl", "held-out"), ("mine.py", "map")):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(project / name, there / name)
@@ -162,10 +179,10 @@ def test_code_that_is_found_elsewhere_needs_leave(
         for words in (("--resume", folder), ("--config", folder / "run.toml")):
             code, _, err = run_command("train", *map(str, words), "--dry-run")
             assert code == 2
-            assert f"--allow {project / 'strange.py'}" in err
+            assert f"--allow-code {project / 'strange.py'}" in err
     monkeypatch.chdir(project)
     code, _, err = run_command("train", "--resume", "runs/x", "--dry-run")
-    assert (code, "--allow" in err) == (0, False), err  # one's own, in the current folder
+    assert (code, "--allow-code" in err) == (0, False), err  # one's own, in the current folder
 
 
 def test_a_run_is_done_again_from_another_folder(
@@ -173,7 +190,7 @@ def test_a_run_is_done_again_from_another_folder(
 ) -> None:
     done(run_command, *RUN, "--steps", "1", "--output", "runs/x", "--stop-after", "1")
     monkeypatch.chdir(project.parent / "elsewhere")
-    out = done(run_command, "train", "--config", "../project/runs/x/run.toml", "--allow", project, "--dry-run")
+    out = done(run_command, "train", "--config", "../project/runs/x/run.toml", "--allow-code", project, "--dry-run")
     again = tomllib.loads(out)
     assert "output" not in again
     assert (again["directory"], again["task"]) == (str(project), NAMED[3])
@@ -189,10 +206,10 @@ def test_a_run_is_done_again_from_another_folder(
         ("task", "data/a.jsonl", "{}/data/a.jsonl"),
         ("task", "0.5*data/a.jsonl+0.5*data/gone.jsonl", "0.5*{}/data/a.jsonl+0.5*data/gone.jsonl"),
         ("task", "gcd + 2*chain_sum:max_digits=1", "gcd + 2*chain_sum:max_digits=1"),
-        ("task", "data", "data"),  # a folder that `datasets` has not saved is no data
+        ("task", "data", "data"),  # a folder that `load_dataset_table` has not saved is no data
         ("task", "saved:train", "{}/saved:train"),
         ("task", "hf:org/data:main", "hf:org/data:main"),
-        ("held_out", "data/held.jsonl", "{}/data/held.jsonl"),
+        ("eval/reward", "data/held.jsonl", "{}/data/held.jsonl"),
         ("map", "mine.py:kept", "{}/mine.py:kept"),
         ("map", "mine:kept", "mine:kept"),
         ("environment", "calculator", "calculator"),
@@ -216,40 +233,42 @@ def test_names(project: Path, monkeypatch: pytest.MonkeyPatch, option: str, name
     (project / "saved" / "dataset_info.json").write_text("{}")
     value: Any = (name,) if option == "reward" else name
     expected: Any = there.format(project)
-    config = replace(Draft(), **{option: value})
-    assert located(config) is config  # of the current folder, as it is typed
+    config = replace(UncheckedRun(), **{option: value})
+    assert resolve_paths(config) is config  # of the current folder, as it is typed
     monkeypatch.chdir(project.parent / "elsewhere")
     config = replace(config, directory="../project")
-    assert getattr(located(config), option) == ((expected,) if option == "reward" else expected)
-    data = options_in({option: [name] if option == "reward" else name, "directory": str(project)})
+    assert getattr(resolve_paths(config), option) == ((expected,) if option == "reward" else expected)
+    data = with_full_paths({option: [name] if option == "reward" else name, "directory": str(project)})
     assert data[option] == ([expected] if option == "reward" else expected)
 
 
 def test_a_teacher_too_and_rewards_keep_their_names(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.parent)
     reference = replace(pg.DISTILL.reference or pg.Reference(), model="models/mine")
-    draft = Draft(algorithm=replace(pg.DISTILL, reference=reference), directory="project", reward=("2*mine.py:digit",))
-    teacher = located(draft).algorithm.reference
+    draft = UncheckedRun(
+        algorithm=replace(pg.DISTILL, reference=reference), directory="project", reward=("2*mine.py:digit",)
+    )
+    teacher = resolve_paths(draft).algorithm.reference
     assert teacher is not None
     assert teacher.model == str(project / "models" / "mine")
-    (reward,) = rewards_of(draft)
+    (reward,) = resolve_rewards(draft)
     assert (reward.name, reward.weight, reward.function.path) == ("mine.py:digit", 2.0, str(project / "mine.py"))
-    assert rewards_of(replace(draft, directory=None)) == draft.reward
+    assert resolve_rewards(replace(draft, directory=None)) == draft.reward
 
 
 def test_a_file_of_options_says_where_its_names_begin(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = project / "runs" / "x" / "run.toml"
     file.parent.mkdir(parents=True)
     file.write_text("directory = '../..'\ntask = 'data/a.jsonl'\n")
-    assert load(file, Draft()).directory is None  # the current folder: names are as they are
+    assert load_config(file, UncheckedRun()).directory is None  # the current folder: names are as they are
     monkeypatch.chdir(project.parent / "elsewhere")
-    draft = load(file, Draft())
+    draft = load_config(file, UncheckedRun())
     assert draft.directory == str(project)
-    assert written_to(draft, file.parent).directory == "../.."
-    assert written_to(replace(draft, output="../project/runs/x"), file.parent).output == "runs/x"
-    assert read_from({"task": "gcd"}, file) == {"task": "gcd"}
+    assert relative_to_folder(draft, file.parent).directory == "../.."
+    assert relative_to_folder(replace(draft, output="../project/runs/x"), file.parent).output == "runs/x"
+    assert resolve_directory({"task": "gcd"}, file) == {"task": "gcd"}
     with pytest.raises(ConfigError, match=r"run\.toml: directory .* is no folder's name"):
-        read_from({"directory": "a\0b"}, file)
+        resolve_directory({"directory": "a\0b"}, file)
     with pytest.raises(RunError, match=r"--task: there is no .*gone\.jsonl, where the run has had it"):
         pg.train(pg.Run(task="gone.jsonl", directory=str(project), output="new"), display=False)
     assert not Path("new").exists()

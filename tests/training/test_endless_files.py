@@ -10,9 +10,9 @@ import pytest
 
 from policygrad.errors import ConfigError, DataError
 from policygrad.tasks.rows import read_examples
-from policygrad.training.config.run import Draft
-from policygrad.training.config.serialization import load
-from policygrad.utils.filesystem import LARGEST
+from policygrad.training.config.run import UncheckedRun
+from policygrad.training.config.serialization import load_config
+from policygrad.utils.filesystem import MAX_CONFIG_BYTES
 
 Command = Callable[..., tuple[int, str, str]]
 endless = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
@@ -28,23 +28,23 @@ def test_a_configuration_without_an_end(run_command: Command) -> None:
 
 def test_a_configuration_of_the_largest_size_is_read(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
-    file.write_bytes(b"steps = 3\r\n#".ljust(LARGEST, b" "))
-    assert load(file, Draft()).steps == 3
-    file.write_bytes(b"#" * (LARGEST + 1))
+    file.write_bytes(b"steps = 3\r\n#".ljust(MAX_CONFIG_BYTES, b" "))
+    assert load_config(file, UncheckedRun()).steps == 3
+    file.write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
     with pytest.raises(ConfigError, match="larger than 1 MiB"):
-        load(file, Draft())
+        load_config(file, UncheckedRun())
 
 
 @pipes
 def test_a_configuration_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.toml")
     with pytest.raises(ConfigError, match="a pipe that nobody writes to"):
-        load(tmp_path / "config.toml", Draft())
+        load_config(tmp_path / "config.toml", UncheckedRun())
     reader, writer = os.pipe()  # as a shell's <(…)
     with os.fdopen(reader):
         os.write(writer, b"steps = 3\n")
         os.close(writer)
-        assert load(f"/dev/fd/{reader}", Draft()).steps == 3
+        assert load_config(f"/dev/fd/{reader}", UncheckedRun()).steps == 3
 
 
 @pipes

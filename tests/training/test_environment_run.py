@@ -11,7 +11,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
-from policygrad.training.config.trust import named
+from policygrad.training.config.trust import config_code_references
 
 MINE = """
 import asyncio
@@ -69,13 +69,15 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         reward=(),
         steps=3,
         samples_per_prompt=4,
-        sampling=pg.Sampling(max_tokens=48),
+        sampling=pg.SamplingParams(max_tokens=48),
         environment=f"{tmp_path / 'mine.py'}:Guess",
         output=str(tmp_path / "run"),
     )
 
 
-BY_TURN = replace(pg.PPO, psi=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), step=pg.FirstOrder())
+BY_TURN = replace(
+    pg.PPO, advantage=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), update_rule=pg.GradientSteps()
+)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), [("Guess", None), ("LOOKS", BY_TURN)], ids=["Guess", "LOOKS"])
@@ -89,7 +91,7 @@ def test_a_conversation_goes_on_bit_for_bit(
     pieces = tmp_path / "pieces"
     result = pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
     while result.steps < run.steps:
-        result = pg.train(resume=pieces, stop_after=1, display=False, allow=[str(tmp_path)])
+        result = pg.train(resume=pieces, stop_after=1, display=False, allow_code=[str(tmp_path)])
     assert same(weights(whole.output), weights(pieces))
     assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     told = rows(whole.output / "completions.jsonl")
@@ -103,10 +105,10 @@ def test_a_conversation_goes_on_bit_for_bit(
 def test_the_world_is_drawn_once_for_a_group_and_anew_for_a_step(run: pg.Run) -> None:
     first, again = (pg.collect(run, step=1) for _ in range(2))
     later = pg.collect(run, step=2)
-    assert first.texts == again.texts
-    said = [tuple(g.prompt.tolist()) for g in first.groups]
-    assert said != [tuple(g.prompt.tolist()) for g in later.groups]
-    columns = [g.start.example.columns["answer"] for g in first.groups]
+    assert first.completions == again.completions
+    said = [tuple(g.prompt_ids.tolist()) for g in first.groups]
+    assert said != [tuple(g.prompt_ids.tolist()) for g in later.groups]
+    columns = [g.spec.example.columns["answer"] for g in first.groups]
     assert len({*said}) == len({*columns}) == len(said)
 
 
@@ -131,9 +133,9 @@ def test_the_command_takes_one_by_name(
 
 
 def test_the_calculator_is_known_by_name(run: pg.Run) -> None:
-    run = replace(run, environment="calculator", reward=("exact_match",), sampling=pg.Sampling(max_tokens=16))
+    run = replace(run, environment="calculator", reward=("exact_match",), sampling=pg.SamplingParams(max_tokens=16))
     assert {"environment/calls"} <= pg.collect(run).metrics.keys()
-    assert not list(named({"environment": "calculator"}))  # ours: a file may name it
+    assert not list(config_code_references({"environment": "calculator"}))  # ours: a file may name it
 
 
 def test_what_is_no_environment_is_refused(run: pg.Run, tmp_path: Path) -> None:
@@ -146,4 +148,4 @@ def test_what_is_no_environment_is_refused(run: pg.Run, tmp_path: Path) -> None:
             pg.train(replace(run, environment=given), display=False)
     with pytest.raises(pg.ConfigError, match="the run has an environment and another one is given"):
         pg.collect(run, environment=lambda example: pg.SingleTurn(example))
-    assert list(named({"environment": "/elsewhere/mine.py:Guess"})) == ["/elsewhere/mine.py"]
+    assert list(config_code_references({"environment": "/elsewhere/mine.py:Guess"})) == ["/elsewhere/mine.py"]

@@ -30,7 +30,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         steps=3,
         prompts_per_step=3,
         samples_per_prompt=4,
-        sampling=pg.Sampling(max_tokens=6),
+        sampling=pg.SamplingParams(max_tokens=6),
     )
 
 
@@ -47,15 +47,17 @@ CASES = [
 @pytest.mark.parametrize(("name", "staleness"), CASES)
 def test_every_algorithm_goes_on_bit_for_bit(run: pg.Run, tmp_path: Path, name: str, staleness: int) -> None:
     algorithm = runnable(name)
-    run = replace(run, algorithm=algorithm, lr=run.lr if algorithm.step.uses_lr else None, staleness=staleness)
+    run = replace(
+        run, algorithm=algorithm, lr=run.lr if algorithm.update_rule.uses_lr else None, max_staleness=staleness
+    )
     if name in ("vineppo", "trpo_vine", "gdpo"):  # which refuse scores of steps
         run = replace(run, reward=run.reward[:1], step_end="[a-z ]" if name == "vineppo" else None)
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pieces = tmp_path / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
-    assert pg.train(resume=pieces, allow=("/",), display=False).steps == 3
+    assert pg.train(resume=pieces, allow_code=("/",), display=False).steps == 3
     assert same(weights(whole), weights(pieces))
-    last = [checkpoint.load(folder / "checkpoints" / "step-000003").tensors for folder in (whole, pieces)]
+    last = [checkpoint.load_checkpoint(folder / "checkpoints" / "step-000003").tensors for folder in (whole, pieces)]
     assert same(*last)  # the optimiser's moments, the critic, the reference, the random state
     assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     assert all(math.isfinite(value) for row in untimed(whole / "metrics.jsonl") for value in row.values())

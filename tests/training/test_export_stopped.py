@@ -36,7 +36,7 @@ def test_it_is_the_model_that_a_run_of_so_many_steps_trains(run: pg.Run, tmp_pat
     assert "| steps | 2 |" in card
     assert "It was not measured." in card
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
-    assert same(weights(pg.train(resume=stopped, allow=("/",), display=False).output), weights(whole.output))
+    assert same(weights(pg.train(resume=stopped, allow_code=("/",), display=False).output), weights(whole.output))
     code, _, err = run_command("export", str(stopped))  # which is over now
     assert code == 2
     assert "what a run has trained is in" in err
@@ -64,7 +64,7 @@ def test_of_adapters_it_is_the_adapter_which_can_be_merged(run: pg.Run, run_comm
     assert code == 0, err
     assert (Path(out.strip()) / "adapter_model.safetensors").is_file()
     trained = {n: p for n, p in load_model(out.strip(), dtype="bf16").named_parameters() if p.requires_grad}
-    saved = checkpoint.load(stopped / "checkpoints" / "step-000001").tensors
+    saved = checkpoint.load_checkpoint(stopped / "checkpoints" / "step-000001").tensors
     assert {f"weights/{n}" for n in trained} == {n for n in saved if n.startswith("weights/")}
     assert all(torch.equal(p, saved[f"weights/{n}"]) for n, p in trained.items())
     assert run_command("export", out.strip(), "--merge", "--output", str(stopped.parent / "merged"))[0] == 0

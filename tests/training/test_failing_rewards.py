@@ -35,7 +35,10 @@ def hangs(prompts, completions, **columns):
 def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     (tmp_path / "mine.py").write_text(MINE)
     return replace(
-        small, output=str(tmp_path / "run"), rewards=pg.Rewarding(workers=1, budget=0.3), checkpoint=pg.Checkpointing()
+        small,
+        output=str(tmp_path / "run"),
+        rewards=pg.RewardConfig(num_workers=1, timeout=0.3),
+        checkpoint=pg.CheckpointConfig(),
     )
 
 
@@ -54,7 +57,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.R
     assert said.startswith("no sample of the first step has a reward: reward ")
     assert "ValueError: the judge is away" in said
     assert (
-        f"Step 1 is saved: policygrad train --resume {run.output} --allow {mine(run)} goes on once the reward works"
+        f"Step 1 is saved: policygrad train --resume {run.output} --allow-code {mine(run)} goes on once the reward works"
         in said
     )
     (Path(str(run.output)).parent / "mended").touch()
@@ -89,7 +92,7 @@ def test_failing_steps_in_a_row_end_the_run_and_the_count_begins_anew(run: pg.Ru
 
 
 def test_the_first_evaluation_counts(run: pg.Run, tmp_path: Path) -> None:
-    measured = pg.Evaluation(problems=3, samples=2)
+    measured = pg.EvaluationConfig(problems=3, samples_per_prompt=2)
     with pytest.raises(
         pg.RewardError, match=r"no sample of the first evaluation .*the judge is away.*--resume .* goes on"
     ):
@@ -106,10 +109,10 @@ def test_a_reward_that_hangs_on_every_sample_ends_the_run(
     with pytest.raises(
         pg.RewardError, match=r"'.*hangs' has not given a single reward yet, and 4 calls of it were lost"
     ):
-        pg.train(named(run, "hangs", evaluation=pg.Evaluation(problems=problems)), display=record)
+        pg.train(named(run, "hangs", evaluation=pg.EvaluationConfig(problems=problems)), display=record)
     if not problems:
         assert (
-            f"step 1 failed: policygrad train --resume {run.output} --allow {mine(run)} goes on from step 0"
+            f"step 1 failed: policygrad train --resume {run.output} --allow-code {mine(run)} goes on from step 0"
             in record.said
         )
     code, _, err = run_command("train", "--resume", str(run.output), "--plain")
@@ -142,8 +145,8 @@ def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.M
 
 
 def test_patience_without_end(run: pg.Run) -> None:
-    patient = pg.Rewarding(workers=1, patience=0)
+    patient = pg.RewardConfig(num_workers=1, max_failed_steps=0)
     result = pg.train(
-        named(run, "broken", rewards=patient, steps=4, evaluation=pg.Evaluation(problems=2)), display=False
+        named(run, "broken", rewards=patient, steps=4, evaluation=pg.EvaluationConfig(problems=2)), display=False
     )
     assert (result.steps, result.before, result.after) == (4, None, None)

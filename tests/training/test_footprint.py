@@ -16,9 +16,9 @@ import policygrad as pg
 from doubles.architectures import CONFIGS
 from policygrad.commands.train import train
 from policygrad.learners.local import activation_memory
-from policygrad.learners.local.forward import probe
+from policygrad.learners.local.forward import build_evaluator
 from policygrad.models.loading import load_model
-from policygrad.training.cost_estimate import Footprint, _models, footprint
+from policygrad.training.cost_estimate import MemoryEstimate, _models, estimate_memory
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
@@ -27,12 +27,12 @@ def test_what_a_micro_batch_keeps_is_counted_without_weights(name: str, completi
     """As many bytes as the same pass of a real model keeps."""
     config = CONFIGS[name]()
     model = tf.AutoModelForCausalLM.from_config(config).eval()
-    evaluator = probe(model, 1.0)
-    assert evaluator.network.branches
-    part, held = activation_memory._made_up(140, 12, completion, 4), dict[int, int]()
-    with activation_memory.counting(held, model):
+    evaluator = build_evaluator(model, 1.0)
+    assert evaluator.network.use_tree
+    part, held = activation_memory._synthetic_pack(140, 12, completion, 4), dict[int, int]()
+    with activation_memory.count_saved_tensors(held, model):
         states = evaluator.network.hidden(part)
-    found = activation_memory.kept_bytes(config, torch.float32, 140, 12, completion, 4)
+    found = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, completion, 4)
     assert found == pytest.approx(sum(held.values()), rel=0.02)
     assert 100 < len(part.ids) < 200
     assert states.requires_grad
@@ -49,46 +49,47 @@ def test_the_dry_run_says_it_and_names_what_it_cannot_know(capsys: pytest.Captur
 
 def test_every_model_of_a_run_is_counted() -> None:
     found = {
-        name: footprint(pg.Run(algorithm=pg.algorithm(name)).resolved()) for name in ("dr_grpo", "grpo", "ppo", "trpo")
+        name: estimate_memory(pg.Run(algorithm=pg.get_algorithm(name)).resolve())
+        for name in ("dr_grpo", "grpo", "ppo", "trpo")
     }
-    plain = found["dr_grpo"].static
-    assert found["grpo"].static["other models"] == plain["weights"]  # its reference
-    assert found["ppo"].static["weights"] == 2 * plain["weights"]  # its critic
-    assert found["ppo"].static["optimiser"] == 2 * plain["optimiser"]
-    assert found["trpo"].static["optimiser"] > plain["optimiser"]
-    half = footprint(pg.Run(algorithm=pg.DR_GRPO, learner=pg.LearnerConfig(dtype="bf16")).resolved())
-    assert half.static["weights"] == plain["weights"] * 3 // 2  # and their masters
+    plain = found["dr_grpo"].fixed
+    assert found["grpo"].fixed["other models"] == plain["weights"]  # its reference
+    assert found["ppo"].fixed["weights"] == 2 * plain["weights"]  # its critic
+    assert found["ppo"].fixed["optimiser"] == 2 * plain["optimiser"]
+    assert found["trpo"].fixed["optimiser"] > plain["optimiser"]
+    half = estimate_memory(pg.Run(algorithm=pg.DR_GRPO, learner=pg.LearnerConfig(dtype="bf16")).resolve())
+    assert half.fixed["weights"] == plain["weights"] * 3 // 2  # and their masters
     assert (
-        half.static["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
+        half.fixed["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
     )  # masters and two moments
     assert _models(pg.Run(), 2**27, None, torch.float32)["copy of the state"] == 0  # of a large one none is kept
-    assert half.learning < found["dr_grpo"].learning
+    assert half.training < found["dr_grpo"].training
 
 
 def test_a_measurement_that_decodes_more_rows_than_a_step_is_counted() -> None:
     """The default measurement draws 256 × 8 completions, of which decode_rows decode at once; this step draws 4 × 8."""
-    run = pg.Run(algorithm=pg.DR_GRPO, prompts_per_step=4, samples_per_prompt=8).resolved()
-    without = footprint(replace(run, evaluation=pg.Evaluation(problems=0)))
-    few = footprint(replace(run, evaluation=pg.Evaluation(problems=2, samples=1)))
-    most = footprint(replace(run, evaluation=pg.Evaluation(problems=10**4)))
-    step = run.prompts_per_step * run.group_size
+    run = pg.Run(algorithm=pg.DR_GRPO, prompts_per_step=4, samples_per_prompt=8).resolve()
+    without = estimate_memory(replace(run, evaluation=pg.EvaluationConfig(problems=0)))
+    few = estimate_memory(replace(run, evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1)))
+    most = estimate_memory(replace(run, evaluation=pg.EvaluationConfig(problems=10**4)))
+    step = run.prompts_per_step * run.effective_samples_per_prompt
     assert step < run.sampling.decode_rows
     assert few.sampling == without.sampling
-    assert footprint(run).sampling == most.sampling
+    assert estimate_memory(run).sampling == most.sampling
     assert most.sampling * step == without.sampling * run.sampling.decode_rows
 
 
 def test_the_larger_of_learning_and_sampling_is_the_peak() -> None:
-    assert Footprint({"weights": 2**30}, learning=2**20, sampling=2**30, tokens=1).peak == 2**31
-    assert "about 2 GiB" in str(Footprint({"weights": 2**30}, learning=2**20, sampling=2**30, tokens=1))
+    assert MemoryEstimate({"weights": 2**30}, training=2**20, sampling=2**30, micro_tokens=1).peak == 2**31
+    assert "about 2 GiB" in str(MemoryEstimate({"weights": 2**30}, training=2**20, sampling=2**30, micro_tokens=1))
 
 
 def test_the_most_counts_what_the_allocator_of_the_device_does_not_give_back() -> None:
-    found = Footprint({"weights": 2**30}, learning=2**30, sampling=2**29, tokens=1)
-    assert found.most > found.peak + found.sampling  # sampling's memory stays beside learning's
+    found = MemoryEstimate({"weights": 2**30}, training=2**30, sampling=2**29, micro_tokens=1)
+    assert found.upper_bound > found.peak + found.sampling  # sampling's memory stays beside learning's
     assert "at most 3." in str(found)
-    on_gpu = replace(found, gives_back=True)
-    assert on_gpu.most == on_gpu.peak
+    on_gpu = replace(found, releases_memory=True)
+    assert on_gpu.upper_bound == on_gpu.peak
     assert "at most" not in str(on_gpu)
 
 

@@ -39,14 +39,14 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     (tmp_path / "mine.py").write_text(
         "def mine(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 / 7 for c in completions]\n"
     )
-    algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2, minibatches=2))
-    every = pg.Checkpointing(every=100)
+    algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2, minibatches=2))
+    every = pg.CheckpointConfig(every=100)
     reward = (f"{tmp_path / 'mine.py'}:mine",)
     return replace(small, steps=4, algorithm=algorithm, reward=reward, checkpoint=every, output=str(tmp_path / "run"))
 
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return checkpoint.load(folder / "checkpoints" / f"step-{step:06d}").tensors
+    return checkpoint.load_checkpoint(folder / "checkpoints" / f"step-{step:06d}").tensors
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def test_where_a_run_has_no_space_to_begin_it_says_so_and_leaves_no_folder(
     with pytest.raises(RunError, match=rf"{name} .*File too large"), no_file_longer_than(size):
         pg.train(run, display=False)
     assert not (tmp_path / "run").exists()
-    pg.train(replace(run, steps=1, evaluation=pg.Evaluation(problems=0)), display=False)
+    pg.train(replace(run, steps=1, evaluation=pg.EvaluationConfig(problems=0)), display=False)
 
 
 @pytest.mark.parametrize("name", [METRICS, COMPLETIONS])
@@ -76,13 +76,13 @@ def test_the_rescued_state_is_the_one_before_the_step(run: pg.Run, tmp_path: Pat
     with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device") as caught:
         pg.train(run, display=record, callbacks=[Full(2, name)])
     (said,) = caught.value.__notes__
-    assert said.startswith(f"step 3 failed; step 2 is saved: policygrad train --resume {folder} --allow ")
+    assert said.startswith(f"step 3 failed; step 2 is saved: policygrad train --resume {folder} --allow-code ")
     assert said.endswith(" goes on from step 2")
     assert said in record.said
     two = tmp_path / "two"
     pg.train(replace(run, output=str(two)), stop_after=2, display=False)
     assert same(state(folder, 2), state(two, 2))  # the weights, AdamW's moments, the random state
-    saved, never_failed = (checkpoint.load(f / "checkpoints" / "step-000002").state for f in (folder, two))
+    saved, never_failed = (checkpoint.load_checkpoint(f / "checkpoints" / "step-000002").state for f in (folder, two))
     assert {k: v for k, v in saved.items() if k != "seconds"} == {
         k: v for k, v in never_failed.items() if k != "seconds"
     }
@@ -100,9 +100,9 @@ def test_where_there_is_no_copy_the_run_goes_on_from_the_checkpoint_before(
     from policygrad.training.trainer import Trainer
 
     monkeypatch.setattr(Trainer, "keeps", 0)
-    run = replace(run, checkpoint=pg.Checkpointing(every=1))
+    run = replace(run, checkpoint=pg.CheckpointConfig(every=1))
     with pytest.raises(RunError, match="No space left") as caught:
-        pg.train(replace(run, checkpoint=pg.Checkpointing(every=2)), callbacks=[Full(3, METRICS)], display=False)
+        pg.train(replace(run, checkpoint=pg.CheckpointConfig(every=2)), callbacks=[Full(3, METRICS)], display=False)
     assert "step 3 could not be saved (the weights have moved since" in caught.value.__notes__[0]
     assert "goes on from step 2" in caught.value.__notes__[0]
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output

@@ -29,7 +29,7 @@ from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.engines import llama_server
 from policygrad.tasks import load_task
 from policygrad.training.export import export_gguf
-from policygrad.weight_sync.gguf import CONTROL, UNUSED, USER_DEFINED, byte_pairs
+from policygrad.weight_sync.gguf import CONTROL, UNUSED, USER_DEFINED, extract_byte_pairs
 
 gguf = pytest.importorskip("gguf")
 Command = Callable[..., tuple[int, str, str]]
@@ -115,7 +115,7 @@ def test_the_embedded_model_goes_on_as_it_does_here(tmp_path: Path, run_command:
     assert (code, out.strip()) == (0, str(file)), err
     model = load_model("tiny")
     own = load_tokenizer("tiny", model)
-    prompts = [str(example.prompt) for example in load_task("embedded").held_out(6)]
+    prompts = [str(example.prompt) for example in load_task("embedded").eval_examples(6)]
     with served(file) as asked:
         for text in (*TEXTS, *prompts, CHARACTERS):
             assert asked("/tokenize", content=text)["tokens"] == own.hf(text)["input_ids"], text
@@ -123,7 +123,9 @@ def test_the_embedded_model_goes_on_as_it_does_here(tmp_path: Path, run_command:
             ids = torch.tensor([own.hf(prompt)["input_ids"]])
             here = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()  # type: ignore[operator]
             there = asked("/completion", prompt=prompt, n_predict=24, temperature=0, return_tokens=True)
-            assert [t for t in there["tokens"] if t not in own.end] == [t for t in here if t not in own.end], prompt
+            assert [t for t in there["tokens"] if t not in own.end_ids] == [t for t in here if t not in own.end_ids], (
+                prompt
+            )
             assert there["content"] == own.decode(here)
 
 
@@ -196,9 +198,9 @@ CLOSED = {
 )
 def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(parts: dict[str, Any], says: str) -> None:
     own = tokenizer("gpt-2")
-    assert byte_pairs(own, len(own.hf)).cut == "gpt-2"
+    assert extract_byte_pairs(own, len(own.hf)).pre_tokenizer == "gpt-2"
     with pytest.raises(ModelError, match=says):
-        byte_pairs(changed(own, **parts), len(own.hf))
+        extract_byte_pairs(changed(own, **parts), len(own.hf))
 
 
 SMOLLM2 = "\u0104\u0106\u0113\u0114\u0116\u011dñò"
@@ -215,12 +217,12 @@ def lacking(own: Tokenizer, letters: str, **model: Any) -> Tokenizer:
 
 def test_bytes_that_hardly_any_text_holds_need_no_token() -> None:
     own = tokenizer("gpt-2")
-    assert byte_pairs(lacking(own, "Àÿ"), len(own.hf)).cut == "gpt-2"
-    assert byte_pairs(lacking(own, SMOLLM2), len(own.hf)).cut == "gpt-2"
+    assert extract_byte_pairs(lacking(own, "Àÿ"), len(own.hf)).pre_tokenizer == "gpt-2"
+    assert extract_byte_pairs(lacking(own, SMOLLM2), len(own.hf)).pre_tokenizer == "gpt-2"
     with pytest.raises(ModelError, match="has no token for 2 of the bytes that text is made of"):
-        byte_pairs(lacking(own, "bÃ"), len(own.hf))
+        extract_byte_pairs(lacking(own, "bÃ"), len(own.hf))
     with pytest.raises(ModelError, match="has no token for 8 of the bytes"):  # llama.cpp writes no such token
-        byte_pairs(lacking(own, SMOLLM2, unk_token=END), len(own.hf))
+        extract_byte_pairs(lacking(own, SMOLLM2, unk_token=END), len(own.hf))
 
 
 def test_a_vocabulary_without_eight_bytes_is_exported_and_reads_text_alike(tmp_path: Path) -> None:
@@ -236,13 +238,13 @@ def test_tokens_that_the_embedded_cuts_would_keep_apart_are_refused() -> None:
     """llama.cpp has no name for its cuts, which matter to no merge that it has."""
     own = load_tokenizer("tiny", load_model("tiny"))
     parts = json.loads(own.hf.backend_tokenizer.to_str())["model"]
-    assert byte_pairs(own, 487).cut == "superbpe"
+    assert extract_byte_pairs(own, 487).pre_tokenizer == "superbpe"
     for left, right in (("1", "2"), ("a", "-"), ("-", "-")):
         model = {"merges": [*parts["merges"], [left, right]], "vocab": parts["vocab"] | {left + right: 487}}
         with pytest.raises(ModelError, match="in none of the ways"):
-            byte_pairs(changed(own, model=model), 488)
+            extract_byte_pairs(changed(own, model=model), 488)
     with pytest.raises(ModelError, match="has tokens up to 486, and the model reads 400"):
-        byte_pairs(own, 400)
+        extract_byte_pairs(own, 400)
 
 
 def test_what_is_no_such_model_is_refused_with_the_way_out(

@@ -12,8 +12,8 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
-from policygrad.training.run_folder import LOCK, copied
-from policygrad.utils.filesystem import take
+from policygrad.training.run_folder import LOCK_FILE, copy_run
+from policygrad.utils.filesystem import acquire_lock
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -32,7 +32,7 @@ def typed(run_command: Command, *words: object) -> tuple[int, str, str]:
 
 def content(folder: Path) -> dict[str, str]:
     """Every file but the lock, by its hash."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -44,14 +44,14 @@ def test_it_goes_on_in_a_copy_and_stays_as_it_is(
     pg.train(replace(small, steps=4, output=str(whole)), display=False)
     (stopped / "result.json").write_text("{}")  # as an end has left it
     folder = str(Path(str(small.task)).parent)
-    code, _, err = typed(run_command, "train", "--resume", stopped, "--output", copy, "--allow", folder, "--plain")
+    code, _, err = typed(run_command, "train", "--resume", stopped, "--output", copy, "--allow-code", folder, "--plain")
     assert code == 0, err
     assert content(stopped) == before | {"result.json": hashlib.sha256(b"{}").hexdigest()}
     assert same(weights(copy), weights(whole))
     assert untimed(copy / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
     assert rows(copy / "completions.jsonl") == rows(whole / "completions.jsonl")
     monkeypatch.chdir(tmp_path)
-    code, _, err = typed(run_command, "train", "--resume", copy, "--steps", "5", "--allow", folder, "--plain")
+    code, _, err = typed(run_command, "train", "--resume", copy, "--steps", "5", "--allow-code", folder, "--plain")
     assert code == 0, err
     assert rows(copy / "metrics.jsonl")[-1]["step"] == 5
     assert content(stopped).keys() == before.keys() | {"result.json"}
@@ -80,15 +80,15 @@ def test_what_cannot_be_copied_is_said_and_nothing_is_left(stopped: Path, tmp_pa
         (stopped / "in", "is within"),
     ):
         with pytest.raises(pg.RunError, match=says):
-            copied(stopped, to, "train", small, print)
+            copy_run(stopped, to, "train", small, print)
     with pytest.raises(pg.RunError, match="holds no run of `policygrad sft`"):
-        copied(stopped, tmp_path / "copy", "sft", small, print)
-    with take(stopped / LOCK), pytest.raises(pg.RunError, match="another process is at work on"):
-        copied(stopped, tmp_path / "copy", "train", small, print)
+        copy_run(stopped, tmp_path / "copy", "sft", small, print)
+    with acquire_lock(stopped / LOCK_FILE), pytest.raises(pg.RunError, match="another process is at work on"):
+        copy_run(stopped, tmp_path / "copy", "train", small, print)
     assert not (tmp_path / "copy").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
 
 
 def test_a_copy_says_where_its_names_begin(stopped: Path, tmp_path: Path, small: pg.Run) -> None:
-    copied(stopped, tmp_path / "far" / "away", "train", replace(small, directory=str(tmp_path)), print)
+    copy_run(stopped, tmp_path / "far" / "away", "train", replace(small, directory=str(tmp_path)), print)
     assert tomllib.loads((tmp_path / "far" / "away" / "run.toml").read_text())["directory"] == "../.."

@@ -16,20 +16,20 @@ from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.run import Guard, RowsGuard
-from policygrad.training.divergence_guard import Verdict, Watched, judge
+from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
+from policygrad.training.divergence_guard import GuardDecision, GuardHistory, assess_step
 
-GUARD = Guard(window=2)
+GUARD = GuardConfig(window=2)
 
 
 def judged(
-    steps: list[dict[str, float]], flat: bool = False, guard: Guard | RowsGuard = GUARD
-) -> tuple[list[Verdict], Watched]:
-    watched, found = Watched(), []
+    steps: list[dict[str, float]], flat: bool = False, guard: GuardConfig | SupervisedGuardConfig = GUARD
+) -> tuple[list[GuardDecision], GuardHistory]:
+    watched, found = GuardHistory(), []
     for values in steps:
-        verdict, watched = judge(watched, values, flat, guard)
+        verdict, watched = assess_step(watched, values, flat, guard)
         found.append(verdict)
-        assert Watched.from_dict(watched.to_dict()) == watched
+        assert GuardHistory.from_dict(watched.to_dict()) == watched
     return found, watched
 
 
@@ -57,7 +57,7 @@ def test_what_is_a_spike(name: str, values: list[float], spike: bool) -> None:
 
 
 def test_of_rows_a_loss_may_spike_and_nothing_is_asked_of_what_they_have_not() -> None:
-    guard = RowsGuard(window=2)
+    guard = SupervisedGuardConfig(window=2)
     for last, spike in ((1.3, True), (1.1, False), (0.9, False)):  # above 3 times 0.4, and above 1 nat
         found, _ = judged([{"loss": x, "entropy": x, "kl": x} for x in (0.4, 0.4, last)], guard=guard)
         assert [v.metrics for v in found[2:]] == [
@@ -66,7 +66,7 @@ def test_of_rows_a_loss_may_spike_and_nothing_is_asked_of_what_they_have_not() -
     found, _ = judged([{"loss": x} for x in (0.4, 0.4, 90.0)])  # reinforcement has no such number
     assert not found[-1].spikes
     with pytest.raises(ConfigError, match=r"guard\.loss must be above 1"):
-        RowsGuard(loss=0.5)
+        SupervisedGuardConfig(loss=0.5)
 
 
 def test_a_new_level_that_is_only_warned_of_is_no_spike_for_ever() -> None:
@@ -76,32 +76,34 @@ def test_a_new_level_that_is_only_warned_of_is_no_spike_for_ever() -> None:
 
 
 def test_what_is_undone_is_not_remembered_and_too_many_in_a_row_stop() -> None:
-    guard = replace(GUARD, action="rollback", patience=3)
+    guard = replace(GUARD, action="rollback", max_consecutive_alarms=3)
     found, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)], guard=guard)
     assert [v.action for v in found] == ["warn", "warn", "rollback", "rollback", "stop"]
-    assert watched == Watched({"grad_norm": (1.0, 1.0)}, row=0, scale=0.25)
+    assert watched == GuardHistory({"grad_norm": (1.0, 1.0)}, alarm_streak=0, lr_factor=0.25)
 
 
 def test_without_spread_is_skipped_or_in_the_end_stopped() -> None:
     steps = [{"grad_norm": 1.0, "updates/taken": 1.0}] * 3
     assert [v.action for v in judged(steps, True)[0]] == ["warn"] * 3
     for action, first in (("skip", "skip"), ("rollback", "skip"), ("stop", "warn")):
-        found, _ = judged(steps, True, Guard(action=action, patience=3))
+        found, _ = judged(steps, True, GuardConfig(action=action, max_consecutive_alarms=3))
         assert [v.action for v in found] == [first, first, "stop"]
-    assert found[0].metrics == {"guard/alarms": 1.0, "guard/no_spread": 1.0}
-    idle, _ = judged([{"grad_norm": 1.0}] * 3, True, Guard(action="skip", patience=3))  # no update was taken
+    assert found[0].metrics == {"guard/alarms": 1.0, "guard/constant_rewards": 1.0}
+    idle, _ = judged(
+        [{"grad_norm": 1.0}] * 3, True, GuardConfig(action="skip", max_consecutive_alarms=3)
+    )  # no update was taken
     assert [v.action for v in idle] == ["warn", "warn", "stop"]
 
 
 @pytest.mark.parametrize("wrong", [{"action": "pray"}, {"window": 1}, {"kl": 0.5}, {"lower": 1.0}, {"patience": -1}])
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"guard\.{next(iter(wrong))}"):
-        Guard(**wrong)
+        GuardConfig(**wrong)
 
 
 def test_a_rollback_needs_a_rate_to_lower() -> None:
     with pytest.raises(ConfigError, match=r"guard\.action rollback lowers .*TrustRegion has none"):
-        pg.Run(algorithm=pg.algorithm("trpo"), guard=Guard(action="rollback"))
+        pg.Run(algorithm=pg.get_algorithm("trpo"), guard=GuardConfig(action="rollback"))
 
 
 # --- in a run
@@ -121,7 +123,7 @@ def spiking(at: int) -> Callable[[Any, pg.Run], pg.LocalLearner]:
 
 
 def saved(folder: Path, step: int) -> checkpoint.Checkpoint:
-    return checkpoint.load(folder / "checkpoints" / f"step-{step:06d}")
+    return checkpoint.load_checkpoint(folder / "checkpoints" / f"step-{step:06d}")
 
 
 def learned(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -134,7 +136,7 @@ def test_the_default_warns_and_changes_nothing(run: pg.Run, tmp_path: Path) -> N
     assert "step 4: grad_norm is " in record.said
     assert "(the run goes on; --guard.action does something about it)" in record.said
     assert [row["guard/alarms"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [0, 0, 0, 1, 0, 0]
-    away = replace(run, guard=Guard(grad_norm=0), output=str(tmp_path / "away"))
+    away = replace(run, guard=GuardConfig(grad_norm=0), output=str(tmp_path / "away"))
     record = Record()
     pg.train(away, learner=spiking(4), display=record)
     assert "grad_norm is" not in record.said
@@ -142,7 +144,7 @@ def test_the_default_warns_and_changes_nothing(run: pg.Run, tmp_path: Path) -> N
 
 
 def test_a_step_that_is_skipped_leaves_nothing_behind_and_resumes_bit_for_bit(run: pg.Run, tmp_path: Path) -> None:
-    run = replace(run, guard=replace(GUARD, action="skip"), checkpoint=pg.Checkpointing(every=1, keep=9))
+    run = replace(run, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     record = Record()
     pg.train(run, learner=spiking(4), display=record)
     whole, pieces = tmp_path / "run", tmp_path / "pieces"
@@ -162,10 +164,10 @@ def test_a_rollback_takes_the_last_checkpoint_and_a_lower_rate_and_resumes_bit_f
     run: pg.Run, tmp_path: Path, waits: bool
 ) -> None:
     """waits: with groups that are left over for the next step, which are of weights that are gone after a rollback."""
-    guard = replace(GUARD, action="rollback", lower=0.25)
-    run = replace(run, guard=guard, checkpoint=pg.Checkpointing(every=2, keep=9))
+    guard = replace(GUARD, action="rollback", lr_factor=0.25)
+    run = replace(run, guard=guard, checkpoint=pg.CheckpointConfig(every=2, keep=9))
     if waits:
-        algorithm = replace(pg.DR_GRPO, filters=(pg.DropNoSpread(),))
+        algorithm = replace(pg.DR_GRPO, filters=(pg.DropZeroVariance(),))
         run = replace(
             run, algorithm=algorithm, seed=1, prompts_per_step=5
         )  # with this seed some wait after steps 2 and 4
@@ -189,7 +191,7 @@ def test_a_rollback_takes_the_last_checkpoint_and_a_lower_rate_and_resumes_bit_f
 
 
 def test_a_stop_is_resumable_and_without_the_updates(run: pg.Run, tmp_path: Path) -> None:
-    run = replace(run, guard=replace(GUARD, action="stop"), checkpoint=pg.Checkpointing(every=1, keep=9))
+    run = replace(run, guard=replace(GUARD, action="stop"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     with pytest.raises(RunError, match=r"step 4: grad_norm is .* saved without its updates: .*resume"):
         pg.train(run, learner=spiking(4), display=False)
     assert same(learned(tmp_path / "run", 3), learned(tmp_path / "run", 4))
@@ -202,9 +204,9 @@ def test_a_constant_reward_is_said_whatever_the_algorithm(run: pg.Run, tmp_path:
         "def one(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
     )
     record = Record()
-    algorithm = replace(pg.algorithm(name), filters=())
+    algorithm = replace(pg.get_algorithm(name), filters=())
     pg.train(replace(run, algorithm=algorithm, reward=(f"{tmp_path / 'equal.py'}:one",), steps=2), display=record)
     metrics = rows(tmp_path / "run" / "metrics.jsonl")
-    assert [row["guard/no_spread"] for row in metrics] == [1, 1]
+    assert [row["guard/constant_rewards"] for row in metrics] == [1, 1]
     said = [note for note in record.notes if "reward" in note and note.startswith("step 1: ")]
     assert len(said) == 1, record.notes

@@ -19,33 +19,33 @@ from doubles.files import rows, same, untimed, weights
 from doubles.in_flight import PIECE, InFlight
 from doubles.stops import AtDecoding, learner_that_sends, send
 from policygrad.checkpoint.format import load_latest
-from policygrad.models.tokenizer import Tokenizer, padding_id
-from policygrad.rollout.async_producer import Producer
-from policygrad.training.loop import Done
+from policygrad.models.tokenizer import Tokenizer, pad_token_id
+from policygrad.rollout.async_producer import RolloutProducer
+from policygrad.training.loop import StepResult
 
 STEPS, PROMPTS, SAMPLES = 5, 4, 8
 
 
 @pytest.fixture(scope="module")
 def run(small: pg.Run) -> pg.Run:
-    assert small.algorithm.step.updates == 1  # a version is a step
-    return replace(small, steps=STEPS, staleness=2)
+    assert small.algorithm.update_rule.updates == 1  # a version is a step
+    return replace(small, steps=STEPS, max_staleness=2)
 
 
 class Counting(pg.Trainer):
     """Notes what it trains on."""
 
-    done: list[Done]
+    done: list[StepResult]
 
-    def record(self, done: Done) -> Any:
+    def on_step(self, done: StepResult) -> Any:
         self.done.append(done)
-        return super().record(done)
+        return super().on_step(done)
 
 
 Drawing = Callable[[Any, Tokenizer], InFlight]
 
 
-def trained(run: pg.Run, **how: Any) -> tuple[list[Done], Any]:
+def trained(run: pg.Run, **how: Any) -> tuple[list[StepResult], Any]:
     """(steps that were trained on, the result) of one process's share of a run."""
     given = {name: how.pop(name) for name in ("sampler", "learner", "callbacks") if name in how}
     trainer = Counting(run, display=False, **given)
@@ -55,7 +55,7 @@ def trained(run: pg.Run, **how: Any) -> tuple[list[Done], Any]:
 
 
 def drawing(made: list[InFlight], **how: Any) -> Drawing:
-    """Makes the sampler, and keeps it in `made`."""
+    """Makes the sampler, and keeps it in `call_factory`."""
 
     def make(model: Any, tokenizer: Tokenizer) -> InFlight:
         made.append(InFlight(model, tokenizer, last=STEPS, **how))
@@ -70,20 +70,20 @@ def there(folder: Path) -> int:
     return 1 if saved is None else saved.step + max(1, len(saved.state["ahead"]))
 
 
-def once(done: list[Done]) -> bool:
+def once(done: list[StepResult]) -> bool:
     """Whether every step was trained on once, and every prompt in one of them."""
-    prompts = [group.start.key[3] for one in done for group in one.rollout.groups]
+    prompts = [group.spec.key[3] for one in done for group in one.rollout.groups]
     return [one.step for one in done] == [*range(1, STEPS + 1)] and sorted(prompts) == [*range(STEPS * PROMPTS)]
 
 
 class Waiting(pg.Callback):
-    """After step `at`, until the rollout of the step after the next is begun: then that of the next is whole."""
+    """After step `interpolate`, until the rollout of the step after the next is begun: then that of the next is whole."""
 
     def __init__(self, made: list[InFlight], at: int) -> None:
-        self.made, self.at = made, at
+        self.made, self.with_state = made, at
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
-        if step == self.at:
+        if step == self.with_state:
             assert self.made[-1].begun[step + 2].wait(120)
 
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_between_two_versions_of_an_answer_gives_them_back_and_noth
     batch = after[0].rollout.batch  # of the third step
     assert batch.version is not None
     assert batch.logp_sampler is not None
-    keys = [(*group.start.key, j) for group in after[0].rollout.groups for j in range(SAMPLES)]
+    keys = [(*group.spec.key, j) for group in after[0].rollout.groups for j in range(SAMPLES)]
     assert {key[2] for key in keys} == {3}
     mixed = 0
     for row, key in enumerate(keys):
@@ -182,7 +182,7 @@ def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_trained_on_twice(
     make, steps = PHASES[phase]
     made = list[InFlight]()
     if phase == "waiting for the buffer":
-        monkeypatch.setattr(Producer, "__init__", waited_for_with_a_signal(made))
+        monkeypatch.setattr(RolloutProducer, "__init__", waited_for_with_a_signal(made))
     folder = tmp_path / "run"
     before, result = trained(replace(run, output=str(folder)), **make(made))
     assert (result.steps, result.model, result.interrupted) == (steps, None, True)
@@ -197,7 +197,7 @@ def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_trained_on_twice(
 
 def waited_for_with_a_signal(made: list[InFlight]) -> Callable[..., None]:
     """The making of a producer at which a signal comes upon whoever waits for the rollout that is held."""
-    begin = Producer.__init__
+    begin = RolloutProducer.__init__
 
     class Condition(threading.Condition):
         def wait(self, timeout: float | None = None) -> bool:
@@ -211,7 +211,7 @@ def waited_for_with_a_signal(made: list[InFlight]) -> Callable[..., None]:
                 send(TERM)
             return super().wait(timeout)
 
-    def init(producer: Producer, *args: Any) -> None:
+    def init(producer: RolloutProducer, *args: Any) -> None:
         begin(producer, *args)
         producer._changed = Condition()
 
@@ -225,7 +225,7 @@ class Publishing(pg.LocalSampler):
     """Sends a signal when it is given a version."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, version: int, number: signal.Signals) -> None:
-        super().__init__(model, tokenizer.end, padding_id(tokenizer))
+        super().__init__(model, tokenizer.end_ids, pad_token_id(tokenizer))
         self.at, self.number = version, number
 
     async def update(self, weights: Any) -> None:

@@ -17,8 +17,8 @@ from doubles.rewards import digits_first
 from doubles.trackers import Record
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.training.config.serialization import load
-from policygrad.utils.async_runner import Waiter
+from policygrad.training.config.serialization import load_config
+from policygrad.utils.async_runner import AsyncRunner
 
 ROWS = [{"prompt": f"{i} + {j} =\n", "answer": str(i + j)} for i in range(4) for j in range(3)]
 
@@ -33,8 +33,8 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
         steps=3,
         prompts_per_step=3,
         samples_per_prompt=4,
-        sampling=pg.Sampling(max_tokens=6),
-        evaluation=pg.Evaluation(problems=2, samples=2),
+        sampling=pg.SamplingParams(max_tokens=6),
+        evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=2),
         output=str(tmp_path / "run"),
     )
 
@@ -61,7 +61,7 @@ def test_a_run_made_of_objects_goes_on_from_python_and_says_so(run: pg.Run, tmp_
     folder = tmp_path / "run"
     assert record.summary["go on with"] == f"pg.train(run, resume={str(folder)!r})"
     with pytest.raises(pg.ConfigError, match=r"run\.toml: 'model' was a LlamaForCausalLM object given in Python"):
-        load(folder / "run.toml", pg.Run())
+        load_config(folder / "run.toml", pg.Run())
     with pytest.raises(pg.ConfigError, match=r"pg\.train\(run, resume=folder\) with the same object"):
         pg.train(resume=folder, display=False)
     pg.train(objects(run), resume=folder, display=False)
@@ -133,7 +133,7 @@ class Chat:
 
 def test_a_conversation_is_one_trajectory_of_the_ids_that_were_sampled(run: pg.Run, random_model: Path) -> None:
     run = replace(
-        run, model="tiny", reward=(), task="embedded", sampling=pg.Sampling(max_tokens=40), prompts_per_step=6
+        run, model="tiny", reward=(), task="embedded", sampling=pg.SamplingParams(max_tokens=40), prompts_per_step=6
     )
     rollout = pg.collect(run, environment=Chat)
     tokenizer = load_tokenizer("tiny", load_model("tiny"))
@@ -141,19 +141,19 @@ def test_a_conversation_is_one_trajectory_of_the_ids_that_were_sampled(run: pg.R
     assert both
     for group, trajectory in both:
         first, tool, second = trajectory.segments
-        assert (first.sampled, tool.sampled, second.sampled) == (True, False, True)
-        assert int(first.tokens[-1]) in tokenizer.end
+        assert (first.is_sampled, tool.is_sampled, second.is_sampled) == (True, False, True)
+        assert int(first.tokens[-1]) in tokenizer.end_ids
         assert "said the tool" in tokenizer.decode(tool.tokens)
         assert trajectory.turn_rewards[0] == 0.25
         assert trajectory.reward == pytest.approx(sum(r for r in trajectory.turn_rewards if r is not None))
         whole = [
-            {"role": "user", "content": str(group.start.example.prompt)},
+            {"role": "user", "content": str(group.spec.example.prompt)},
             {"role": "assistant", "content": tokenizer.decode(first.tokens)},
             {"role": "tool", "content": "said the tool"},
             {"role": "assistant", "content": tokenizer.decode(second.tokens)},
         ]
         rendered = tokenizer.hf.apply_chat_template(whole, tokenize=False)
-        ids = torch.cat([group.prompt, trajectory.tokens])
+        ids = torch.cat([group.prompt_ids, trajectory.tokens])
         said = str(tokenizer.hf.decode(ids, clean_up_tokenization_spaces=False))
         assert rendered.startswith(said) or said == rendered
     batch = rollout.batch
@@ -188,7 +188,7 @@ def test_an_environment_that_says_different_things_to_one_examples_samples_is_re
 
 
 def test_an_environment_has_no_prefix_values(run: pg.Run) -> None:
-    vine = replace(pg.VINEPPO, psi=(pg.PrefixValue(2),))
+    vine = replace(pg.VINEPPO, advantage=(pg.PrefixValue(2),))
     with pytest.raises(
         pg.ConfigError, match="the reasoning steps of an answer, and an episode of an environment has turns"
     ):
@@ -264,7 +264,7 @@ class Apart(pg.LocalLearner):
 
     @classmethod
     def beside(cls, model: Any, run: pg.Run) -> pg.LocalLearner:
-        return pg.local_learner(pg.replica(model).requires_grad_(True), run)
+        return pg.make_local_learner(pg.clone_model(model).requires_grad_(True), run)
 
 
 def test_the_model_that_is_saved_is_the_learners(run: pg.Run, tmp_path: Path) -> None:
@@ -288,12 +288,12 @@ def test_a_measurement_after_a_resume_is_of_the_checkpoints_weights(run: pg.Run)
             return await super().generate(requests)
 
     def sampler(model: Any, tokenizer: Any) -> pg.LocalSampler:
-        return Watched.of(model, tokenizer)
+        return Watched.from_tokenizer(model, tokenizer)
 
     whole = pg.train(run, sampler=sampler, display=False)
     lines = (whole.output / "metrics.jsonl").read_text().splitlines()
     (whole.output / "metrics.jsonl").write_text(
-        "\n".join(line for line in lines if "held_out_stderr" not in line) + "\n"
+        "\n".join(line for line in lines if "eval/reward_stderr" not in line) + "\n"
     )
     seen.clear()
     again = pg.train(run, resume=whole.output, sampler=sampler, display=False)
@@ -316,7 +316,7 @@ def test_a_sampler_whose_lengths_do_not_agree_is_refused(run: pg.Run) -> None:
             return [replace(g, logp=g.logp[:-1]) for g in found]
 
     with pytest.raises(pg.EngineError, match=r"Short\.generate returned \d+ tokens, \d+ log-probabilities"):
-        pg.collect(run, sampler=lambda model, tokenizer: Short.of(model, tokenizer))
+        pg.collect(run, sampler=lambda model, tokenizer: Short.from_tokenizer(model, tokenizer))
 
 
 def test_a_part_that_is_no_dataclass_is_refused_before_there_is_a_folder(run: pg.Run, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ class ByZero(pg.Advantage):
 
 def test_an_advantage_that_makes_nan_ends_the_run_by_its_name_and_the_learning_rate_is_not_blamed(run: pg.Run) -> None:
     with pytest.raises(pg.NumericsError, match=r"^ByZero in psi\.0 returned NaN") as caught:
-        pg.train(replace(run, algorithm=replace(pg.GRPO, psi=(ByZero(),))), display=False)
+        pg.train(replace(run, algorithm=replace(pg.GRPO, advantage=(ByZero(),))), display=False)
     (note,) = caught.value.__notes__
     assert note.endswith("so correct ByZero first")
     assert "--lr" not in note
@@ -363,13 +363,13 @@ def test_what_waits_is_run_below_another_loop_and_ends_at_once_when_interrupted(
     async def answer() -> int:
         return 7
 
-    async def notebook(waiter: Waiter) -> int:
+    async def notebook(waiter: AsyncRunner) -> int:
         return waiter(answer())
 
     async def interrupted() -> None:
         raise KeyboardInterrupt
 
-    with Waiter() as waiter:
+    with AsyncRunner() as waiter:
         assert waiter(answer()) == 7
         assert asyncio.run(notebook(waiter)) == 7
         with pytest.raises(KeyboardInterrupt):

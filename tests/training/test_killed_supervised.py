@@ -45,7 +45,7 @@ train(resume=folder, display=False, callbacks=[Killed()])
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
 def test_a_killed_one_goes_on_bit_for_bit(random_model: Path, tmp_path: Path, kind: str) -> None:
     asked = [{"prompt": f"{i} =\n"} for i in range(12)]
-    every = pg.Checkpointing(every=2)
+    every = pg.CheckpointConfig(every=2)
     config: pg.SFTConfig | pg.RewardModelConfig
     if kind == "sft":
         data = write_rows(tmp_path / "rows.jsonl", [row | {"completion": str(i)} for i, row in enumerate(asked)])

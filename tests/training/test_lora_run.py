@@ -22,14 +22,14 @@ from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.local import activation_memory
-from policygrad.learners.local.forward import probe
-from policygrad.models.adapters import adapt, as_in_file
+from policygrad.learners.local.forward import build_evaluator
+from policygrad.models.adapters import add_adapters, reload_saved_precision
 from policygrad.models.classifier import load_classifier, score
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
-from policygrad.models.replica import own, replica
+from policygrad.models.replica import clone_model, unshared_parameters
 from policygrad.training.config.supervised import RewardModelConfig, SFTConfig
-from policygrad.training.cost_estimate import footprint
+from policygrad.training.cost_estimate import estimate_memory
 from policygrad.training.export import export_merged
 
 peft = pytest.importorskip("peft")
@@ -59,9 +59,9 @@ def resumed(run: pg.Run, folder: Path) -> Path:
     whole = pg.train(replace(run, output=str(folder / "whole")), display=False).output
     pieces = folder / "pieces"
     pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
-    pg.train(resume=pieces, allow=("/",), display=False)
+    pg.train(resume=pieces, allow_code=("/",), display=False)
     assert same(weights(whole), weights(pieces))
-    last = [checkpoint.load(f / "checkpoints" / "step-000003").tensors for f in (whole, pieces)]
+    last = [checkpoint.load_checkpoint(f / "checkpoints" / "step-000003").tensors for f in (whole, pieces)]
     assert same(*last)
     assert all("lora_" in name or not name.startswith(("weights/", "adam/")) for name in last[0])
     assert untimed(whole / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
@@ -85,13 +85,13 @@ def test_a_run_is_resumed_bit_for_bit_and_sampler_and_learner_agree(run: pg.Run,
 def test_other_models_beside_the_policy_resume_too(run: pg.Run, tmp_path: Path, name: str) -> None:
     algorithm = pg.PPO_PENALTY if name == "dual" else runnable(name)
     if name == "iterative_grpo":
-        algorithm = replace(algorithm, reference=pg.Reference(every=1))
-    lr = run.lr if algorithm.step.uses_lr else None
+        algorithm = replace(algorithm, reference=pg.Reference(refresh_every=1))
+    lr = run.lr if algorithm.update_rule.uses_lr else None
     resumed(replace(run, algorithm=algorithm, lr=lr), tmp_path)
 
 
 def test_sampling_ahead_has_adapters_of_its_own(run: pg.Run, tmp_path: Path) -> None:
-    ahead = replace(run, staleness=1)
+    ahead = replace(run, max_staleness=1)
     folder = resumed(ahead, tmp_path)
     told = rows(folder / "metrics.jsonl")
     assert [row["staleness/max"] for row in told] == [0, 1, 1]
@@ -104,9 +104,9 @@ def test_the_display_says_what_trains_and_the_default_rate_is_that_of_adapters(r
     record = Record()
     pg.train(replace(run, steps=1, output=str(tmp_path / "run")), display=record)
     assert record.info.facts["adapters"] == "rank 4, alpha 8: 4,096 parameters train"
-    assert replace(run, lr=None).resolved().lr == pytest.approx(1e-5)
-    assert replace(run, lr=None, learner=pg.LearnerConfig()).resolved().lr == pytest.approx(1e-6)
-    assert replace(run, lr=None, model="tiny").resolved().lr == pytest.approx(1e-3)
+    assert replace(run, lr=None).resolve().lr == pytest.approx(1e-5)
+    assert replace(run, lr=None, learner=pg.LearnerConfig()).resolve().lr == pytest.approx(1e-6)
+    assert replace(run, lr=None, model="tiny").resolve().lr == pytest.approx(1e-3)
 
 
 def test_a_folder_of_an_adapter_goes_on_training(run: pg.Run, trained: Path, tmp_path: Path) -> None:
@@ -173,8 +173,10 @@ def test_an_adapter_without_what_it_needs_is_refused(
     shutil.copytree(trained / "model", folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    found = pg.evaluate(str(folder), problems=2, samples=1, sampling=pg.Sampling(max_tokens=4))  # its base's tokenizer
-    assert found.tokens > 0
+    found = pg.evaluate(
+        str(folder), problems=2, samples=1, sampling=pg.SamplingParams(max_tokens=4)
+    )  # its base's tokenizer
+    assert found.num_tokens > 0
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")})
@@ -208,7 +210,7 @@ def test_a_bf16_model_keeps_what_the_adapters_file_says(trained: Path) -> None:
         torch.equal(held[n.removeprefix("base_model.model.").replace(".weight", ".default.weight")], t)
         for n, t in file.items()
     )
-    as_in_file(model, "nowhere")
+    reload_saved_precision(model, "nowhere")
 
 
 def test_fine_tuning_trains_adapters_and_resumes(run: pg.Run, tmp_path: Path) -> None:
@@ -217,13 +219,13 @@ def test_fine_tuning_trains_adapters_and_resumes(run: pg.Run, tmp_path: Path) ->
         data=data, model=str(run.model), learner=LORA, batch_size=8, lr=1e-2, output=str(tmp_path / "whole")
     )
     whole = pg.train_sft(config, display=False)
-    assert whole.after["held_out/loss"] < whole.before["held_out/loss"]  # type: ignore[index]
+    assert whole.after["eval/loss"] < whole.before["eval/loss"]  # type: ignore[index]
     pieces = tmp_path / "pieces"
     pg.train_sft(replace(config, output=str(pieces)), stop_after=2, display=False)
     pg.train_sft(resume=pieces, display=False)
     assert same(weights(whole.output), weights(pieces))
     assert all("lora_" in name for name in weights(pieces))
-    assert replace(config, lr=None).resolved().lr == pytest.approx(1e-4)
+    assert replace(config, lr=None).resolve().lr == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -284,8 +286,8 @@ def test_four_bits_have_right_gradients_and_resume(run: pg.Run, tmp_path: Path) 
             sides.append(float(loss()))
     expected = (sides[0] - sides[1]) / 2e-3
     assert float(sum((g * x).sum() for g, x in zip(found, along, strict=True))) == pytest.approx(expected, rel=0.01)
-    made = replica(model)
-    assert own(made, model).keys() == trained.keys()
+    made = clone_model(model)
+    assert unshared_parameters(made, model).keys() == trained.keys()
     assert torch.equal(logits(made), logits(model))
     resumed(replace(run, algorithm=pg.PPO, model="tiny", learner=pg.LearnerConfig(lora="rank=4,bits=4")), tmp_path)
 
@@ -293,19 +295,21 @@ def test_four_bits_have_right_gradients_and_resume(run: pg.Run, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-neox"])
 def test_what_a_micro_batch_keeps_under_adapters_is_counted(name: str) -> None:
     config, lora = CONFIGS[name](), Lora(rank=4)
-    model = adapt(tf.AutoModelForCausalLM.from_config(config), lora)
-    evaluator = probe(model, 1.0)
-    part, held = activation_memory._made_up(140, 12, 3, 4), dict[int, int]()
-    with activation_memory.counting(held, model):
+    model = add_adapters(tf.AutoModelForCausalLM.from_config(config), lora)
+    evaluator = build_evaluator(model, 1.0)
+    part, held = activation_memory._synthetic_pack(140, 12, 3, 4), dict[int, int]()
+    with activation_memory.count_saved_tensors(held, model):
         states = evaluator.network.hidden(part)
-    found = activation_memory.kept_bytes(config, torch.float32, 140, 12, 3, 4, lora)
+    found = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, 3, 4, lora)
     assert found == pytest.approx(sum(held.values()), rel=0.02)
     assert states.requires_grad
 
 
 def test_the_footprint_counts_one_base_and_every_models_adapters(trained: Path, run: pg.Run) -> None:
     def static(name: str, learner: pg.LearnerConfig = LORA, **options: object) -> dict[str, int]:
-        return footprint(replace(run, algorithm=pg.algorithm(name), learner=learner, **options).resolved()).static  # type: ignore[arg-type]
+        return estimate_memory(
+            replace(run, algorithm=pg.get_algorithm(name), learner=learner, **options).resolve()
+        ).fixed  # type: ignore[arg-type]
 
     plain, whole = static("dr_grpo"), static("dr_grpo", pg.LearnerConfig())
     count = sum(t.numel() for t in weights(trained).values())

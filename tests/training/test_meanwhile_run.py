@@ -14,7 +14,7 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.stops import AtDecoding
 from policygrad.rewards.workers import pool as pools
-from policygrad.rewards.workers.pool import Begun
+from policygrad.rewards.workers.pool import IncrementalScoring
 
 MINE = """
 import os, zlib
@@ -37,8 +37,8 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     return replace(
         small,
         reward=(f"{tmp_path / 'mine.py'}:moody", f"{tmp_path / 'mine.py'}:length*0.5"),
-        sampling=pg.Sampling(max_tokens=8, decode_rows=16),
-        evaluation=pg.Evaluation(problems=3, samples=2, every=2),
+        sampling=pg.SamplingParams(max_tokens=8, decode_rows=16),
+        evaluation=pg.EvaluationConfig(problems=3, samples_per_prompt=2, every=2),
         steps=4,
     )
 
@@ -48,18 +48,18 @@ class Looks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.early, self.scorings = 0, 0
-        look, take = Begun.look, Begun.take
+        look, take = IncrementalScoring.add_completions, IncrementalScoring.collect
 
-        def looked(begun: Begun, completions: Any) -> None:
+        def looked(begun: IncrementalScoring, completions: Any) -> None:
             self.early += len(completions)
             look(begun, completions)
 
-        def taken(begun: Begun, *args: Any) -> Any:
+        def taken(begun: IncrementalScoring, *args: Any) -> Any:
             self.scorings += 1
             return take(begun, *args)
 
-        monkeypatch.setattr(Begun, "look", looked)
-        monkeypatch.setattr(Begun, "take", taken)
+        monkeypatch.setattr(IncrementalScoring, "look", looked)
+        monkeypatch.setattr(IncrementalScoring, "take", taken)
 
 
 def trained(run: pg.Run, folder: Path, worth: float, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Path:
@@ -84,7 +84,7 @@ def test_with_and_without_a_run_is_the_same(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, staleness: int
 ) -> None:
     looks = Looks(monkeypatch)
-    run = replace(run, algorithm=pg.algorithm(name), staleness=staleness)
+    run = replace(run, algorithm=pg.get_algorithm(name), max_staleness=staleness)
     without = trained(run, tmp_path / "without", NONE, monkeypatch)
     assert looks.scorings == 0
     early = trained(run, tmp_path / "early", ANY, monkeypatch)
@@ -104,5 +104,5 @@ def test_broken_off_while_answers_are_judged_it_goes_on_to_the_same(
     broken = trained(run, tmp_path / "broken", ANY, monkeypatch, sampler=sampler)
     assert not (broken / "model").exists()
     assert looks.scorings > 0
-    pg.train(resume=broken, allow=[str(tmp_path / "mine.py")], display=False)
+    pg.train(resume=broken, allow_code=[str(tmp_path / "mine.py")], display=False)
     assert equal(whole, broken)

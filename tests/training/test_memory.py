@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from policygrad.training.trainer import peak_memory
+from policygrad.training.trainer import measure_peak_memory
 
 
 @pytest.mark.skipif(
@@ -23,8 +23,8 @@ def test_what_the_parent_held_is_not_counted() -> None:
 
 
 def test_what_was_given_back_is_counted() -> None:
-    before = peak_memory()["peak_memory_mib"]
+    before = measure_peak_memory()["peak_memory_mib"]
     size = int(before + 64) * 2**20
     held = bytearray(size)
     del held
-    assert peak_memory()["peak_memory_mib"] >= size / 2**20
+    assert measure_peak_memory()["peak_memory_mib"] >= size / 2**20

@@ -19,11 +19,11 @@ import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.trackers import Record
 from policygrad.errors import ModelError, RunError
-from policygrad.training.run_folder import LOCK, new_folder
+from policygrad.training.run_folder import LOCK_FILE, create_run_folder
 from policygrad.utils import filesystem
-from policygrad.utils.filesystem import locked
+from policygrad.utils.filesystem import hold_lock
 
-pytestmark = pytest.mark.skipif(not filesystem.LOCKS, reason="this system has no such locks")
+pytestmark = pytest.mark.skipif(not filesystem.HAS_FILE_LOCKS, reason="this system has no such locks")
 
 CHILD = """
 import sys
@@ -73,12 +73,12 @@ def ends(child: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def config(small: pg.Run, tmp_path: Path) -> Callable[[str | None], Path]:
-    from policygrad.training.config.serialization import dumps
+    from policygrad.training.config.serialization import dump_config
 
     def write(output: str | None = None) -> Path:
         run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=output)
         path = tmp_path / f"{'default' if output is None else 'named'}.toml"
-        path.write_text(dumps(run))
+        path.write_text(dump_config(run))
         return path
 
     return write
@@ -113,24 +113,24 @@ def test_a_live_run_is_not_resumed_and_a_finished_or_killed_one_is(config: Calla
     with process("new", config("mine"), tmp_path) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "mine\n"
-        said = json.loads((folder / LOCK).read_text())
+        said = json.loads((folder / LOCK_FILE).read_text())
         with pytest.raises(RunError, match="another process is at work on") as caught:
-            pg.train(resume=folder, allow=("/",), display=False)
+            pg.train(resume=folder, allow_code=("/",), display=False)
         for part in (f"pid {child.pid}", said["host"], said["since"], "wait for its end, or stop it, then --resume"):
             assert part in str(caught.value)
         child.send_signal(signal.SIGKILL)
         child.wait()
-    assert json.loads((folder / LOCK).read_text()) == said  # it means nothing now
-    assert pg.train(resume=folder, allow=("/",), display=False).steps == 1
-    assert pg.train(resume=folder, allow=("/",), display=False).steps == 1
+    assert json.loads((folder / LOCK_FILE).read_text()) == said  # it means nothing now
+    assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
+    assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
 
 
 def test_reward_workers_that_outlive_their_run_do_not_hold_its_folder(tmp_path: Path) -> None:
     """A descriptor that a child inherits would hold the lock for it."""
-    with locked(tmp_path / LOCK) as file:
+    with hold_lock(tmp_path / LOCK_FILE) as file:
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         assert not os.get_inheritable(file.fileno())
-    with locked(tmp_path / LOCK):
+    with hold_lock(tmp_path / LOCK_FILE):
         pass
     child.communicate(b"\n")
 
@@ -151,14 +151,14 @@ def test_what_cannot_be_trained_leaves_no_folder(
 
 def test_a_run_killed_before_it_wrote_its_configuration_is_in_nobodys_way(small: pg.Run, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LOCK).write_text("{")
+    (tmp_path / "run" / LOCK_FILE).write_text("{")
     (tmp_path / "run" / ".tmp-run.toml").write_text("out")
     run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
     assert pg.train(run, display=False).steps == 1
-    (tmp_path / "run" / LOCK).write_text("who it was")
+    (tmp_path / "run" / LOCK_FILE).write_text("who it was")
     with pytest.raises(RunError, match="is not empty: go on with it by --resume"):
         pg.train(run, display=False)
-    assert (tmp_path / "run" / LOCK).read_text() == "who it was"
+    assert (tmp_path / "run" / LOCK_FILE).read_text() == "who it was"
 
 
 def test_resuming_what_cannot_go_on_takes_nothing_away(small: pg.Run, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_fine_tuning_and_reward_models_hold_theirs(random_model: Path, tmp_path:
         folder = Path(str(configuration.output))
         train(configuration, display=False, stop_after=1)
         with (
-            locked(folder / LOCK),
+            hold_lock(folder / LOCK_FILE),
             pytest.raises(RunError, match=rf"at work on .*{folder.name} \(pid {os.getpid()} on"),
         ):
             train(resume=folder, display=False)
@@ -207,7 +207,7 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(
 
 def test_a_lock_on_a_folder_that_was_taken_away_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that never began deletes its lock with its folder; who waited for that file makes a new one."""
-    path, real, calls = tmp_path / LOCK, filesystem.fcntl.flock, []
+    path, real, calls = tmp_path / LOCK_FILE, filesystem.fcntl.flock, []
 
     def deleted_meanwhile(file: object, how: int) -> None:
         calls.append(how)
@@ -216,7 +216,7 @@ def test_a_lock_on_a_folder_that_was_taken_away_is_none(tmp_path: Path, monkeypa
         real(file, how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(filesystem.fcntl, "flock", deleted_meanwhile)
-    with locked(path):
+    with hold_lock(path):
         assert len(calls) == 2
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
@@ -227,5 +227,8 @@ def test_without_locks_making_the_folder_is_exclusive_all_the_same(
     """As on Windows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(filesystem, "LOCKS", False)
-    with new_folder(None, "grpo", "run.toml", print) as one, new_folder(None, "grpo", "run.toml", print) as other:
+    with (
+        create_run_folder(None, "grpo", "run.toml", print) as one,
+        create_run_folder(None, "grpo", "run.toml", print) as other,
+    ):
         assert (str(one.path), str(other.path)) == ("runs/grpo-1", "runs/grpo-2")

@@ -12,10 +12,10 @@ import policygrad as pg
 from doubles.files import rows, same, weights
 from doubles.trackers import Record
 from policygrad.errors import ConfigError, ModelError, RunError
-from policygrad.training.interrupts import Stop
-from policygrad.training.run_folder import ASIDE, LEFT, LOCK
+from policygrad.training.interrupts import StopRequested
+from policygrad.training.run_folder import LOCK_FILE, RUN_FILES, STASH
 from policygrad.training.trainer import Trainer
-from policygrad.utils.filesystem import LOCKS, locked
+from policygrad.utils.filesystem import HAS_FILE_LOCKS, hold_lock
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != LOCK}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != LOCK_FILE
+    }
 
 
 def test_the_new_run_is_as_in_a_folder_of_its_own(run: pg.Run, tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_the_new_run_is_as_in_a_folder_of_its_own(run: pg.Run, tmp_path: Path) -
     assert same(weights(old.output), weights(elsewhere.output))
     assert [row["step"] for row in rows(old.output / "metrics.jsonl")] == [1]
     assert set(files(old.output)) == set(files(elsewhere.output))
-    assert not (old.output / ASIDE).exists()
+    assert not (old.output / STASH).exists()
 
 
 def test_a_run_that_cannot_begin_leaves_the_old_one_as_it_was(run: pg.Run) -> None:
@@ -47,7 +49,7 @@ def test_a_run_that_cannot_begin_leaves_the_old_one_as_it_was(run: pg.Run) -> No
     with pytest.raises(ModelError):
         pg.train(replace(run, model="nowhere/at/all"), overwrite=True, display=False)
     assert files(old) == before
-    assert pg.train(resume=old, allow=("/",), display=False).steps == 2
+    assert pg.train(resume=old, allow_code=("/",), display=False).steps == 2
 
 
 def test_a_stop_before_the_new_run_begins_leaves_the_old_one(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +57,7 @@ def test_a_stop_before_the_new_run_begins_leaves_the_old_one(run: pg.Run, monkey
     before, record = files(old), Record()
 
     def stopped(trainer: Trainer, stack: object) -> None:
-        raise Stop
+        raise StopRequested
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "build", stopped)
@@ -63,14 +65,14 @@ def test_a_stop_before_the_new_run_begins_leaves_the_old_one(run: pg.Run, monkey
     assert found.interrupted
     assert f"the run that was in {old} is there as it was" in record.said
     assert files(old) == before
-    assert pg.train(resume=old, allow=("/",), display=False).steps == 2
+    assert pg.train(resume=old, allow_code=("/",), display=False).steps == 2
 
 
-@pytest.mark.skipif(not LOCKS, reason="this system has no such locks")
+@pytest.mark.skipif(not HAS_FILE_LOCKS, reason="this system has no such locks")
 def test_a_run_that_lives_is_not_deleted(run: pg.Run) -> None:
     old = pg.train(run, stop_after=1, display=False).output
     before = files(old)
-    with locked(old / LOCK), pytest.raises(RunError, match="another process is at work on"):
+    with hold_lock(old / LOCK_FILE), pytest.raises(RunError, match="another process is at work on"):
         pg.train(run, overwrite=True, display=False)
     assert files(old) == before
 
@@ -93,10 +95,10 @@ def test_it_may_be_killed_at_any_moment(run: pg.Run) -> None:
     """Put aside and killed before the new one began; the next try takes its place all the same."""
     old = pg.train(run, stop_after=1, display=False).output
     before = files(old)
-    (old / ASIDE).mkdir()
+    (old / STASH).mkdir()
     for path in list(old.iterdir()):
-        if path.name not in (LOCK, ASIDE):
-            path.rename(old / ASIDE / path.name)
+        if path.name not in (LOCK_FILE, STASH):
+            path.rename(old / STASH / path.name)
     with pytest.raises(RunError, match="is not empty"):
         pg.train(run, display=False)
     (old / "run.toml").write_text("seed = 1\n")  # of the new one
@@ -107,16 +109,16 @@ def test_it_may_be_killed_at_any_moment(run: pg.Run) -> None:
     with pytest.raises(ModelError):
         pg.train(replace(run, model="nowhere/at/all"), overwrite=True, display=False)
     assert files(old) == before
-    (old / ASIDE).mkdir()
-    (old / "metrics.jsonl").rename(old / ASIDE / "metrics.jsonl")  # killed while it was put aside
+    (old / STASH).mkdir()
+    (old / "metrics.jsonl").rename(old / STASH / "metrics.jsonl")  # killed while it was put aside
     assert pg.train(run, overwrite=True, display=False).steps == 2
-    assert not (old / ASIDE).exists()
+    assert not (old / STASH).exists()
 
 
 def test_a_run_leaves_nothing_that_is_not_known_to_be_its_own(run: pg.Run) -> None:
     tracked = replace(run, track=("tensorboard",))
     left = {path.name for path in pg.train(tracked, display=False).output.iterdir()}
-    assert left - {"tracked.json"} <= set(LEFT)
+    assert left - {"tracked.json"} <= set(RUN_FILES)
 
 
 def test_overwriting_names_its_folder_and_is_no_going_on(

@@ -11,7 +11,7 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.errors import RunError
-from policygrad.training.config.run import Evaluation, Run
+from policygrad.training.config.run import EvaluationConfig, Run
 from policygrad.training.trainer import train
 
 
@@ -26,12 +26,12 @@ def stepwise(small: Run) -> Run:
         steps=3,
         prompts_per_step=2,
         samples_per_prompt=6,
-        evaluation=Evaluation(problems=2, samples=2),
+        evaluation=EvaluationConfig(problems=2, samples_per_prompt=2),
     )
 
 
 def vine(run: Run) -> Run:
-    algorithm = replace(pg.VINEPPO, psi=(pg.PrefixValue(3),), step=pg.FirstOrder(epochs=2))
+    algorithm = replace(pg.VINEPPO, advantage=(pg.PrefixValue(3),), update_rule=pg.GradientSteps(epochs=2))
     return replace(run, algorithm=algorithm, reward=run.reward[:1], step_end="[a-z ]")
 
 
@@ -70,9 +70,9 @@ def test_process_rewards_alone_train_whatever_the_outcome_is(stepwise: Run, tmp_
     other = (f"{tmp_path / 'other.py'}:no_digit", stepwise.reward[1])
 
     def go(outcome: bool, reward: tuple[str, ...], name: str) -> Path:
-        algorithm = replace(pg.GRPO_PROCESS, psi=(pg.ProcessReward(outcome=outcome),))
+        algorithm = replace(pg.GRPO_PROCESS, advantage=(pg.ProcessReward(outcome=outcome),))
         run = replace(stepwise, algorithm=algorithm, reward=reward, output=str(tmp_path / name))
-        return train(replace(run, evaluation=Evaluation(problems=0)), display=False).output
+        return train(replace(run, evaluation=EvaluationConfig(problems=0)), display=False).output
 
     one, two = go(False, stepwise.reward, "one"), go(False, other, "two")
     assert same(weights(one), weights(two))
@@ -86,7 +86,11 @@ def test_process_rewards_alone_train_whatever_the_outcome_is(stepwise: Run, tmp_
 def test_the_start_says_what_is_read_of_the_steps(stepwise: Run, tmp_path: Path) -> None:
     def told(run: Run, name: str) -> str:
         shown = Record()
-        train(replace(run, output=str(tmp_path / name), evaluation=Evaluation(problems=0)), display=shown, stop_after=1)
+        train(
+            replace(run, output=str(tmp_path / name), evaluation=EvaluationConfig(problems=0)),
+            display=shown,
+            stop_after=1,
+        )
         assert shown.info is not None
         return shown.info.facts["reward"]
 

@@ -21,8 +21,8 @@ from doubles import wrong_ranks
 from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
 from policygrad.checkpoint import format as checkpoints
-from policygrad.learners.fsdp.controller import RankedLearner
-from policygrad.training.config.serialization import dumps
+from policygrad.learners.fsdp.controller import FsdpController
+from policygrad.training.config.serialization import dump_config
 from policygrad.training.export import export_stopped
 
 LOOSE = 2e-4
@@ -31,7 +31,7 @@ LOOSE = 2e-4
 
 @pytest.fixture(scope="module")
 def run(small: pg.Run) -> pg.Run:
-    return replace(small, algorithm=pg.GRPO, steps=3, learner=pg.LearnerConfig(micro_tokens=64, ranks=2))
+    return replace(small, algorithm=pg.GRPO, steps=3, learner=pg.LearnerConfig(micro_tokens=64, world_size=2))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def check_same(unbroken: Path, folder: Path) -> None:
     assert same(weights(unbroken), weights(folder))
     assert untimed(unbroken / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
     assert rows(unbroken / "completions.jsonl") == rows(folder / "completions.jsonl")
-    one, other = (checkpoints.load(path / "checkpoints" / "step-000003") for path in (unbroken, folder))
+    one, other = (checkpoints.load_checkpoint(path / "checkpoints" / "step-000003") for path in (unbroken, folder))
     assert same(one.tensors, other.tensors)
 
 
@@ -53,7 +53,7 @@ def check_alike(unbroken: Path, folder: Path) -> None:
     assert all(torch.allclose(expected[name], found[name], atol=LOOSE) for name in expected)
 
 
-def gathers(learner: RankedLearner) -> None:
+def gathers(learner: FsdpController) -> None:
     raise AssertionError("no process is to hold the whole state")
 
 
@@ -63,7 +63,7 @@ def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
     run: pg.Run, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr(RankedLearner, "state", gathers)
+    monkeypatch.setattr(FsdpController, "state", gathers)
     pg.train(replace(run, output=str(folder)), stop_after=2, display=False)
     newest = folder / "checkpoints" / "step-000002"
     held = [load_file(newest / f"share-0000{rank}.safetensors") for rank in (0, 1)]
@@ -76,7 +76,7 @@ def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
     pg.train(run, resume=folder, display=False)
     check_same(unbroken, folder)
     for ranks, copy in copies.items():
-        pg.train(replace(run, learner=replace(run.learner, ranks=ranks)), resume=copy, display=False)
+        pg.train(replace(run, learner=replace(run.learner, world_size=ranks)), resume=copy, display=False)
         check_alike(unbroken, copy)
     assert (copies[3] / "checkpoints" / "step-000003" / "share-00002.safetensors").is_file()
     assert not list((copies[1] / "checkpoints" / "step-000003").glob("share-*"))
@@ -85,12 +85,12 @@ def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
 @pytest.mark.slow
 def test_what_one_process_has_saved_is_gone_on_with_and_what_two_have_is_exported(run: pg.Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    one = replace(run, learner=replace(run.learner, ranks=1), output=str(folder))
+    one = replace(run, learner=replace(run.learner, world_size=1), output=str(folder))
     pg.train(one, stop_after=1, display=False)
     two = pg.train(run, resume=folder, stop_after=1, display=False)
     assert two.steps == 2
     model = export_stopped(folder)
-    saved = checkpoints.load(folder / "checkpoints" / "step-000002").tensors
+    saved = checkpoints.load_checkpoint(folder / "checkpoints" / "step-000002").tensors
     expected = {name.removeprefix("weights/"): x for name, x in saved.items() if name.startswith("weights/")}
     found = load_file(model / "model.safetensors")
     assert all(torch.equal(found[name], x) for name, x in expected.items() if name in found)
@@ -101,9 +101,9 @@ def with_wrong(rank: int, how: str, at: int) -> Callable[[nn.Module, pg.Run], An
     """A learner's factory."""
 
     def make(model: nn.Module, run: pg.Run) -> Any:
-        learner = pg.local_learner(model, run)
-        assert isinstance(learner, RankedLearner)
-        learner.do(wrong_ranks.at_saves, rank, how, at)
+        learner = pg.make_local_learner(model, run)
+        assert isinstance(learner, FsdpController)
+        learner.run_on_all(wrong_ranks.at_saves, rank, how, at)
         return learner
 
     return make
@@ -119,7 +119,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_run_that_resumes(
     folder = tmp_path / "run"
     with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\)"):
         pg.train(replace(run, output=str(folder)), learner=with_wrong(1, how, 2), display=False)
-    assert checkpoints.newest(folder / "checkpoints") == left
+    assert checkpoints.newest_step(folder / "checkpoints") == left
     assert not list((folder / "checkpoints").glob(".tmp-*"))
     pg.train(run, resume=folder, display=False)
     check_same(unbroken, folder)
@@ -149,17 +149,17 @@ def test_rank_0_that_is_killed_before_it_seals_leaves_a_run_that_resumes(
     run: pg.Run, unbroken: Path, tmp_path: Path
 ) -> None:
     """All shares are on the disk, and there is no manifest: the checkpoint before it is the newest."""
-    (tmp_path / "run.toml").write_text(dumps(run))
+    (tmp_path / "run.toml").write_text(dump_config(run))
     folder = tmp_path / "run"
     words = ["train", "--config", "run.toml", "--output", str(folder), "--plain"]
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, *words, "--allow", run.reward[0].rpartition(":")[0]],
+        [sys.executable, "-c", KILLED, *words, "--allow-code", run.reward[0].rpartition(":")[0]],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert checkpoints.newest(folder / "checkpoints") == 1
+    assert checkpoints.newest_step(folder / "checkpoints") == 1
     pg.train(run, resume=folder, display=False)
     check_alike(unbroken, folder)  # another process may compute with another number of threads
 

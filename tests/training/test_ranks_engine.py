@@ -34,19 +34,19 @@ def test_a_run_with_an_engine_is_that_of_one_process(
     if lora:
         pytest.importorskip("peft")
     monkeypatch.setitem(ENGINES, "vllm", "doubles.folder_engine:FolderEngine")
-    sampler = SamplerConfig(engine="vllm", urls=("http://there",), parallel=64)
+    sampler = SamplerConfig(engine="vllm", urls=("http://there",), max_concurrency=64)
     run = replace(
         small,
         algorithm=pg.GRPO,
         steps=2,
         sampler=sampler,
-        evaluation=pg.Evaluation(problems=4, samples=2),
+        evaluation=pg.EvaluationConfig(problems=4, samples_per_prompt=2),
         learner=pg.LearnerConfig(micro_tokens=64, lora=lora),
     )
     watch = Bare()
     one = pg.train(replace(run, output=str(tmp_path / "one")), display=False)
     two = pg.train(
-        replace(run, learner=replace(run.learner, ranks=2), output=str(tmp_path / "two")),
+        replace(run, learner=replace(run.learner, world_size=2), output=str(tmp_path / "two")),
         display=False,
         callbacks=[watch],
     )

@@ -13,9 +13,9 @@ import pytest
 
 import policygrad as pg
 from doubles import wrong_ranks
-from policygrad.checkpoint.format import newest
+from policygrad.checkpoint.format import newest_step
 from policygrad.commands import STOPPED
-from policygrad.training.config.serialization import dumps
+from policygrad.training.config.serialization import dump_config
 
 SCRIPT = """
 import sys
@@ -30,19 +30,19 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-back
 
 @pytest.fixture(scope="module")
 def run(small: pg.Run) -> pg.Run:
-    learner = pg.LearnerConfig(micro_tokens=64, ranks=2, patience=5)
+    learner = pg.LearnerConfig(micro_tokens=64, world_size=2, hang_timeout=5)
     return replace(small, algorithm=pg.GRPO, steps=3, learner=learner)
 
 
 def hung(run: pg.Run, folder: Path, where: str, rank: int, start: list[str]) -> subprocess.CompletedProcess[str]:
     """The run, in which a process hangs."""
     folder.mkdir()
-    (folder / "run.toml").write_text(dumps(run))
+    (folder / "run.toml").write_text(dump_config(run))
     (folder / "hang.py").write_text(SCRIPT)
     words = [*start, "hang.py", where, str(rank), "train", "--config", "run.toml", "--output", "run", "--plain"]
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
-        [sys.executable, *words, "--allow", run.reward[0].rpartition(":")[0]],
+        [sys.executable, *words, "--allow-code", run.reward[0].rpartition(":")[0]],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
@@ -68,7 +68,7 @@ def check_named(done: subprocess.CompletedProcess[str], folder: Path, said: str,
     pids = [int(pid) for pid in re.findall(r"\(process (\d+) on ", shown)]
     assert len(pids) == 2
     assert not any(alive(pid) for pid in pids)
-    assert newest(folder / "run" / "checkpoints") == 1
+    assert newest_step(folder / "run" / "checkpoints") == 1
 
 
 @pytest.mark.long
@@ -80,7 +80,7 @@ def test_a_process_that_hangs_is_named_and_ends_the_run(run: pg.Run, tmp_path: P
     check_named(done, tmp_path / where, "rank 1 hung in for_ever (", f"in {what}\n")
     assert any(line.startswith("error: rank 1 hung in for_ever (") for line in done.stderr.splitlines())
     if where == "update":
-        left = replace(run, learner=replace(run.learner, ranks=1, patience=45.0))
+        left = replace(run, learner=replace(run.learner, world_size=1, hang_timeout=45.0))
         assert pg.train(left, resume=tmp_path / where / "run", display=False).steps == 3
 
 

@@ -16,9 +16,9 @@ import torch
 import policygrad as pg
 from doubles.files import rows, untimed, weights
 from policygrad.errors import NumericsError, PolicygradError
-from policygrad.learners.fsdp.controller import RankedLearner
+from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.samplers.base import Generation, Request
-from policygrad.training.config.serialization import dumps
+from policygrad.training.config.serialization import dump_config
 from policygrad.training.distributed import _drawn
 
 LOOSE = 2e-4
@@ -31,7 +31,7 @@ def run(small: pg.Run) -> pg.Run:
         small,
         algorithm=pg.GRPO,
         steps=3,
-        evaluation=pg.Evaluation(problems=4, samples=2),
+        evaluation=pg.EvaluationConfig(problems=4, samples_per_prompt=2),
         learner=pg.LearnerConfig(micro_tokens=64),
     )
 
@@ -62,8 +62,8 @@ class Killing(pg.Callback):
 
     def step(self, trainer: pg.Trainer, step: int, metrics: Mapping[str, float]) -> None:
         if step == self.at:
-            assert isinstance(trainer.learner, RankedLearner)
-            (other,) = trainer.learner._ranks._others
+            assert isinstance(trainer.learner, FsdpController)
+            (other,) = trainer.learner._workers._processes
             other.kill()
 
 
@@ -72,7 +72,7 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
     run: pg.Run, alone: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    two = replace(run, learner=replace(run.learner, ranks=2), output=str(folder))
+    two = replace(run, learner=replace(run.learner, world_size=2), output=str(folder))
     with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\), in the midst of") as raised:
         pg.train(two, display=False, callbacks=[Killing(2)])
     assert f"--resume {folder}" in "".join(raised.value.__notes__)
@@ -87,7 +87,7 @@ def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_p
     pytest.importorskip("peft")
     learner = replace(run.learner, lora="rank=4")
     one, two = (
-        pg.train(replace(run, learner=replace(learner, ranks=n), output=str(tmp_path / f"{n}")), display=False)
+        pg.train(replace(run, learner=replace(learner, world_size=n), output=str(tmp_path / f"{n}")), display=False)
         for n in (1, 2)
     )
     assert all("lora_" in name for name in weights(two.output))
@@ -99,7 +99,7 @@ def test_adapters_are_trained_and_drawn_with_by_two_processes(run: pg.Run, tmp_p
 @pytest.mark.long
 @pytest.mark.slow
 def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(dumps(run))
+    (tmp_path / "run.toml").write_text(dump_config(run))
     folder = tmp_path / "run"
     start = [
         sys.executable,
@@ -113,7 +113,7 @@ def test_torchrun_trains_the_same_run(run: pg.Run, alone: Path, tmp_path: Path) 
     ]
     words = ["localhost:0", "-m", "policygrad", "train", "--config", "run.toml", "--output", str(folder), "--plain"]
     done = subprocess.run(
-        [*start, *words, "--allow", run.reward[0].rpartition(":")[0]],
+        [*start, *words, "--allow-code", run.reward[0].rpartition(":")[0]],
         cwd=tmp_path,
         env=os.environ,
         capture_output=True,
@@ -153,7 +153,7 @@ def test_what_one_process_cannot_draw_is_raised_in_all_of_them() -> None:
     """After all have met: whoever raised alone would leave the others waiting."""
     answer = Generation(torch.tensor([1]), torch.zeros(1), "stop", 0)
     wrong = NumericsError("no number")
-    asked = [Request(torch.tensor([1]), (0, 0), pg.Sampling(), 1)] * 2
+    asked = [Request(torch.tensor([1]), (0, 0), pg.SamplingParams(), 1)] * 2
     whole = _Two(([answer], None))
     assert asyncio.run(_drawn(_Draws([answer]), asked, whole)) == [answer, answer]  # type: ignore[arg-type]
     for said, other in ((wrong, ([answer], None)), ([answer], ([], wrong))):

@@ -24,9 +24,9 @@ def test_a_run_goes_on_cut_otherwise(small: pg.Run, tmp_path: Path, ranks: int, 
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
     folder = tmp_path / "run"
     pg.train(replace(run, output=str(folder)), stop_after=1, display=False)
-    cut = replace(run.learner, ranks=ranks, tensor=2)
+    cut = replace(run.learner, world_size=ranks, tensor_parallel=2)
     pg.train(replace(run, learner=cut), resume=folder, stop_after=2, display=False)
-    spread = replace(run.learner, ranks=then)
+    spread = replace(run.learner, world_size=then)
     ended = pg.train(replace(run, learner=spread), resume=folder, display=False)
     assert ended.steps == 4
     said = [[row["completion"] for row in rows(r.output / "completions.jsonl")] for r in (whole, ended)]

@@ -21,8 +21,8 @@ from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Interrupting, Record
 from policygrad.checkpoint import format as checkpoint
 from policygrad.errors import RunError
-from policygrad.training.config.run import Checkpointing, Evaluation, Run
-from policygrad.training.config.serialization import load
+from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, Run
+from policygrad.training.config.serialization import load_config
 from policygrad.training.trainer import Trainer, train
 
 
@@ -37,11 +37,11 @@ def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, name:
     """
     small, algorithm = replace(small, steps=3), runnable(name)
     if name == "grpo":
-        algorithm = replace(algorithm, step=pg.FirstOrder(epochs=2, minibatches=2))
+        algorithm = replace(algorithm, update_rule=pg.GradientSteps(epochs=2, minibatches=2))
     if name == "prorl":
-        algorithm = replace(algorithm, filters=(), reference=pg.Reference(every=2, reset=True))
+        algorithm = replace(algorithm, filters=(), reference=pg.Reference(refresh_every=2, reset_optimizer=True))
     if name == "ppo":
-        algorithm = replace(algorithm, critic=pg.Critic(pretrain=2, explained=1.0))
+        algorithm = replace(algorithm, critic=pg.Critic(pretrain=2, pretrain_until=1.0))
     whole = train(replace(small, algorithm=algorithm, output=str(tmp_path / "whole")))
     pieces = tmp_path / "pieces"
     result = train(replace(small, algorithm=algorithm, output=str(pieces)), stop_after=1)
@@ -111,7 +111,7 @@ def test_kill_9_while_saving_leaves_a_run_that_resumes(small: Run, tmp_path: Pat
 @pytest.mark.slow
 def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: Path) -> None:
     record = Interrupting(2)
-    result = train(replace(small, output=str(tmp_path / "run"), checkpoint=Checkpointing(every=100)), display=record)
+    result = train(replace(small, output=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=100)), display=record)
     assert result.model is None
     assert 2 <= result.steps <= 3
     assert "--resume" in record.summary["go on with"]
@@ -121,7 +121,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
 
 
 def failing(where: str, at: int) -> dict[str, Any]:
-    """What makes a run fail: its `at`-th update finds a gradient of NaN, or is cut short; or a rollout fails."""
+    """What makes a run fail: its `interpolate`-th update finds a gradient of NaN, or is cut short; or a rollout fails."""
     if where in ("rollout", "interrupt"):
         error = KeyboardInterrupt() if where == "interrupt" else OSError("no workers")
         return {"sampler": lambda model, tokenizer: FailingSampler(model, tokenizer, at, error)}
@@ -135,7 +135,7 @@ def test_a_step_that_fails_leaves_the_one_before_it(
     small: Run, tmp_path: Path, where: str, error: type[Exception]
 ) -> None:
     """The run that goes on from there ends with the weights and the files of one that never failed."""
-    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    run = replace(small, checkpoint=CheckpointConfig(every=100), output=str(tmp_path / "run"))
     record = Record()
     with pytest.raises(error) as caught:
         train(run, display=record, **failing(where, 4))
@@ -152,9 +152,13 @@ def test_a_step_that_fails_leaves_the_one_before_it(
 
 @pytest.mark.slow
 def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tmp_path: Path) -> None:
-    algorithm = replace(pg.DR_GRPO, step=pg.FirstOrder(epochs=2, minibatches=2))
+    algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2, minibatches=2))
     run = replace(
-        small, algorithm=algorithm, steps=3, checkpoint=Checkpointing(every=100, keep=1), output=str(tmp_path / "run")
+        small,
+        algorithm=algorithm,
+        steps=3,
+        checkpoint=CheckpointConfig(every=100, keep=1),
+        output=str(tmp_path / "run"),
     )
     train(run, stop_after=1)
     record = Record()
@@ -176,7 +180,7 @@ def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tm
 def test_an_update_cut_short_leaves_the_step_before_it(small: Run, tmp_path: Path) -> None:
     """It has moved some weights and not others: a copy of how they were is what is saved."""
     record = Record()
-    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    run = replace(small, checkpoint=CheckpointConfig(every=100), output=str(tmp_path / "run"))
     with pytest.raises(RuntimeError):
         train(run, display=record, **failing("midst", 3))
     (said,) = [note for note in record.notes if "failed" in note]
@@ -191,7 +195,7 @@ def test_what_is_of_no_one_step_is_not_saved(small: Run, tmp_path: Path, monkeyp
     """Where the state is too large for a copy."""
     monkeypatch.setattr(Trainer, "keeps", 100)
     record = Record()
-    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    run = replace(small, checkpoint=CheckpointConfig(every=100), output=str(tmp_path / "run"))
     with pytest.raises(RuntimeError):
         train(run, display=record, **failing("midst", 2))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
@@ -201,7 +205,7 @@ def test_what_is_of_no_one_step_is_not_saved(small: Run, tmp_path: Path, monkeyp
 
 
 def test_a_second_ctrl_c_ends_at_once(small: Run, tmp_path: Path) -> None:
-    run = replace(small, checkpoint=Checkpointing(every=100), output=str(tmp_path / "run"))
+    run = replace(small, checkpoint=CheckpointConfig(every=100), output=str(tmp_path / "run"))
     with pytest.raises(KeyboardInterrupt):
         train(run, display=False, **failing("interrupt", 2))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
@@ -209,7 +213,7 @@ def test_a_second_ctrl_c_ends_at_once(small: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: Path) -> None:
-    run = replace(small, steps=50, tokens=600, evaluation=Evaluation(problems=2, samples=2))
+    run = replace(small, steps=50, tokens=600, evaluation=EvaluationConfig(problems=2, samples_per_prompt=2))
     record = Record()
     whole = train(replace(run, output=str(tmp_path / "whole")), display=record)
     sampled = [m["tokens/sampled"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
@@ -235,7 +239,7 @@ def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: P
     assert again["seconds"] == pytest.approx(sum(clocks))
 
     more = train(
-        replace(load(pieces / "run.toml", Run()), tokens=sum(sampled) + 1), resume=pieces
+        replace(load_config(pieces / "run.toml", Run()), tokens=sum(sampled) + 1), resume=pieces
     )  # a larger budget goes on
     assert more.steps == whole.steps + 1
 
@@ -251,10 +255,12 @@ def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run
     (folder / "held.jsonl").write_text('{"prompt": "9 + 9 =\\n", "answer": "none"}\n')
     run = replace(
         small,
-        algorithm=replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(stall=2, reset=True)),
+        algorithm=replace(
+            pg.PRORL, filters=(), shaping=(), reference=pg.Reference(refresh_after_stall=2, reset_optimizer=True)
+        ),
         reward=(f"{folder / 'stalls.py'}:digits",),
-        held_out=str(folder / "held.jsonl"),
-        evaluation=Evaluation(problems=1, samples=2, every=1),
+        eval_data=str(folder / "held.jsonl"),
+        evaluation=EvaluationConfig(problems=1, samples_per_prompt=2, every=1),
         steps=8,
     )
     whole = train(replace(run, output=str(tmp_path / "whole")))
@@ -286,10 +292,10 @@ def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: 
 
 
 def test_what_a_killed_save_had_still_to_delete_is_deleted_by_the_resume(small: Run, tmp_path: Path) -> None:
-    run = replace(small, steps=3, checkpoint=Checkpointing(every=1, keep=3), output=str(tmp_path / "run"))
+    run = replace(small, steps=3, checkpoint=CheckpointConfig(every=1, keep=3), output=str(tmp_path / "run"))
     train(run, display=False)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
-    train(replace(run, checkpoint=Checkpointing(every=1, keep=1)), resume=tmp_path / "run", display=False)
+    train(replace(run, checkpoint=CheckpointConfig(every=1, keep=1)), resume=tmp_path / "run", display=False)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
@@ -298,7 +304,7 @@ def test_a_stopped_run_keeps_the_checkpoints_of_one_that_was_not(
     small: Run, tmp_path: Path, every: int, keep: int, stops: tuple[int, ...]
 ) -> None:
     """What a stop leaves between those of every so many steps takes nobody's place, and is gone in the end."""
-    run = replace(small, steps=4, checkpoint=Checkpointing(every, keep), evaluation=Evaluation(problems=0))
+    run = replace(small, steps=4, checkpoint=CheckpointConfig(every, keep), evaluation=EvaluationConfig(problems=0))
 
     def kept(name: str) -> list[str]:
         return sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())

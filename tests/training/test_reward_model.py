@@ -20,14 +20,27 @@ from doubles.counted import counted
 from doubles.files import write_rows
 from doubles.models import changed_copy
 from policygrad.errors import DataError, ModelError, PolicygradError, RunError
-from policygrad.models.classifier import encode, forward, load_classifier, load_tokenizer, micro_batches, score
+from policygrad.models.classifier import (
+    encode_for_scoring,
+    forward,
+    load_classifier,
+    load_classifier_tokenizer,
+    micro_batches,
+    score,
+)
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.rewards import RewardPool, resolve
+from policygrad.rewards import RewardPool, resolve_reward
 from policygrad.rewards.reward_model import ModelReward
-from policygrad.rewards.workers.messages import Caller
-from policygrad.tasks.preferences import by_prompt, read_pairs
-from policygrad.training.reward_model import Preferences, Texts, bradley_terry, correct, rewards_of
-from policygrad.training.supervised import Alone, Steps
+from policygrad.rewards.workers.messages import RewardCaller
+from policygrad.tasks.preferences import group_by_prompt, read_preferences
+from policygrad.training.reward_model import (
+    PreferenceBatch,
+    PreferenceObjective,
+    bradley_terry_loss,
+    compute_accuracy,
+    compute_rewards,
+)
+from policygrad.training.supervised import BatchSchedule, LocalSupervisedLearner
 
 PAIRS = [
     {"prompt": f"{a} + {b} =\n", "chosen": str(a + b), "rejected": str(a + b + wrong)}
@@ -67,23 +80,23 @@ def config(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> pg.R
 
 
 def test_text_is_prompt_and_completion_closed_by_the_end_token(judge: Path) -> None:
-    tokenizer = load_tokenizer(str(judge))
-    ids = encode(tokenizer, "2 + 3 =\n", "5")
+    tokenizer = load_classifier_tokenizer(str(judge))
+    ids = encode_for_scoring(tokenizer, "2 + 3 =\n", "5")
     assert tokenizer.hf.decode(ids) == "2 + 3 =\n5<eos>"
-    assert encode(tokenizer, "2 + 3 =\n", "5<eos>") == ids  # closed already
+    assert encode_for_scoring(tokenizer, "2 + 3 =\n", "5<eos>") == ids  # closed already
 
 
 def test_chat_messages_go_through_the_reward_models_own_template(judge: Path) -> None:
-    tokenizer = load_tokenizer(str(judge))
+    tokenizer = load_classifier_tokenizer(str(judge))
     tokenizer.hf.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
-    ids = encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
+    ids = encode_for_scoring(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
     assert tokenizer.hf.decode(ids) == "[user]2 + 3 =;[assistant]5;"
     tokenizer.hf.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(ModelError, match=r"chat template of .*\(roles: user, assistant\): no"):
-        encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
+        encode_for_scoring(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
     tokenizer.hf.chat_template = None
     with pytest.raises(ModelError, match="no chat template: set `chat_template`"):
-        encode(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
+        encode_for_scoring(tokenizer, ({"role": "user", "content": "2 + 3 ="},), "5")
 
 
 def test_a_tokenizer_that_closes_texts_itself_closes_them_once() -> None:
@@ -93,7 +106,7 @@ def test_a_tokenizer_that_closes_texts_itself_closes_them_once() -> None:
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [2, *map(ord, text), 3]}
 
-    assert encode(Tokenizer(Bert(), frozenset(), "bert", None), "a", "b") == [2, 97, 98, 3]
+    assert encode_for_scoring(Tokenizer(Bert(), frozenset(), "bert", None), "a", "b") == [2, 97, 98, 3]
 
 
 @pytest.mark.parametrize("padding", [0, 1, None])
@@ -129,14 +142,14 @@ def test_micro_batches_hold_every_text_once_within_the_budget() -> None:
 def test_it_scores_in_a_worker_of_its_own(changed: Callable[..., Path]) -> None:
     """The weighted score is transformers' own, the other workers do not load the model, and what is too long is told."""
     judge = changed(config={"max_position_embeddings": 40})
-    model, tokenizer = load_classifier(str(judge)), load_tokenizer(str(judge))
+    model, tokenizer = load_classifier(str(judge)), load_classifier_tokenizer(str(judge))
     prompts = ["2 + 3 =\n", "7 - 1 =\n", "1 + 1 =\n"] * 3
     completions = ["5", "", "a longer answer: 2", "6", "<answer>5</answer>", "x", "5" * 40, "z", "5 5 5 5"]
     expected = [
-        model(torch.tensor([encode(tokenizer, p, c)])).logits.item() if c != "5" * 40 else None
+        model(torch.tensor([encode_for_scoring(tokenizer, p, c)])).logits.item() if c != "5" * 40 else None
         for p, c in zip(prompts, completions, strict=True)
     ]
-    with RewardPool([f"model:{judge}*0.5", "format"], workers=2) as pool:
+    with RewardPool([f"model:{judge}*0.5", "format"], num_workers=2) as pool:
         loads = [tuple(code is not None for _, code, _ in slot.start.functions) for slot in pool._slots]
         assert loads == [(True, False), (False, True), (False, True)]
         scores = pool.score(prompts, completions, {})
@@ -152,15 +165,15 @@ def test_it_scores_in_a_worker_of_its_own(changed: Callable[..., Path]) -> None:
     assert max(y for _, y in known) - min(y for _, y in known) > 0.01
     assert found[4] is not None
     assert scores.total[4] == pytest.approx(0.5 * found[4] + 1.0)
-    assert resolve(f"0.25*model:{judge}").weight == 0.25
-    assert resolve(f"model:{judge}").batched
+    assert resolve_reward(f"0.25*model:{judge}").weight == 0.25
+    assert resolve_reward(f"model:{judge}").batched
 
 
 def test_chat_prompts_without_a_template_say_why(changed: Callable[..., Path]) -> None:
     folder = changed()
     (folder / "chat_template.jinja").unlink()
     prompt = ({"role": "user", "content": "2 + 3 ="},)
-    first, second = Caller("it", ModelReward.of(str(folder)))([prompt, "2 + 3 =\n"], ["5", "5"], {})
+    first, second = RewardCaller("it", ModelReward.from_name(str(folder)))([prompt, "2 + 3 =\n"], ["5", "5"], {})
     assert (first.reason, second.reason) == ("raised", None)
     assert "has no chat template" in first.message
 
@@ -170,7 +183,7 @@ def test_what_is_no_reward_model_is_refused(
 ) -> None:
     def refused(name: str, says: str) -> None:
         with pytest.raises(PolicygradError, match=says):
-            resolve(name)
+            resolve_reward(name)
 
     refused("model:", "names no model: model:DIR or model:HUB_ID")
     refused("model:no/such/dir", "reward 'model:no/such/dir': there is no model folder")
@@ -179,7 +192,7 @@ def test_what_is_no_reward_model_is_refused(
     two = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     refused(f"model:{changed(config=two)}", "a classifier with 2 labels; a reward model has one")
     folder = changed(config={"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
-    resolve(f"model:{folder}")
+    resolve_reward(f"model:{folder}")
     for path in folder.glob("*token*"):
         path.unlink()
     refused(f"model:{folder}", "cannot load the tokenizer of")
@@ -198,21 +211,21 @@ def test_weights_without_a_head_are_refused(random_model: Path, changed: Callabl
 def test_bradley_terry_by_hand() -> None:
     margin = torch.tensor([0.0, math.log(3), -math.log(3), 60.0], dtype=torch.float64)
     expected = [math.log(2), math.log(4 / 3), math.log(4), 0.0]
-    assert torch.allclose(bradley_terry(margin), torch.tensor(expected, dtype=torch.float64), atol=1e-12)
-    assert correct(margin).tolist() == [0.5, 1.0, 0.0, 1.0]
+    assert torch.allclose(bradley_terry_loss(margin), torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+    assert compute_accuracy(margin).tolist() == [0.5, 1.0, 0.0, 1.0]
 
 
 def test_the_gradient_counts_every_prompt_once_whatever_the_micro_batches(
     config: pg.RewardModelConfig, tmp_path: Path
 ) -> None:
     """Against Ouyang et al. 2022, eq. 1, written out: per prompt the mean over its pairs, then the mean over prompts."""
-    small = replace(config, learner=pg.LearnerConfig(micro_tokens=64)).resolved()
+    small = replace(config, learner=pg.LearnerConfig(micro_tokens=64)).resolve()
     torch.manual_seed(0)
-    objective = Preferences(small)
+    objective = PreferenceObjective(small)
     rows = [0, 1, 2, 3, 4, 5]
-    groups = by_prompt(objective.pairs, rows)
+    groups = group_by_prompt(objective.pairs, rows)
     assert sorted(map(len, groups)) == [1, 1, 2, 2]
-    learner = Alone(objective.model, small, 1, causal=False)
+    learner = LocalSupervisedLearner(objective.model, small, 1, causal=False)
     calls = counted(learner.optimizer)
     metrics = objective.accumulate(learner, rows)
     assert len(calls) > 1
@@ -238,16 +251,19 @@ def test_the_gradient_counts_every_prompt_once_whatever_the_micro_batches(
 
 
 def test_the_pairs_of_a_prompt_stay_together(config: pg.RewardModelConfig) -> None:
-    pairs = read_pairs(config.data)
-    units = by_prompt(pairs, range(len(pairs)))
-    steps = Steps(units, epochs=3, batch_size=8, seed=5)
+    pairs = read_preferences(config.data)
+    units = group_by_prompt(pairs, range(len(pairs)))
+    steps = BatchSchedule(units, epochs=3, batch_size=8, seed=5)
     assert sorted(i for step in steps for i in step) == sorted(list(range(len(pairs))) * 3)
     assert all(len(step) <= 8 for step in steps)
     for unit in units:
         assert sum(set(unit) <= set(step) for step in steps) == 3
-    assert list(Steps(units, 3, 8, seed=5)) == list(steps)
-    assert list(Steps(units, 3, 8, seed=6)) != list(steps)
-    assert [len(s) for s in Steps([(0, 1, 2), (3,)], 1, 2, seed=0)] in ([3, 1], [1, 3])  # one prompt is never split
+    assert list(BatchSchedule(units, 3, 8, seed=5)) == list(steps)
+    assert list(BatchSchedule(units, 3, 8, seed=6)) != list(steps)
+    assert [len(s) for s in BatchSchedule([(0, 1, 2), (3,)], 1, 2, seed=0)] in (
+        [3, 1],
+        [1, 3],
+    )  # one prompt is never split
 
 
 # --- a run
@@ -258,7 +274,7 @@ def test_it_learns_is_resumed_bit_for_bit_and_is_loaded_by_others(config: pg.Rew
     whole = pg.train_reward_model(replace(config, epochs=4, output=str(tmp_path / "whole")))
     assert whole.after is not None
     assert whole.model is not None
-    assert whole.after["held_out/loss"] < whole.before["held_out/loss"]
+    assert whole.after["eval/loss"] < whole.before["eval/loss"]
     pieces = tmp_path / "pieces"
     result = pg.train_reward_model(replace(config, epochs=4, output=str(pieces)), stop_after=5)
     while result.model is None:
@@ -283,19 +299,19 @@ def test_it_learns_is_resumed_bit_for_bit_and_is_loaded_by_others(config: pg.Rew
     more = pg.train_reward_model(  # from the reward model itself: its head is kept
         replace(config, model=str(whole.output), epochs=1, lr=0.0, output=str(tmp_path / "more"))
     )
-    assert more.before["held_out/loss"] == pytest.approx(whole.after["held_out/loss"], abs=1e-6)
+    assert more.before["eval/loss"] == pytest.approx(whole.after["eval/loss"], abs=1e-6)
 
 
 def test_a_held_out_file_takes_its_prompts_out_of_training(config: pg.RewardModelConfig, tmp_path: Path) -> None:
     other = write_rows(tmp_path / "other.jsonl", PAIRS[:4])
-    objective = Preferences(replace(config, held_out=other).resolved())
+    objective = PreferenceObjective(replace(config, eval_data=other).resolve())
     trained = {objective.pairs[i].prompt for unit in objective.units for i in unit}
-    measured = {objective.pairs[i].prompt for unit in objective.held_out for i in unit}
+    measured = {objective.pairs[i].prompt for unit in objective.eval_units for i in unit}
     assert measured == {row["prompt"] for row in PAIRS[:4]}
     assert not trained & measured
-    assert objective.facts["left out"].startswith("4 pairs")
+    assert objective.run_facts["left out"].startswith("4 pairs")
     with pytest.raises(DataError, match="holds every prompt"):
-        Preferences(replace(config, held_out=config.data).resolved())
+        PreferenceObjective(replace(config, eval_data=config.data).resolve())
 
 
 def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, tmp_path: Path) -> None:
@@ -306,13 +322,18 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
         path = folder / f"{name}.json"
         values = json.loads(path.read_text())
         path.write_text(json.dumps({k: v for k, v in values.items() if not k.startswith("pad_token")}))
-    bare = replace(config, model=str(folder)).resolved()
-    objective = Preferences(bare)
+    bare = replace(config, model=str(folder)).resolve()
+    objective = PreferenceObjective(bare)
     assert objective.tokenizer.hf.pad_token == "<eos>"
     assert objective.model.config.pad_token_id == 1  # type: ignore[union-attr]
-    learner = Alone(objective.model, bare, 1, causal=False)
+    learner = LocalSupervisedLearner(objective.model, bare, 1, causal=False)
     batch, alone = (
-        torch.cat([learner.do(rewards_of, Texts(objective.texts[i : i + size], [])) for i in range(0, 3, size)])
+        torch.cat(
+            [
+                learner.run_on_all(compute_rewards, PreferenceBatch(objective.texts[i : i + size], []))
+                for i in range(0, 3, size)
+            ]
+        )
         for size in (3, 1)
     )
     assert torch.allclose(batch, alone, atol=1e-5)
@@ -347,7 +368,7 @@ def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
     with Path(path).open("a") as file:
         file.write("\n" + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=says):
-        read_pairs(path)
+        read_preferences(path)
 
 
 def test_bad_files_models_and_folders(config: pg.RewardModelConfig, judge: Path, tmp_path: Path) -> None:
@@ -377,6 +398,6 @@ def test_bad_files_models_and_folders(config: pg.RewardModelConfig, judge: Path,
 def test_a_causal_model_is_not_touched_by_what_it_becomes(config: pg.RewardModelConfig, random_model: Path) -> None:
     """Its body's weights are taken over bit for bit; only the head is new."""
     body = AutoModelForCausalLM.from_pretrained(random_model).model.state_dict()
-    taken = dict(Preferences(config.resolved()).model.state_dict())
+    taken = dict(PreferenceObjective(config.resolve()).model.state_dict())
     assert all(torch.equal(taken.pop(f"model.{name}"), value) for name, value in body.items())
     assert list(taken) == ["score.weight"]

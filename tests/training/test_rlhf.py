@@ -11,7 +11,7 @@ import torch
 
 from doubles.files import rows
 from policygrad import cli
-from policygrad.models.classifier import encode, load_classifier, load_tokenizer, score
+from policygrad.models.classifier import encode_for_scoring, load_classifier, load_classifier_tokenizer, score
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_preferences.py"
 
@@ -34,17 +34,26 @@ def test_sft_then_a_reward_model_then_ppo(tmp_path: Path, capsys: pytest.Capture
 
     run("sft", "--data", f"{tmp_path}/data/sft.jsonl", "--batch-size", "32", "--output", sft)
     result = json.loads(Path(sft, "result.json").read_text())
-    assert result["after"]["held_out/loss"] < 0.9 * result["before"]["held_out/loss"]
+    assert result["after"]["eval/loss"] < 0.9 * result["before"]["eval/loss"]
 
     preferences = ("--data", f"{tmp_path}/data/pairs.jsonl", "--batch-size", "32", "--epochs", "2")
     run("reward-model", *preferences, "--output", judge)
     result = json.loads(Path(judge, "result.json").read_text())
     before, after = result["before"], result["after"]
-    assert after["held_out/accuracy"] - 2 * after["held_out/accuracy_stderr"] > 0.6
-    assert after["held_out/accuracy"] > before["held_out/accuracy"]
-    assert after["held_out/margin"] > 0.5
+    assert after["eval/accuracy"] - 2 * after["eval/accuracy_stderr"] > 0.6
+    assert after["eval/accuracy"] > before["eval/accuracy"]
+    assert after["eval/margin"] > 0.5
 
-    sizes = ("--steps", "4", "--prompts-per-step", "24", "--evaluation.problems", "32", "--evaluation.samples", "4")
+    sizes = (
+        "--steps",
+        "4",
+        "--prompts-per-step",
+        "24",
+        "--evaluation.problems",
+        "32",
+        "--evaluation.samples-per-prompt",
+        "4",
+    )
     run("train", "ppo", "--model", sft, "--reward", f"model:{judge}", "--lr", "3e-4", *sizes, "--output", ppo)
     result = json.loads(Path(ppo, "result.json").read_text())
     assert result["held_out_after"] > result["held_out_before"] + 0.1
@@ -54,7 +63,7 @@ def test_sft_then_a_reward_model_then_ppo(tmp_path: Path, capsys: pytest.Capture
     assert all(row["grad_norm"] > 0 and row["reward_std"] > 0 for row in metrics)
     assert metrics[-1]["kl"] > 1e-4  # it has left the SFT model, which is its reference
 
-    model, tokenizer = load_classifier(f"{judge}/model"), load_tokenizer(f"{judge}/model")
+    model, tokenizer = load_classifier(f"{judge}/model"), load_classifier_tokenizer(f"{judge}/model")
     sampled = rows(Path(ppo, "completions.jsonl"))[:40]
-    scores = score(model, [encode(tokenizer, row["prompt"], row["completion"]) for row in sampled])
+    scores = score(model, [encode_for_scoring(tokenizer, row["prompt"], row["completion"]) for row in sampled])
     assert torch.allclose(scores, torch.tensor([row["reward"] for row in sampled]), atol=1e-4)

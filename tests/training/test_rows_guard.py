@@ -14,24 +14,24 @@ import torch
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
-from policygrad.checkpoint.format import load
+from policygrad.checkpoint.format import load_checkpoint
 from policygrad.errors import NumericsError, RunError
-from policygrad.training.config.run import RowsGuard
+from policygrad.training.config.run import SupervisedGuardConfig
 
 Train = Callable[..., Any]
-GUARD = RowsGuard(window=2, loss=0)
+GUARD = SupervisedGuardConfig(window=2, loss=0)
 
 
 @pytest.fixture(params=["sft", "reward-model"])
 def kind(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> tuple[Any, Train]:
     """(a configuration of six steps, what trains it)."""
     how: dict[str, Any] = {"model": str(random_model), "batch_size": 4, "lr": 1e-3, "guard": GUARD}
-    how |= {"output": str(tmp_path / "run"), "checkpoint": pg.Checkpointing(every=2, keep=9)}
+    how |= {"output": str(tmp_path / "run"), "checkpoint": pg.CheckpointConfig(every=2, keep=9)}
     asked = [{"prompt": f"{i} + {i} =\n"} for i in range(32)]
     held = [{"prompt": f"{i} + 40 =\n"} for i in range(4)]
     answers = {"sft": ("completion",), "reward-model": ("chosen", "rejected")}[request.param]
     files = {}
-    for name, prompts in (("data", asked[:24]), ("held_out", held)):
+    for name, prompts in (("data", asked[:24]), ("eval/reward", held)):
         made = [row | {key: f"{key} {i}" for key in answers} for i, row in enumerate(prompts)]
         files[name] = write_rows(tmp_path / f"{name}.jsonl", made)
     if request.param == "sft":
@@ -40,7 +40,7 @@ def kind(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> 
 
 
 class Spoiling(pg.Callback):
-    """Multiplies the gradient of step `at`, as often as that step comes."""
+    """Multiplies the gradient of step `interpolate`, as often as that step comes."""
 
     def __init__(self, at: int, by: float) -> None:
         self.at, self.by = at, by
@@ -69,7 +69,7 @@ class Spoiling(pg.Callback):
 
 
 def learned(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    tensors = load(folder / "checkpoints" / f"step-{step:06d}").tensors
+    tensors = load_checkpoint(folder / "checkpoints" / f"step-{step:06d}").tensors
     return {n: t for n, t in tensors.items() if n.startswith(("weights/", "adam/"))}
 
 
@@ -92,7 +92,7 @@ def test_a_step_that_is_skipped_leaves_nothing_behind_and_resumes_bit_for_bit(
     kind: tuple[Any, Train], tmp_path: Path
 ) -> None:
     config, train = kind
-    config = replace(config, guard=replace(GUARD, action="skip"), checkpoint=pg.Checkpointing(every=1, keep=9))
+    config = replace(config, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     whole, pieces = tmp_path / "run", tmp_path / "pieces"
     train(config, display=False, callbacks=[Spoiling(4, 1e6)])
     assert same(learned(whole, 3), learned(whole, 4))
@@ -110,7 +110,7 @@ def test_a_rollback_takes_the_last_checkpoint_and_a_lower_rate_and_resumes_bit_f
     kind: tuple[Any, Train], tmp_path: Path
 ) -> None:
     config, train = kind
-    config = replace(config, guard=replace(GUARD, action="rollback", lower=0.25))
+    config = replace(config, guard=replace(GUARD, action="rollback", lr_factor=0.25))
     whole, pieces = tmp_path / "run", tmp_path / "pieces"
     record, spoiling = Record(), Spoiling(4, 1e6)
     train(config, display=record, callbacks=[spoiling])
@@ -125,7 +125,7 @@ def test_a_rollback_takes_the_last_checkpoint_and_a_lower_rate_and_resumes_bit_f
 
 def test_a_stop_is_resumable_and_without_the_update(kind: tuple[Any, Train], tmp_path: Path) -> None:
     config, train = kind
-    config = replace(config, guard=replace(GUARD, action="stop"), checkpoint=pg.Checkpointing(every=1, keep=9))
+    config = replace(config, guard=replace(GUARD, action="stop"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     with pytest.raises(RunError, match=r"step 4: grad_norm is .* saved without its updates: .*resume"):
         train(config, display=False, callbacks=[Spoiling(4, 1e6)])
     assert same(learned(tmp_path / "run", 3), learned(tmp_path / "run", 4))

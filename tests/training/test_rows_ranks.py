@@ -22,13 +22,19 @@ from doubles.files import same, untimed, weights, write_rows
 from doubles.models import changed_copy
 from doubles.ranked import BATCH, SIZES, model, started
 from policygrad.checkpoint import format as checkpoints
-from policygrad.learners.fsdp.controller import RankedLearner
-from policygrad.learners.fsdp.processes import Ranks
-from policygrad.learners.fsdp.sharding import Blueprint
+from policygrad.learners.fsdp.controller import FsdpController
+from policygrad.learners.fsdp.processes import WorkerGroup
+from policygrad.learners.fsdp.sharding import ModelSkeleton
 from policygrad.learners.local.optimizer import Optimizer
 from policygrad.training import reward_model, sft
-from policygrad.training.config.run import RowsGuard
-from policygrad.training.supervised import PLAIN, Alone, Share, SupervisedTrainer, descend
+from policygrad.training.config.run import SupervisedGuardConfig
+from policygrad.training.supervised import (
+    NULL_ALGORITHM,
+    LearnerShard,
+    LocalSupervisedLearner,
+    SupervisedTrainer,
+    step_optimizer,
+)
 
 LOOSE = 2e-4
 """Sums are taken in another order."""
@@ -42,7 +48,7 @@ CONFIG = pg.SFTConfig(
         eps=1.0
     ),  # a step that is about linear in the gradient, so that rounding stays rounding
 )
-TEXTS = reward_model.Texts(
+TEXTS = reward_model.PreferenceBatch(
     [([2 + i, *range(2, 4 + i)], [3, 2 + i % 3, 5, *range(3, 8 - i)]) for i in range(5)],
     [0.25, 0.25, 0.25, 0.125, 0.125],
 )
@@ -66,28 +72,35 @@ def judge(dtype: torch.dtype = torch.float64, **sizes: int) -> nn.Module:
     return made
 
 
-def both(ranks: Ranks, kind: str, weights: torch.dtype = torch.float64, **learner: Any) -> tuple[Alone, RankedLearner]:
+def both(
+    ranks: WorkerGroup, kind: str, weights: torch.dtype = torch.float64, **learner: Any
+) -> tuple[LocalSupervisedLearner, FsdpController]:
     """A learner in this process, and one in all."""
     causal = kind == "sft"
     one, whole = (model(weights) if causal else judge(weights) for _ in range(2))
     config = replace(CONFIG, learner=replace(CONFIG.learner, **learner))
-    blueprint = None if causal else Blueprint.plain(whole)
+    blueprint = None if causal else ModelSkeleton.without_shortcuts(whole)
     how = {"lr": config.lr, "steps": 4, "config": config.learner, "optimizer": config.optimizer}
-    return Alone(one, config, 4, causal), RankedLearner.of(ranks, whole, PLAIN, blueprint=blueprint, **how)
+    return LocalSupervisedLearner(one, config, 4, causal), FsdpController.of(
+        ranks, whole, NULL_ALGORITHM, blueprint=blueprint, **how
+    )
 
 
 DATA: dict[str, Any] = {"sft": replace(BATCH, reward=BATCH.reward), "reward-model": TEXTS}
-GRADIENT: dict[str, Any] = {"sft": sft.gradient, "reward-model": reward_model.gradient}
-MEASURED: dict[str, Any] = {"sft": sft.log_likelihood, "reward-model": reward_model.rewards_of}
+GRADIENT: dict[str, Any] = {
+    "sft": sft.accumulate_sft_gradient,
+    "reward-model": reward_model.accumulate_preference_gradient,
+}
+MEASURED: dict[str, Any] = {"sft": sft.sum_log_likelihood, "reward-model": reward_model.compute_rewards}
 
 
-def gradients(share: Share) -> dict[str, Tensor]:
+def gradients(share: LearnerShard) -> dict[str, Tensor]:
     """As they have been added up, whole."""
     held = {name: master.grad for name, master in share.optimizer.masters.items()}
     return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).float() for name, x in held.items()}  # type: ignore[union-attr]
 
 
-def check_equal(alone: Alone, ranked: RankedLearner, tolerance: float = 1e-12) -> None:
+def check_equal(alone: LocalSupervisedLearner, ranked: FsdpController, tolerance: float = 1e-12) -> None:
     (expected, values), (found, said) = alone.state(), ranked.state()
     assert values["optimizer"] == said["optimizer"]
     assert expected.keys() == found.keys()
@@ -95,34 +108,34 @@ def check_equal(alone: Alone, ranked: RankedLearner, tolerance: float = 1e-12) -
         assert float((found[name] - tensor).abs().max()) <= tolerance * max(1e-30, float(tensor.abs().max())), name
 
 
-def check_learns_as_one(ranks: Ranks, kind: str, **learner: Any) -> None:
+def check_learns_as_one(ranks: WorkerGroup, kind: str, **learner: Any) -> None:
     """Two updates of all rows, one of a single row, which others idle at; and what is measured."""
     alone, ranked = both(ranks, kind, **learner)
     whole, function = DATA[kind], GRADIENT[kind]
-    one = whole.select(torch.tensor([1])) if kind == "sft" else reward_model.Texts(TEXTS.pairs[:1], [1.0])
+    one = whole.select(torch.tensor([1])) if kind == "sft" else reward_model.PreferenceBatch(TEXTS.pairs[:1], [1.0])
     for data in (whole, whole, one):
-        assert ranked.do(function, data) == pytest.approx(alone.do(function, data), rel=1e-12)
-        expected, found = alone.do(descend), ranked.do(descend)
+        assert ranked.run_on_all(function, data) == pytest.approx(alone.run_on_all(function, data), rel=1e-12)
+        expected, found = alone.run_on_all(step_optimizer), ranked.run_on_all(step_optimizer)
         assert found == pytest.approx(expected, rel=1e-12)
     assert alone.version == ranked.version == 3
     check_equal(alone, ranked)
     assert torch.allclose(
-        torch.as_tensor(ranked.do(MEASURED[kind], whole)),
-        torch.as_tensor(alone.do(MEASURED[kind], whole)),
+        torch.as_tensor(ranked.run_on_all(MEASURED[kind], whole)),
+        torch.as_tensor(alone.run_on_all(MEASURED[kind], whole)),
         rtol=1e-12,
         atol=0,
     )
     ranked.publish()
     state, _ = ranked.state()
-    assert all(torch.equal(p, state[f"weights/{n}"]) for n, p in ranked._learner.whole.named_parameters())  # type: ignore[union-attr]
+    assert all(torch.equal(p, state[f"weights/{n}"]) for n, p in ranked._learner.full_model.named_parameters())  # type: ignore[union-attr]
 
 
-def check_bf16(ranks: Ranks, kind: str) -> None:
+def check_bf16(ranks: WorkerGroup, kind: str) -> None:
     """Passes in bfloat16, sums in float32."""
     alone, ranked = both(ranks, kind, torch.bfloat16, dtype="bf16")
     for learner in (alone, ranked):
-        learner.do(GRADIENT[kind], DATA[kind])
-    expected, found = alone.do(gradients), ranked.do(gradients)
+        learner.run_on_all(GRADIENT[kind], DATA[kind])
+    expected, found = alone.run_on_all(gradients), ranked.run_on_all(gradients)
     assert expected.keys() == found.keys()
     square = lambda x: sum(float(t.square().sum()) for t in x.values())  # noqa: E731
     apart = {name: found[name] - expected[name] for name in expected}
@@ -164,8 +177,8 @@ def configured(kind: str, random_model: Path, folder: Path, ranks: int, name: st
         model=str(random_model),
         batch_size=6,
         lr=1e-3,
-        checkpoint=pg.Checkpointing(every=2),
-        learner=pg.LearnerConfig(micro_tokens=64, ranks=ranks),
+        checkpoint=pg.CheckpointConfig(every=2),
+        learner=pg.LearnerConfig(micro_tokens=64, world_size=ranks),
         output=str(folder / name),
     )
 
@@ -188,8 +201,8 @@ class Killing(pg.Callback):
     def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
         if step == self.at:
             assert isinstance(trainer, SupervisedTrainer)
-            assert isinstance(trainer.learner, RankedLearner)
-            (other,) = trainer.learner._ranks._others
+            assert isinstance(trainer.learner, FsdpController)
+            (other,) = trainer.learner._workers._processes
             other.kill()
 
 
@@ -211,7 +224,7 @@ def test_a_run_of_two_processes_is_that_of_one_and_any_number_goes_on_with_it(
     assert f"policygrad {kind} --resume {killed.output}" in "".join(raised.value.__notes__)
     folder = Path(killed.output)
     saved = folder / "checkpoints" / "step-000002"
-    assert checkpoints.newest(folder / "checkpoints") == 2
+    assert checkpoints.newest_step(folder / "checkpoints") == 2
     assert (saved / "share-00001.safetensors").is_file()
     for ranks in (1, 3):
         copy = tmp_path / f"copy-{ranks}"
@@ -227,7 +240,9 @@ def test_a_run_of_two_processes_is_that_of_one_and_any_number_goes_on_with_it(
 def test_what_one_process_has_saved_two_go_on_with(random_model: Path, tmp_path: Path) -> None:
     """And what a step has spoilt is undone in both."""
     config = configured("sft", random_model, tmp_path, 1, "run")
-    config = replace(config, guard=RowsGuard(action="skip", loss=0.0, grad_norm=1.5, window=2, patience=0))
+    config = replace(
+        config, guard=SupervisedGuardConfig(action="skip", loss=0.0, grad_norm=1.5, window=2, max_consecutive_alarms=0)
+    )
     pg.train_sft(config, stop_after=2, display=False)
 
     class Spoiling(pg.Callback):
@@ -243,11 +258,11 @@ def test_what_one_process_has_saved_two_go_on_with(random_model: Path, tmp_path:
     result = pg.train_sft(two, resume=config.output, stop_after=1, display=False, callbacks=[spoiling])
     assert (result.steps, spoiling.undone) == (3, 1.0)
     names = [name for name in spoiling.before if name.startswith("weights/")]
-    saved = checkpoints.load(Path(config.output) / "checkpoints" / "step-000003").tensors
+    saved = checkpoints.load_checkpoint(Path(config.output) / "checkpoints" / "step-000003").tensors
     assert all(torch.equal(saved[name], spoiling.before[name]) for name in names)
 
 
-def _spoil(share: Share) -> None:
+def _spoil(share: LearnerShard) -> None:
     """The next gradient is a thousand times what it was."""
     optimizer, step = share.optimizer, Optimizer.step
 
@@ -284,7 +299,7 @@ def test_without_a_token_to_pad_with_one_process_judges(
     )  # a tokenizer without any word for it
     config = configured("reward-model", folder, tmp_path, 2, "run")
     with pytest.raises(pg.ConfigError, match=r"no token that texts can be padded with.*learner\.ranks 1"):
-        reward_model.Preferences(config.resolved())
+        reward_model.PreferenceObjective(config.resolved())
 
 
 @pytest.mark.long

@@ -16,10 +16,10 @@ from doubles.files import rows, same, weights
 from doubles.trackers import Record
 from policygrad.algorithms import ALGORITHMS
 from policygrad.checkpoint import format as checkpoint
-from policygrad.models.loading import resolve
-from policygrad.samplers.base import Sampling
-from policygrad.training.config.run import Checkpointing, Evaluation, Run
-from policygrad.training.config.serialization import load
+from policygrad.models.loading import resolve_model
+from policygrad.samplers.base import SamplingParams
+from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, Run
+from policygrad.training.config.serialization import load_config
 from policygrad.training.trainer import train
 
 
@@ -29,7 +29,7 @@ def test_learns(small: Run, tmp_path: Path) -> None:
 
     (Of 32 samples a step every other one holds no right answer, and a run's luck decides; with 96 four seeds end above 0.9.)
     """
-    measured = Evaluation(problems=3, samples=32, every=30)
+    measured = EvaluationConfig(problems=3, samples_per_prompt=32, every=30)
     run = replace(small, steps=60, samples_per_prompt=24, output=str(tmp_path / "run"), evaluation=measured)
     record = Record()
     result = train(run, display=record)
@@ -38,7 +38,7 @@ def test_learns(small: Run, tmp_path: Path) -> None:
     assert result.after > result.before + 0.5
     assert json.loads((result.output / "result.json").read_text())["held_out_after"] == result.after
     metrics = rows(result.output / "metrics.jsonl")
-    assert [m["step"] for m in metrics if "held_out" in m] == [0, 30, 60]
+    assert [m["step"] for m in metrics if "eval/reward" in m] == [0, 30, 60]
     assert [s for s, _ in record.steps] == list(range(1, 61))
     for name in (
         "reward",
@@ -91,8 +91,8 @@ FEW = ("dapo", "kl_cov", "prorl", "trpo", "vapo", "vineppo")
 def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> None:
     """One row of the matrix, two steps, on the real path; the metrics are finite and the weights have moved."""
     record = Record()
-    lr = 1e-4 if pg.algorithm(name).step.uses_lr else None
-    options = {"model": "tiny", "task": "embedded", "reward": (), "lr": lr, "sampling": Sampling(max_tokens=32)}
+    lr = 1e-4 if pg.get_algorithm(name).update_rule.uses_lr else None
+    options = {"model": "tiny", "task": "embedded", "reward": (), "lr": lr, "sampling": SamplingParams(max_tokens=32)}
     folder = str(tmp_path / "run")
     run = replace(
         small,
@@ -100,12 +100,12 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
         algorithm=runnable(name, small.model),
         steps=2,
         output=folder,
-        checkpoint=Checkpointing(every=9),
+        checkpoint=CheckpointConfig(every=9),
     )
     result = train(run, display=record)
-    assert load(result.output / "run.toml", Run()) == replace(run.resolved(), output=str(result.output))
+    assert load_config(result.output / "run.toml", Run()) == replace(run.resolve(), output=str(result.output))
     still = run.algorithm.critic is not None and run.algorithm.critic.pretrain > 0  # VAPO fits its critic first
-    assert same(weights(result.output), load_file(Path(resolve("tiny")) / "model.safetensors")) is still
+    assert same(weights(result.output), load_file(Path(resolve_model("tiny")) / "model.safetensors")) is still
     for _, metrics in record.steps:
         assert all(value == value and abs(value) != float("inf") for value in metrics.values())
         assert ("lambda/max" in metrics) is (name == "vapo")
@@ -115,7 +115,9 @@ def test_every_named_algorithm_trains(small: Run, tmp_path: Path, name: str) -> 
 def test_training_on_constant_rewards_leaves_the_weights_as_they_are(name: str, small: Run, tmp_path: Path) -> None:
     """0.7 is no float32: the mean of several is another number, and a spread of rounding alone used to train `reinforce_pp`."""
     (tmp_path / "rewards.py").write_text("def constant(completions, **columns):\n    return [0.7] * len(completions)\n")
-    algorithm = replace(pg.algorithm(name), filters=(), shaping=(), terms=(), step=pg.FirstOrder(minibatches=1))
+    algorithm = replace(
+        pg.get_algorithm(name), filters=(), shaping=(), terms=(), update_rule=pg.GradientSteps(minibatches=1)
+    )
     reward = (f"{tmp_path / 'rewards.py'}:constant",)
     run = replace(small, algorithm=algorithm, reward=reward, steps=2, output=str(tmp_path / "run"))
     trained = weights(train(run).output)
@@ -124,7 +126,7 @@ def test_training_on_constant_rewards_leaves_the_weights_as_they_are(name: str, 
 
 def test_value_pretraining_says_when_it_begins_and_when_it_is_over(small: Run, tmp_path: Path) -> None:
     record = Record()
-    critic = pg.Critic(pretrain=2, explained=2.0)  # more than there is to explain: both rollouts go into the fit
+    critic = pg.Critic(pretrain=2, pretrain_until=2.0)  # more than there is to explain: both rollouts go into the fit
     algorithm = replace(pg.VAPO, critic=critic)
     train(replace(small, algorithm=algorithm, steps=4, output=str(tmp_path / "run")), display=record)
     told = [note for note in record.notes if "value pre-training" in note]

@@ -32,7 +32,7 @@ def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed
 
     monkeypatch.setattr(base_trainer, "JsonlTracker", killed)
     with pytest.raises(KeyboardInterrupt):
-        pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / "run")))
+        pg.train(pg.Run(**SMALL, evaluation=pg.EvaluationConfig(problems=0), output=str(tmp_path / "run")))
     monkeypatch.undo()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["lock", "run.toml"]
     assert pg.train(resume=tmp_path / "run").steps == 1
@@ -44,8 +44,8 @@ def test_held_out_completions_without_a_reward_are_said_to_count_as_zero(tmp_pat
         **SMALL,
         task=TASK,
         reward=(mine(tmp_path, "[None]"),),
-        evaluation=pg.Evaluation(problems=2, samples=2),
-        rewards=pg.Rewarding(patience=0),
+        evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=2),
+        rewards=pg.RewardConfig(max_failed_steps=0),
         output=str(tmp_path / "run"),
     )
     pg.train(run, display=display)
@@ -56,7 +56,7 @@ def test_the_global_random_state_belongs_to_the_seed(tmp_path: Path) -> None:
     states = []
     for name in ("a", "b"):
         torch.manual_seed(len(name) + len(states))
-        pg.train(pg.Run(**SMALL, evaluation=pg.Evaluation(problems=0), output=str(tmp_path / name)))
+        pg.train(pg.Run(**SMALL, evaluation=pg.EvaluationConfig(problems=0), output=str(tmp_path / name)))
         states.append(torch.get_rng_state())
         shutil.rmtree(tmp_path / name)
     assert torch.equal(*states)
@@ -71,7 +71,7 @@ def test_a_completion_without_a_reward_has_its_tokens_in_the_log(tmp_path: Path)
         steps=1,
         prompts_per_step=2,
         samples_per_prompt=8,
-        evaluation=pg.Evaluation(problems=0),
+        evaluation=pg.EvaluationConfig(problems=0),
         output=str(tmp_path / "run"),
     )
     pg.train(run)
@@ -88,9 +88,9 @@ def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
         **SMALL,
         task=TASK,
         reward=(mine(tmp_path, "[None]"),),
-        evaluation=pg.Evaluation(problems=2, samples=2),
-        rewards=pg.Rewarding(patience=0),
-        checkpoint=pg.Checkpointing(every=1),
+        evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=2),
+        rewards=pg.RewardConfig(max_failed_steps=0),
+        checkpoint=pg.CheckpointConfig(every=1),
         output=str(tmp_path / "run"),
     )
     result = pg.train(run, display=display)
@@ -98,7 +98,7 @@ def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
     assert display.summary["held-out"].startswith("nothing could be scored, before or after")
     written = json.loads((tmp_path / "run" / "result.json").read_text())
     assert written["held_out_before"] is written["held_out_after"] is None
-    assert "held_out" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "eval/reward" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     pg.train(replace(run, steps=2, reward=(mine(tmp_path, "[0.25]"),)), resume=tmp_path / "run", display=display)
     assert display.summary["held-out reward"] == "not scored -> 0.25"
 

@@ -11,17 +11,20 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, weights
 from doubles.trackers import Record
-from policygrad.training.config.run import Run, idle
+from policygrad.training.config.run import Run, describe_idle_schedules
 from policygrad.training.trainer import train
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"algorithm": pg.ITERATIVE_GRPO}, ["Reference.every = 100", "16 steps", "--steps above 100", "every at 4"]),
+        (
+            {"algorithm": pg.ITERATIVE_GRPO},
+            ["Reference.refresh_every = 100", "16 steps", "--steps above 100", "every at 4"],
+        ),
         ({"algorithm": pg.ITERATIVE_GRPO, "steps": 101}, []),
-        ({"algorithm": pg.PRORL}, ["Reference.every = 200", "--steps above 200"]),
-        ({"algorithm": pg.PRORL, "steps": 200}, ["Reference.every = 200"]),
+        ({"algorithm": pg.PRORL}, ["Reference.refresh_every = 200", "--steps above 200"]),
+        ({"algorithm": pg.PRORL, "steps": 200}, ["Reference.refresh_every = 200"]),
         ({"algorithm": pg.PRORL, "steps": 400}, []),
         ({"algorithm": pg.VAPO, "steps": 100}, []),
         ({"algorithm": pg.VAPO, "steps": 20}, ["Critic.pretrain = 20", "stands still", "--algorithm.critic.pretrain"]),
@@ -29,7 +32,7 @@ from policygrad.training.trainer import train
     ],
 )
 def test_the_presets(changes: dict[str, object], says: list[str]) -> None:
-    found = idle(Run(**changes))  # type: ignore[arg-type]
+    found = describe_idle_schedules(Run(**changes))  # type: ignore[arg-type]
     assert len(found) == bool(says)
     assert all(word in found[0] for word in says)
 
@@ -37,8 +40,8 @@ def test_the_presets(changes: dict[str, object], says: list[str]) -> None:
 @pytest.mark.parametrize(("steps", "acts"), [(8, True), (7, False), (1, False)])
 def test_a_reference_that_waits_for_scores(steps: int, acts: bool) -> None:
     """Scores after steps 2, 4 and 6, the second and third no better: anew with step 7, and compared with from step 8 on."""
-    algorithm = replace(pg.GRPO, reference=pg.Reference(stall=2))
-    found = idle(Run(algorithm=algorithm, steps=steps, evaluation=pg.Evaluation(every=2)))
+    algorithm = replace(pg.GRPO, reference=pg.Reference(refresh_after_stall=2))
+    found = describe_idle_schedules(Run(algorithm=algorithm, steps=steps, evaluation=pg.EvaluationConfig(every=2)))
     assert (not found) is acts
     if not acts:
         assert "after step 7 at the earliest" in found[0]
@@ -53,7 +56,7 @@ def test_what_is_said_is_so(small: Run, tmp_path: Path, every: int, acts: bool) 
     run = replace(small, algorithm=algorithm, steps=3)
     never = train(replace(run, output=str(tmp_path / "never")), display=False)
     record = Record()
-    refreshed = replace(run, algorithm=replace(algorithm, reference=pg.Reference(every=every)))
+    refreshed = replace(run, algorithm=replace(algorithm, reference=pg.Reference(refresh_every=every)))
     found = train(replace(refreshed, output=str(tmp_path / "anew")), display=record)
     metrics = rows(found.output / "metrics.jsonl")
     assert [m["step"] for m in metrics if m.get("reference/refreshed")] == [every]
@@ -66,7 +69,7 @@ def test_a_dry_run_says_so_and_stays_a_configuration(
 ) -> None:
     code, said, _ = run_command("train", "prorl", "--dry-run")
     assert code == 0
-    assert "# Note: Reference.every = 200 never acts" in said
+    assert "# Note: Reference.refresh_every = 200 never acts" in said
     (tmp_path / "run.toml").write_text(said)
     code, again, _ = run_command("train", "--config", str(tmp_path / "run.toml"), "--steps", "300", "--dry-run")
     assert code == 0

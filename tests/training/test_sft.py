@@ -18,16 +18,16 @@ import policygrad as pg
 from doubles.counted import counted
 from doubles.files import same, untimed, weights, write_rows
 from doubles.trackers import Interrupting, Record
-from policygrad.commands.completion import script
+from policygrad.commands.completion import generate_script
 from policygrad.errors import DataError, ModelError, RunError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.tasks.preferences import Demonstration, read_demonstrations
-from policygrad.training.config.run import Checkpointing
-from policygrad.training.config.serialization import load
+from policygrad.training.config.run import CheckpointConfig
+from policygrad.training.config.serialization import load_config
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.sft import FineTuning, tokenise
-from policygrad.training.supervised import Alone
+from policygrad.training.sft import SFTObjective, tokenise_demonstration
+from policygrad.training.supervised import LocalSupervisedLearner
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"{a} + {b} =\n", "completion": f"<answer>{a + b}</answer>"} for a in range(7) for b in range(6)
@@ -63,10 +63,10 @@ def read(tmp_path: Path, row: Any) -> Demonstration:
 
 def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
     """The runs of tokens that carry a loss, as text."""
-    found = tokenise(row, tokenizer)
+    found = tokenise_demonstration(row, tokenizer)
     runs: list[list[int]] = []
-    for i, (token, said) in enumerate(zip(found.tokens.tolist(), found.learnt.tolist(), strict=True)):
-        if said and (i == 0 or not found.learnt[i - 1]):
+    for i, (token, said) in enumerate(zip(found.tokens.tolist(), found.loss_mask.tolist(), strict=True)):
+        if said and (i == 0 or not found.loss_mask[i - 1]):
             runs.append([])
         if said:
             runs[-1].append(token)
@@ -79,8 +79,8 @@ def learnt(row: Any, tokenizer: Tokenizer) -> list[str]:
 def test_of_text_the_completion_and_the_end_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
     row = read(tmp_path, ROWS[9])
     assert learnt(row, tokenizer) == ["<answer>4</answer><eos>"]
-    found = tokenise(row, tokenizer)
-    assert found.prompt.tolist() == tokenizer.encode(row.prompt, 0).tolist()
+    found = tokenise_demonstration(row, tokenizer)
+    assert found.prompt_ids.tolist() == tokenizer.encode(row.prompt, 0).tolist()
     assert learnt(read(tmp_path, {"prompt": "1 + 1 =\n", "completion": ""}), tokenizer) == ["<eos>"]
 
 
@@ -89,11 +89,11 @@ def test_of_a_chat_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, te
     """With their end tokens, without what the template writes behind those; the prompt is what sampling would see."""
     tokenizer.hf.chat_template = template or tokenizer.hf.chat_template
     row = read(tmp_path, {"messages": CHAT})
-    found = tokenise(row, tokenizer)
+    found = tokenise_demonstration(row, tokenizer)
     assert learnt(row, tokenizer) == ["2<eos>", "4<eos>"]
-    assert found.prompt.tolist() == tokenizer.encode(CHAT[:2], 0).tolist()
+    assert found.prompt_ids.tolist() == tokenizer.encode(CHAT[:2], 0).tolist()
     text = tokenizer.hf.apply_chat_template(CHAT[:5], tokenize=False)
-    assert tokenizer.hf.decode([*found.prompt, *found.tokens]) == text
+    assert tokenizer.hf.decode([*found.prompt_ids, *found.tokens]) == text
     equal = read(tmp_path, {"prompt": CHAT[:4], "completion": "4"})
     assert learnt(equal, tokenizer) == ["2<eos>", "4<eos>"]  # an answer in the prompt is an answer
     equal = read(tmp_path, {"prompt": CHAT[:2], "completion": [CHAT[2]]})
@@ -120,7 +120,7 @@ def test_a_template_that_cannot_be_learnt_from(
 ) -> None:
     tokenizer.hf.chat_template = template
     with pytest.raises(ModelError, match=says) as caught:
-        tokenise(read(tmp_path, {"messages": CHAT}), tokenizer)
+        tokenise_demonstration(read(tmp_path, {"messages": CHAT}), tokenizer)
     assert "one.jsonl:1" in str(caught.value)
 
 
@@ -128,9 +128,9 @@ def test_a_prompt_that_joins_its_completion_is_refused(tokenizer: Tokenizer, tmp
     """`The answer ` + `is` is one token where the prompt's end and the completion's beginning were to be two."""
     row = read(tmp_path, {"prompt": "The answer", "completion": " is 2"})
     with pytest.raises(ModelError, match=r"one.jsonl:1: .*'prompt'.*'The answer'"):
-        tokenise(row, tokenizer)
+        tokenise_demonstration(row, tokenizer)
     with pytest.raises(ModelError, match=r"one.jsonl:1: \d+ tokens, more than the 256 positions"):
-        tokenise(read(tmp_path, {"prompt": "a", "completion": "b" * 2000}), tokenizer)
+        tokenise_demonstration(read(tmp_path, {"prompt": "a", "completion": "b" * 2000}), tokenizer)
 
 
 # --- the loss
@@ -140,9 +140,9 @@ def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(con
     """Loss and gradient against the model called directly, one demonstration at a time; long and short rows mixed."""
     rows = [*ROWS[:3], {"prompt": "1 + 1 =\n", "completion": "2 " * 40}, {"messages": CHAT}]
     data = write_rows(Path(config.data).parent / "mixed.jsonl", rows)
-    small = replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolved()
-    objective = FineTuning(small)
-    learner = Alone(objective.model, small, 1)
+    small = replace(config, data=data, learner=pg.LearnerConfig(micro_tokens=60)).resolve()
+    objective = SFTObjective(small)
+    learner = LocalSupervisedLearner(objective.model, small, 1)
     calls = counted(learner.optimizer)
     metrics = objective.accumulate(learner, range(len(rows)))
     assert len(calls) > 1
@@ -150,19 +150,19 @@ def test_the_loss_is_a_mean_over_the_steps_tokens_whatever_the_micro_batches(con
     objective.model.zero_grad()
     total, tokens = torch.zeros(()), 0
     for row in objective.rows:
-        ids = torch.cat([row.prompt, row.tokens])[None]
+        ids = torch.cat([row.prompt_ids, row.tokens])[None]
         logp = objective.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        said = torch.cat([torch.zeros(len(row.prompt), dtype=torch.bool), row.learnt])[1:]
+        said = torch.cat([torch.zeros(len(row.prompt_ids), dtype=torch.bool), row.loss_mask])[1:]
         total, tokens = total - logp[said].sum(), tokens + int(said.sum())
     (total / tokens).backward()
     assert metrics == {"loss": pytest.approx((total / tokens).item(), abs=1e-5), "tokens": tokens}
     for name, parameter in objective.model.named_parameters():
         assert parameter.grad is not None, name
         assert torch.allclose(found[name], parameter.grad, atol=1e-6), name
-    measured = objective.measure(learner, lambda done, total: None)  # too few rows to hold any out: these
-    assert measured["held_out/loss"] == pytest.approx((total / tokens).item(), abs=1e-5)
-    assert measured["held_out/perplexity"] == pytest.approx(math.exp((total / tokens).item()), rel=1e-4)
-    assert "too few prompts" in objective.facts["held out"]
+    measured = objective.evaluate(learner, lambda done, total: None)  # too few rows to hold any out: these
+    assert measured["eval/loss"] == pytest.approx((total / tokens).item(), abs=1e-5)
+    assert measured["eval/perplexity"] == pytest.approx(math.exp((total / tokens).item()), rel=1e-4)
+    assert "too few prompts" in objective.run_facts["held out"]
 
 
 # --- a run
@@ -176,13 +176,13 @@ def test_it_learns_and_is_resumed_bit_for_bit(config: SFTConfig, tmp_path: Path,
         **changes,
         epochs=4,
         optimizer=pg.OptimizerConfig(warmup=2, schedule="linear"),
-        checkpoint=Checkpointing(2),
+        checkpoint=CheckpointConfig(2),
     )
     record = Record()
     whole = pg.sft(replace(config, output=str(tmp_path / "whole")), display=record)
     assert [step for step, _ in record.steps] == list(range(1, whole.steps + 1))
     assert whole.after is not None
-    assert whole.after["held_out/loss"] < 0.8 * whole.before["held_out/loss"]
+    assert whole.after["eval/loss"] < 0.8 * whole.before["eval/loss"]
     assert "nats per token" in record.summary["held-out loss"]
     pieces = tmp_path / "pieces"
     stopped = pg.sft(replace(config, output=str(pieces)), display=Interrupting(3))
@@ -195,7 +195,7 @@ def test_it_learns_and_is_resumed_bit_for_bit(config: SFTConfig, tmp_path: Path,
     assert same(weights(whole.output), weights(pieces))
     assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
     assert json.loads((pieces / "result.json").read_text())["after"] == whole.after
-    assert load(pieces / "sft.toml", SFTConfig()) == replace(config, output=str(pieces)).resolved()
+    assert load_config(pieces / "sft.toml", SFTConfig()) == replace(config, output=str(pieces)).resolve()
     AutoModelForCausalLM.from_pretrained(whole.model)
 
 
@@ -279,5 +279,5 @@ def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], comm
         assert code == 2, args
         assert says in out.replace("│ ", ""), (args, out)
     file.write_text('data = "a.jsonl"\nepoch = 3\n')
-    assert "--batch-size" in script("bash")
+    assert "--batch-size" in generate_script("bash")
     assert "unknown key 'epoch': did you mean 'epochs'?" in run(command, "--config", str(file))[1]

@@ -19,26 +19,26 @@ from doubles.failing import FailingSampler, learner_cut_short
 from doubles.files import rows, same, untimed, weights
 from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
-from policygrad.models.replica import replica
-from policygrad.models.tokenizer import Tokenizer, padding_id
-from policygrad.rollout.async_producer import Ahead, Producer
+from policygrad.models.replica import clone_model
+from policygrad.models.tokenizer import Tokenizer, pad_token_id
+from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
-from policygrad.rollout.trajectory import Group
+from policygrad.rollout.trajectory import EpisodeGroup
 from policygrad.samplers.local.sampler import LocalSampler
-from policygrad.training.config.run import Checkpointing, Run
+from policygrad.training.config.run import CheckpointConfig, Run
 from policygrad.training.trainer import train
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PublishedWeights
 
 
 class Late(LocalSampler):
     """Draws with weights that are `lag` publications old, and says so."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, lag: int) -> None:
-        super().__init__(replica(model), tokenizer.end, padding_id(tokenizer))
-        self.held, self.lag = deque[Published](), lag
+        super().__init__(clone_model(model), tokenizer.end_ids, pad_token_id(tokenizer))
+        self.held, self.lag = deque[PublishedWeights](), lag
 
-    async def update(self, weights: Published) -> None:
-        self.held.append(Published(weights.version, {n: t.detach().clone() for n, t in weights.tensors.items()}))
+    async def update(self, weights: PublishedWeights) -> None:
+        self.held.append(PublishedWeights(weights.version, {n: t.detach().clone() for n, t in weights.tensors.items()}))
         await super().update(self.held[0])
         if len(self.held) > self.lag:
             self.held.popleft()
@@ -48,16 +48,16 @@ class Late(LocalSampler):
 @pytest.mark.parametrize("name", ["dr_grpo", "dapo"])
 def test_it_is_a_run_whose_sampler_is_late(small: Run, tmp_path: Path, name: str, lag: int) -> None:
     """Bit for bit, though one of them samples and learns at the same time."""
-    run = replace(small, algorithm=pg.algorithm(name), samples_per_prompt=24)
+    run = replace(small, algorithm=pg.get_algorithm(name), samples_per_prompt=24)
     late = train(replace(run, output=str(tmp_path / "late")), sampler=lambda m, t: Late(m, t, lag), display=False)
-    ahead = train(replace(run, staleness=lag, output=str(tmp_path / "ahead")), display=False)
+    ahead = train(replace(run, max_staleness=lag, output=str(tmp_path / "ahead")), display=False)
     prompt = train(replace(run, output=str(tmp_path / "prompt")), display=False)
     assert same(weights(late.output), weights(ahead.output))
     assert untimed(late.output / "metrics.jsonl") == untimed(ahead.output / "metrics.jsonl")
     assert rows(late.output / "completions.jsonl") == rows(ahead.output / "completions.jsonl")
     assert not same(weights(prompt.output), weights(ahead.output))
     told = [row["staleness/max"] for row in rows(ahead.output / "metrics.jsonl")]
-    each = run.resolved().algorithm.step.updates
+    each = run.resolve().algorithm.update_rule.updates
     if name == "dr_grpo":  # which carries nothing over
         assert told == [each * min(step, lag) for step in range(run.steps)]
     assert max(told) >= lag
@@ -66,11 +66,11 @@ def test_it_is_a_run_whose_sampler_is_late(small: Run, tmp_path: Path, name: str
 @pytest.mark.parametrize("name", ["dapo", "trpo_vine"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_resumed_at_every_step_it_is_bitwise_equal(small: Run, tmp_path: Path, name: str, depth: int) -> None:
-    _bitwise(replace(small, algorithm=runnable(name), lr=None, staleness=depth), tmp_path)
+    _bitwise(replace(small, algorithm=runnable(name), lr=None, max_staleness=depth), tmp_path)
 
 
 def _bitwise(run: Run, folder: Path) -> None:
-    whole = train(replace(run, output=str(folder / "whole"), checkpoint=Checkpointing(every=9)), display=False)
+    whole = train(replace(run, output=str(folder / "whole"), checkpoint=CheckpointConfig(every=9)), display=False)
     pieces = folder / "pieces"
     result = train(replace(run, output=str(pieces)), stop_after=1, display=False)
     while result.model is None:
@@ -81,7 +81,7 @@ def _bitwise(run: Run, folder: Path) -> None:
 
 
 def test_what_fails_beside_is_an_error_of_the_step_and_the_run_goes_on_from_there(small: Run, tmp_path: Path) -> None:
-    run = replace(small, staleness=1)
+    run = replace(small, max_staleness=1)
     whole = train(replace(run, output=str(tmp_path / "whole")), display=False)
     for where, given in {
         "rollout": {"sampler": lambda m, t: FailingSampler(m, t, 3, OSError("no room"))},
@@ -97,7 +97,7 @@ def test_what_fails_beside_is_an_error_of_the_step_and_the_run_goes_on_from_ther
 
 def test_a_filter_that_asks_the_learner_is_refused(small: Run) -> None:
     with pytest.raises(ConfigError, match="staleness must be at least 0, not -1"):
-        replace(small, staleness=-1)
+        replace(small, max_staleness=-1)
 
     @dataclass(frozen=True)
     class Sure(pg.Filter):
@@ -107,52 +107,52 @@ def test_a_filter_that_asks_the_learner_is_refused(small: Run) -> None:
             return batch
 
     with pytest.raises(ConfigError, match=r"reads entropy, for which the learner is asked .* set staleness to 0"):
-        replace(small, staleness=1, algorithm=replace(pg.DR_GRPO, filters=(Sure(),)))
+        replace(small, max_staleness=1, algorithm=replace(pg.DR_GRPO, filters=(Sure(),)))
 
 
 def test_a_rollout_begins_where_the_one_before_it_ended() -> None:
-    asked: list[tuple[int, int, Sequence[Group]]] = []
+    asked: list[tuple[int, int, Sequence[EpisodeGroup]]] = []
 
-    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
         asked.append((step, position, carried))
         return empty(position + 4, (step,))
 
-    producer = Producer(Ahead(3, (), 10, ()))
+    producer = RolloutProducer(RolloutQueue(3, (), 10, ()))
     first = producer.take(2, collect)
     assert asked == [(3, 10, ()), (4, 14, (3,))]
-    assert (first.position, producer.finished.step, producer.finished.next) == (14, 4, (5, 18, (4,)))
-    with producer.beside(1, collect):
+    assert (first.position, producer.queue.step, producer.queue.next_request) == (14, 4, (5, 18, (4,)))
+    with producer.produce_during(1, collect):
         pass
-    producer.settle()
+    producer.wait_idle()
     assert len(asked) == 2  # one is there
-    with producer.beside(3, collect):
+    with producer.produce_during(3, collect):
         pass
-    producer.settle()
+    producer.wait_idle()
     assert asked[2:] == [(5, 18, (4,)), (6, 22, (5,))]
-    assert [producer.take(1, collect).surplus for _ in range(4)] == [(4,), (5,), (6,), (7,)]
+    assert [producer.take(1, collect).leftover_groups for _ in range(4)] == [(4,), (5,), (6,), (7,)]
 
 
 def test_a_thread_draws_on_while_steps_are_taken() -> None:
     """Two wait at most: it stops there, and goes on when one of them has been taken."""
     begun, go = Queue[int](), Queue[None]()
 
-    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
         begun.put(step)
         go.get()
         return empty(position + 1)
 
-    producer = Producer(Ahead(1, (), 0, ()))
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
     for step in (1, 2, 3):
-        with producer.beside(2, collect):
+        with producer.produce_during(2, collect):
             assert begun.get() == step
             go.put(None)
             assert producer.take(1, collect).position == step  # while the next one is in the making
-            assert producer.busy > 0
+            assert producer.busy_seconds > 0
     for step in (4, 5):
         assert begun.get() == step
         go.put(None)
-    producer.settle()
-    assert producer.finished.next == (6, 5, ())
+    producer.wait_idle()
+    assert producer.queue.next_request == (6, 5, ())
     assert begun.empty()
 
 
@@ -162,55 +162,55 @@ def test_no_rollout_is_begun_for_which_there_is_no_step(
 ) -> None:
     """Ten tokens each. Before anybody says that no more are wanted a thread looks for work, the last one taken."""
     taken, looked, asked = Queue[None](), Queue[bool](), list[int]()
-    original = Producer._goes_on
+    original = RolloutProducer._should_continue
 
-    def goes_on(producer: Producer) -> bool:
+    def goes_on(producer: RolloutProducer) -> bool:
         if asked:  # from the first on, it looks when what it has brought is taken
             taken.get()
         more = original(producer)
         looked.put(more)
         return more
 
-    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
         asked.append(step)
         return empty(position + 4, tokens=10)
 
-    monkeypatch.setattr(Producer, "_goes_on", goes_on)
+    monkeypatch.setattr(RolloutProducer, "_goes_on", goes_on)
     over = lambda ahead: ahead.next[0] > steps or (budget is not None and ahead.tokens >= budget)  # noqa: E731
-    producer = Producer(Ahead(1, (), 0, ()), over)
-    with producer.beside(1, collect):
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()), over)
+    with producer.produce_during(1, collect):
         assert looked.get()
     for step in range(1, begun + 1):
         producer.take(1, collect)
         taken.put(None)
         assert looked.get() is (step < begun)
-    producer.settle()
+    producer.wait_idle()
     assert asked == [*range(1, begun + 1)]
-    with producer.beside(2, collect):
+    with producer.produce_during(2, collect):
         pass
-    producer.settle()
+    producer.wait_idle()
     assert len(asked) == begun
 
 
 def test_a_thread_that_ends_does_not_take_the_next_one_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one may begin before the one that has nothing to do any more is gone."""
-    go, original = threading.Event(), Producer._goes_on
+    go, original = threading.Event(), RolloutProducer._should_continue
 
-    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
         if step > 1:
             go.wait()
         return empty(position + 1)
 
-    def goes_on(producer: Producer) -> bool:
+    def goes_on(producer: RolloutProducer) -> bool:
         more = original(producer)
-        if not more and len(producer.finished.rollouts) == 1:
-            with producer.beside(2, collect):
+        if not more and len(producer.queue.rollouts) == 1:
+            with producer.produce_during(2, collect):
                 pass
         return more
 
-    monkeypatch.setattr(Producer, "_goes_on", goes_on)
-    producer = Producer(Ahead(1, (), 0, ()))
-    with producer.beside(1, collect):
+    monkeypatch.setattr(RolloutProducer, "_goes_on", goes_on)
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+    with producer.produce_during(1, collect):
         first = producer._thread
     assert first is not None
     first.join()
@@ -218,8 +218,8 @@ def test_a_thread_that_ends_does_not_take_the_next_one_for_itself(monkeypatch: p
     assert second is not None
     assert second.is_alive()
     go.set()
-    producer.settle()
-    assert producer.finished.next == (3, 2, ())
+    producer.wait_idle()
+    assert producer.queue.next_request == (3, 2, ())
 
 
 def test_what_is_in_the_making_is_ended_with_the_run() -> None:
@@ -230,12 +230,12 @@ def test_what_is_in_the_making_is_ended_with_the_run() -> None:
         ended.wait()
         raise OSError("cancelled")
 
-    producer = Producer(Ahead(1, (), 0, ()))
-    with producer.beside(1, collect):
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+    with producer.produce_during(1, collect):
         begun.wait()
-    producer.end(ended.set)
+    producer.stop(ended.set)
     assert not [t for t in threading.enumerate() if t.name == "rollout"]
-    producer.end(lambda: pytest.fail("there is nothing to end"))
+    producer.stop(lambda: pytest.fail("there is nothing to end"))
 
 
 def test_what_was_raised_beside_is_raised_where_it_is_waited_for() -> None:
@@ -243,11 +243,14 @@ def test_what_was_raised_beside_is_raised_where_it_is_waited_for() -> None:
         raise OSError("beside")
 
     for wait in (lambda p: p.settle(), lambda p: p.take(1, broken)):
-        producer = Producer(Ahead(1, (), 0, ()))
-        with producer.beside(1, broken):
+        producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+        with producer.produce_during(1, broken):
             pass
         with pytest.raises(OSError, match="beside"):
             wait(producer)
-    with pytest.raises(ZeroDivisionError), Producer(Ahead(1, (), 0, ())).beside(1, lambda *_: empty()):
+    with (
+        pytest.raises(ZeroDivisionError),
+        RolloutProducer(RolloutQueue(1, (), 0, ())).produce_during(1, lambda *_: empty()),
+    ):
         raise ZeroDivisionError
     assert not [t for t in threading.enumerate() if t.name == "rollout"]

@@ -23,11 +23,11 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.stops import AtDecoding, AtPhase, AtUpdate, learner_that_sends, send
 from doubles.trackers import Record
-from policygrad.checkpoint.format import newest
+from policygrad.checkpoint.format import newest_step
 from policygrad.commands import STOPPED
 from policygrad.trackers.console import PlainTracker
-from policygrad.training.config.serialization import dumps
-from policygrad.training.interrupts import Stop, Stopping, seconds
+from policygrad.training.config.serialization import dump_config
+from policygrad.training.interrupts import StopController, StopRequested, parse_duration
 from policygrad.utils import signals
 
 ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -39,8 +39,8 @@ def run(small: pg.Run) -> pg.Run:
         small,
         steps=4,
         prompts_per_step=3,
-        evaluation=pg.Evaluation(problems=3, samples=2, every=2),
-        checkpoint=pg.Checkpointing(every=100),
+        evaluation=pg.EvaluationConfig(problems=3, samples_per_prompt=2, every=2),
+        checkpoint=pg.CheckpointConfig(every=100),
     )
 
 
@@ -52,7 +52,7 @@ def whole(run: pg.Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loading(number: signal.Signals) -> dict[str, Any]:
     def sampler(model: Any, tokenizer: Any) -> pg.LocalSampler:
         send(number)
-        return pg.LocalSampler.of(model, tokenizer)
+        return pg.LocalSampler.from_tokenizer(model, tokenizer)
 
     return {"sampler": sampler}
 
@@ -95,7 +95,7 @@ def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_lost(
     said = given["display"]
     assert "go on with" in said.summary or "go on with: " in said.said
     assert (folder / "run.toml").exists()
-    assert newest(folder / "checkpoints") == done  # else it would begin anew, and come to the same later
+    assert newest_step(folder / "checkpoints") == done  # else it would begin anew, and come to the same later
     again = pg.train(run, resume=folder, display=False)
     assert (again.steps, again.interrupted) == (4, False)
     assert same(weights(whole), weights(folder))
@@ -105,7 +105,7 @@ def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_lost(
 
 def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    every = replace(run, output=str(folder), checkpoint=pg.Checkpointing(every=1))
+    every = replace(run, output=str(folder), checkpoint=pg.CheckpointConfig(every=1))
     result = pg.train(every, display=False, **learning(signal.SIGTERM, "state", 2))
     assert result.interrupted
     assert result.steps == 1  # the second time it is packed: for its first checkpoint
@@ -114,7 +114,7 @@ def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, 
 
 
 class Here:
-    """A reward that no process can be sent, so that it runs in this one; it sends a signal at its `at`-th call."""
+    """A reward that no process can be sent, so that it runs in this one; it sends a signal at its `interpolate`-th call."""
 
     def __init__(self, at: int = 0) -> None:
         self.lock, self.left = threading.Lock(), at
@@ -129,7 +129,7 @@ class Here:
 
 @pytest.mark.filterwarnings("ignore:reward 'here' cannot be sent")
 def test_while_rewards_are_computed_too(run: pg.Run, tmp_path: Path) -> None:
-    run = replace(run, evaluation=pg.Evaluation(problems=0), steps=3)
+    run = replace(run, evaluation=pg.EvaluationConfig(problems=0), steps=3)
     alone = Here()
     whole = pg.train(replace(run, reward=(alone,), output=str(tmp_path / "whole")), display=False).output
     each, folder = -alone.left // 3, tmp_path / "run"
@@ -148,20 +148,20 @@ def test_sampling_ends_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
         made.append(AtDecoding(model, tokenizer, 2, signal.SIGTERM))
         return made[0]
 
-    long = replace(run, sampling=pg.Sampling(max_tokens=40), output=str(tmp_path / "run"))
+    long = replace(run, sampling=pg.SamplingParams(max_tokens=40), output=str(tmp_path / "run"))
     assert pg.train(long, sampler=sampler, display=False).interrupted
     assert made[0].passes == 2
 
 
 def test_what_parts_learn_from_a_score_is_not_taken_from_them(run: pg.Run, tmp_path: Path) -> None:
     """A reference that waits for better scores counts evaluations: that one is finished first."""
-    algorithm = replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(stall=1))
+    algorithm = replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(refresh_after_stall=1))
     run = replace(run, algorithm=algorithm)
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     folder = tmp_path / "run"
     stopped = pg.train(replace(run, output=str(folder)), display=AtPhase("evaluating at step 2", signal.SIGTERM))
     assert (stopped.steps, stopped.interrupted) == (2, True)
-    assert [m["step"] for m in rows(folder / "metrics.jsonl") if "held_out" in m] == [0, 2]
+    assert [m["step"] for m in rows(folder / "metrics.jsonl") if "eval/reward" in m] == [0, 2]
     pg.train(resume=folder, display=False)
     assert same(weights(whole), weights(folder))
     assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
@@ -169,15 +169,15 @@ def test_what_parts_learn_from_a_score_is_not_taken_from_them(run: pg.Run, tmp_p
 
 def test_a_time_limit_ends_a_run_in_time(run: pg.Run, tmp_path: Path) -> None:
     record = Record()
-    stopped = pg.train(replace(run, output=str(tmp_path / "run")), stop_before="0.001s", display=record)
+    stopped = pg.train(replace(run, output=str(tmp_path / "run")), time_limit="0.001s", display=record)
     assert stopped.interrupted
-    assert pg.train(run, resume=tmp_path / "run", stop_before="2h", display=False).steps == 4
+    assert pg.train(run, resume=tmp_path / "run", time_limit="2h", display=False).steps == 4
 
 
 def test_a_time_limit_ends_what_waits() -> None:
     """An engine's answer, a reward: it is not waited for until it comes."""
     began = time.monotonic()
-    with Stopping(0.02) as stopping, pytest.raises(Stop), stopping.breakable():
+    with StopController(0.02) as stopping, pytest.raises(StopRequested), stopping.interruptible():
         threading.Event().wait(60)
     assert time.monotonic() - began < 50  # it was not waited to its end
 
@@ -192,13 +192,13 @@ class Clock:
 
 def test_no_step_is_begun_that_would_not_be_over_in_time() -> None:
     clock = Clock()
-    stopping = Stopping(100.0, clock)
+    stopping = StopController(100.0, clock)
     clock.now = 20.0  # loading
-    stopping.steps_begin()
+    stopping.training_started()
     for now, asked in ((30.0, False), (60.0, False), (69.0, False), (71.0, True)):  # the longest took 30 seconds
         clock.now = now
-        stopping.stepped()
-        assert stopping.asked is asked
+        stopping.step_done()
+        assert stopping.requested is asked
 
 
 @pytest.mark.parametrize(
@@ -206,20 +206,20 @@ def test_no_step_is_begun_that_would_not_be_over_in_time() -> None:
     [("23h50m", 85800.0), ("90s", 90.0), ("1d12h", 129600.0), ("45m", 2700.0), ("1h0.5s", 3600.5)],
 )
 def test_times(text: str, value: float) -> None:
-    assert seconds(text, "--stop-before") == value
+    assert parse_duration(text, "--time-limit") == value
 
 
 @pytest.mark.parametrize("text", ["", "3600", "23:50:00", "h", "-5m", "5m3h", "soon"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(pg.ConfigError, match="--stop-before must be a time such as 23h50m"):
-        seconds(text, "--stop-before")
+    with pytest.raises(pg.ConfigError, match="--time-limit must be a time such as 23h50m"):
+        parse_duration(text, "--time-limit")
 
 
 @contextmanager
-def signalled() -> Iterator[Stopping]:
-    with Stopping() as stopping:
+def signalled() -> Iterator[StopController]:
+    with StopController() as stopping:
         send(signal.SIGTERM)
-        assert stopping.asked
+        assert stopping.requested
         yield stopping
 
 
@@ -233,20 +233,20 @@ def test_signals_at_once_are_one_and_another_one_later_ends_it_at_once(monkeypat
         send(signal.SIGHUP)  # a terminal that has gone says so more than once
         with pytest.raises(KeyboardInterrupt) as caught:
             send(signal.SIGINT)
-        assert not isinstance(caught.value, Stop)
+        assert not isinstance(caught.value, StopRequested)
 
 
 def test_what_is_asked_for_before_ends_what_is_breakable_before_it_begins() -> None:
-    with signalled() as stopping, pytest.raises(Stop), stopping.breakable():
+    with signalled() as stopping, pytest.raises(StopRequested), stopping.interruptible():
         raise AssertionError("was begun")
 
 
-def stops(does: Callable[[Stopping], object]) -> bool:
+def stops(does: Callable[[StopController], object]) -> bool:
     """Whether this ends as a run does that was stopped."""
     try:
-        with Stopping() as stopping, stopping.breakable():
+        with StopController() as stopping, stopping.interruptible():
             does(stopping)
-    except Stop:
+    except StopRequested:
         return True
     return False
 
@@ -269,7 +269,7 @@ def test_a_signal_waits_for_the_import_that_it_lands_in(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[str] = []
 
-    def load(stopping: Stopping) -> None:
+    def load(stopping: StopController) -> None:
         seen.append(import_module("sends_while_imported").Whole.part.name)
         threading.Event().wait(60)  # which the signal ends
 
@@ -314,16 +314,16 @@ class Finalised:
 def test_a_stop_that_a_finaliser_drops_ends_it_all_the_same() -> None:
     done: list[bool] = []
 
-    def finalise(stopping: Stopping) -> None:
+    def finalise(stopping: StopController) -> None:
         Finalised()
-        done.append(stopping.asked)
+        done.append(stopping.requested)
 
     assert stops(finalise)
     assert done == [True]
 
 
 def test_a_stop_that_a_library_makes_an_error_of_is_a_stop() -> None:
-    def load(stopping: Stopping) -> None:
+    def load(stopping: StopController) -> None:
         try:
             send(signal.SIGTERM)
         except BaseException as error:
@@ -333,7 +333,7 @@ def test_a_stop_that_a_library_makes_an_error_of_is_a_stop() -> None:
 
 
 def test_an_error_that_is_no_stop_stays_what_it_is() -> None:
-    with Stopping() as stopping, pytest.raises(pg.ConfigError, match="wrong"), stopping.breakable():
+    with StopController() as stopping, pytest.raises(pg.ConfigError, match="wrong"), stopping.interruptible():
         raise pg.ConfigError("wrong")
 
 
@@ -371,9 +371,9 @@ def test_a_signal_while_it_prints_is_no_reentrant_call(
 def test_nohup_stays_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Stopping() as stopping:
+        with StopController() as stopping:
             send(signal.SIGHUP)
-            assert not stopping.asked
+            assert not stopping.requested
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -383,8 +383,8 @@ def test_nohup_stays_nohup() -> None:
 
 @pytest.fixture
 def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    config = replace(run, output=str(tmp_path / "run"), steps=3, evaluation=pg.Evaluation(problems=0))
-    (tmp_path / "config.toml").write_text(dumps(config))
+    config = replace(run, output=str(tmp_path / "run"), steps=3, evaluation=pg.EvaluationConfig(problems=0))
+    (tmp_path / "config.toml").write_text(dump_config(config))
 
     def start(*more: str, **streams: Any) -> subprocess.Popen[bytes]:
         words = [
@@ -394,7 +394,7 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
             "train",
             "--config",
             str(tmp_path / "config.toml"),
-            "--allow",
+            "--allow-code",
             "/",
             *more,
         ]
@@ -407,7 +407,7 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
     return start
 
 
-@pytest.mark.parametrize(("words", "number"), [((), signal.SIGHUP), (("--staleness", "2"), signal.SIGINT)])
+@pytest.mark.parametrize(("words", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
 def test_the_command_stops_with_a_code_of_its_own_and_says_how_to_go_on(
     command: Callable[..., subprocess.Popen[bytes]], words: tuple[str, ...], number: signal.Signals
 ) -> None:
@@ -441,7 +441,7 @@ def test_a_full_standard_output_never_ends_the_run(
 
 def test_a_terminal_that_has_gone_never_ends_the_run() -> None:
     """rich's own console ends the program."""
-    from policygrad.trackers import RunInfo, Trackers
+    from policygrad.trackers import CompositeTracker, RunInfo
     from policygrad.trackers.rich_display import TerminalTracker
 
     reader, writer = os.pipe()
@@ -449,7 +449,7 @@ def test_a_terminal_that_has_gone_never_ends_the_run() -> None:
     stream = os.fdopen(writer, "w")
     record = Record()
     with pytest.warns(UserWarning, match="TerminalTracker"):
-        Trackers([TerminalTracker.on(stream), record]).start(RunInfo("a run"))
+        CompositeTracker([TerminalTracker.for_stream(stream), record]).start(RunInfo("a run"))
     assert "TerminalTracker.start failed" in record.said
     with pytest.raises(BrokenPipeError):
         stream.close()
@@ -470,7 +470,7 @@ def test_fine_tuning_and_reward_models_stop_as_well(
     rows = [{"prompt": f"{i} =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(6)]
     held = [{"prompt": f"{i} + 1 =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(2)]
     how: dict[str, Any] = {"data": write_rows(tmp_path / "rows.jsonl", rows), "model": str(random_model)}
-    how |= {"held_out": write_rows(tmp_path / "held.jsonl", held), "batch_size": 2, "output": str(tmp_path / "run")}
+    how |= {"eval/reward": write_rows(tmp_path / "held.jsonl", held), "batch_size": 2, "output": str(tmp_path / "run")}
     config = pg.SFTConfig(**how) if kind == "sft" else pg.RewardModelConfig(**how)
     train: Any = pg.train_sft if kind == "sft" else pg.train_reward_model
     given: dict[str, Any] = {"callbacks": [AtUpdate(2, number)]} if phase == "updating" else {}

@@ -11,10 +11,10 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, write_rows
 from doubles.trackers import Record
-from policygrad.commands.train import flags
-from policygrad.trackers.console import described, number
+from policygrad.commands.train import list_train_flags
+from policygrad.trackers.console import format_number, summarise_metrics
 from policygrad.training.config.run import Run
-from policygrad.training.config.serialization import load
+from policygrad.training.config.serialization import load_config
 from policygrad.training.trainer import train
 
 Command = Callable[..., tuple[int, str, str]]
@@ -27,7 +27,7 @@ def test_the_policy_comes_nearer_to_its_teacher(small: Run, tmp_path: Path) -> N
     result = train(replace(small, algorithm=TAUGHT, steps=12, lr=1e-2, output=output), display=record)
     kl = [metrics["teacher/kl"] for _, metrics in record.steps]
     assert kl[-1] < 0.9 * kl[0]
-    again = load(result.output / "run.toml", Run())
+    again = load_config(result.output / "run.toml", Run())
     assert again.algorithm.reference == pg.Reference(model="tiny")
     assert record.info.facts["reference"].startswith("tiny (0.70M")
 
@@ -37,7 +37,7 @@ def test_a_task_without_rewards(small: Run, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} + 1 =\n"} for i in range(40)])
     record = Record()
     run = replace(small, algorithm=TAUGHT, task=prompts, reward=(), steps=2, output=str(tmp_path / "run"))
-    run = replace(run, evaluation=pg.Evaluation(problems=8))
+    run = replace(run, evaluation=pg.EvaluationConfig(problems=8))
     result = train(run, display=record)
     assert result.before is result.after is None
     assert "no reward" in record.info.facts["held out"]
@@ -45,9 +45,9 @@ def test_a_task_without_rewards(small: Run, tmp_path: Path) -> None:
     assert all(row["updates/taken"] == 1 for row in measured if "step" in row and "teacher/kl" in row)
     assert not {"reward", "reward_std", "frac_reward_zero_std"} & set().union(*measured)
     assert all(row["reward"] is None for row in rows(result.output / "completions.jsonl"))
-    said = [described(metrics) for _, metrics in record.steps]
+    said = [summarise_metrics(metrics) for _, metrics in record.steps]
     assert [words[0][0] for words in said] == ["teacher kl"] * 2
-    assert said[0][0][1] == f"teacher kl {number(record.steps[0][1]['teacher/kl'])}"
+    assert said[0][0][1] == f"teacher kl {format_number(record.steps[0][1]['teacher/kl'])}"
     assert "reward" not in dict(said[0])
     with pytest.raises(pg.PolicygradError, match="has no reward of its own"):
         train(replace(run, algorithm=pg.GRPO, output=str(tmp_path / "grpo")), display=False)
@@ -87,7 +87,7 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
     )  # a KL to another model beside the reward
     assert code == 0
     assert 'model = "a/b"' in out
-    assert "--teacher" in flags("distill")
+    assert "--teacher" in list_train_flags("distill")
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from doubles.empty_rollouts import empty
-from policygrad.rollout.async_producer import Ahead, Producer
+from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
-from policygrad.training.trainer import SMALL, few_threads
-from policygrad.utils.async_runner import Waiter
+from policygrad.training.trainer import SMALL_MODEL_PARAMETERS, limit_torch_threads
+from policygrad.utils.async_runner import AsyncRunner
 
 
 def test_one_thread_for_a_small_model_and_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = nn.Linear(2, 2), nn.Linear(1, SMALL)
+    small, large = nn.Linear(2, 2), nn.Linear(1, SMALL_MODEL_PARAMETERS)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        with few_threads(small):
+        with limit_torch_threads(small):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
-        with few_threads(large):
+        with limit_torch_threads(large):
             assert torch.get_num_threads() == 2
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        with few_threads(small):
+        with limit_torch_threads(small):
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -53,9 +53,9 @@ def test_what_is_done_beside_has_no_more_threads_than_what_it_is_beside(notebook
             counted.append(work())
             return empty()
 
-        producer = Producer(Ahead(1, (), 0, ()))
-        with producer.beside(1, collect):
-            producer.settle()
+        producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+        with producer.produce_during(1, collect):
+            producer.wait_idle()
         return counted[0]
 
     async def below() -> int:
@@ -67,7 +67,7 @@ def test_what_is_done_beside_has_no_more_threads_than_what_it_is_beside(notebook
     torch.set_num_threads(1)
     try:
         alone = work()
-        with Waiter() as waiter:
+        with AsyncRunner() as waiter:
             assert (asyncio.run(below()) if notebook else next_to()) == alone + 1
     finally:
         torch.set_num_threads(before)

@@ -20,12 +20,12 @@ from policygrad.learners.config import OptimizerConfig
 from policygrad.models.classifier import load_classifier
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.rewards import Reward, resolve
-from policygrad.rewards.config import Rewarding
+from policygrad.rewards import Reward, resolve_reward
+from policygrad.rewards.config import RewardConfig
 from policygrad.tasks import sources
 from policygrad.tasks.rows import read_examples
 from policygrad.training.setup import pick_device
-from policygrad.utils.user_code import load_own
+from policygrad.utils.user_code import load_object
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -33,24 +33,27 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--rewards.budget", "inf"), "rewards.budget above 0 and finite"),
-        (("--rewards.budget", "nan"), "rewards.budget above 0 and finite"),
+        (("--rewards.timeout", "inf"), "rewards.timeout above 0 and finite"),
+        (("--rewards.timeout", "nan"), "rewards.timeout above 0 and finite"),
         (("--optimizer.betas", ".9", "2"), "optimizer.betas must be two numbers, at least 0 and below 1"),
         (("--prompts-per-step", "1000000000000"), "at most 16,777,216 completions: lower one of them"),
         (("--samples-per-prompt", "1000000000000"), "at most 16,777,216 completions"),
-        (("--evaluation.problems", "1000000000000"), "evaluation.problems 1000000000000 times evaluation.samples 8"),
+        (
+            ("--evaluation.problems", "1000000000000"),
+            "evaluation.problems 1000000000000 times evaluation.samples_per_prompt 8",
+        ),
         (("--lr", "1e300"), "lr must be at most 1e+06, not 1e+300"),
         (("--optimizer.eps", "inf"), "optimizer.eps must be finite"),
         (("--seed", str(2**63)), "seed must be at least 0 and below 2**63"),
         (
-            ("--algorithm.psi", "GroupMean,GroupStd", "--algorithm.psi.group-std.eps=-1"),
+            ("--algorithm.advantage", "GroupMean,GroupStd", "--algorithm.advantage.group-std.eps=-1"),
             "GroupStd.eps must be at least 0",
         ),
         (("--reward",), "--reward needs a value"),
         (("--reward", "--steps", "3"), "--reward needs a value"),
         (("--reward=",), "--reward needs a value"),
         (("--reward", ""), "--reward needs a value"),
-        (("--allow",), "--allow needs a value"),
+        (("--allow-code",), "--allow-code needs a value"),
     ],
 )
 def test_words_are_refused(run_command: Command, words: tuple[str, ...], says: str) -> None:
@@ -72,8 +75,8 @@ def test_other_commands_refuse_them_too(run_command: Command) -> None:
         assert err.strip()
     assert run_command("sft", "--data", "x", "--seed", str(2**63), "--dry-run")[0] == 2
     with pytest.raises(ConfigError, match="positive and finite"):
-        Reward("f", len, budget=float("inf"))  # type: ignore[arg-type]
-    assert Rewarding(budget=1e9).budget == 1e9
+        Reward("f", len, timeout=float("inf"))  # type: ignore[arg-type]
+    assert RewardConfig(timeout=1e9).timeout == 1e9
     assert OptimizerConfig(betas=(0.0, 0.999)).betas == (0.0, 0.999)
 
 
@@ -145,7 +148,7 @@ def test_what_no_file_system_takes_as_a_name(config: Callable[..., object], opti
 
 def test_the_embedded_model_as_a_reward_is_told_what_makes_one_of_it() -> None:
     with pytest.raises(ModelError, match=r"gives no reward: `policygrad reward-model --data pairs\.jsonl`"):
-        resolve("model:tiny")
+        resolve_reward("model:tiny")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +233,7 @@ def test_json_that_is_none(tmp_path: Path, line: str, says: str) -> None:
 
 def test_a_line_that_never_ends_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'{"prompt": "' + b"x" * sources.LONGEST + b'"}\n')
+    file.write_bytes(b'{"prompt": "' + b"x" * sources.MAX_LINE_BYTES + b'"}\n')
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: a line of 16 MiB, more than 16 MiB"):
         read_examples(str(file))
@@ -244,7 +247,7 @@ def test_code_of_ones_own_that_exits_does_not_end_the_process_in_silence(
     monkeypatch.syspath_prepend(str(tmp_path))
     for reward in (f"{tmp_path / 'exits_at_once.py'}:f", "exits_at_once.f"):
         with pytest.raises(ConfigError, match="raised SystemExit: 0"):
-            resolve(reward)
+            resolve_reward(reward)
     for part in ("exits_at_once:F", "exits_at_once.py:F"):
         with pytest.raises(ConfigError, match="raised SystemExit: 0"):
-            load_own(part, "a part")
+            load_object(part, "a part")

@@ -10,19 +10,19 @@ import pytest
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.trackers import Record
-from policygrad.lab.control.train import check
-from policygrad.lab.measurement import measure
-from policygrad.lab.setting import measurable
+from policygrad.lab.control.train import check_control_algorithm
+from policygrad.lab.measurement import measure_algorithm
+from policygrad.lab.setting import supported_algorithms
 from policygrad.lab.worlds import one_prompt
 from policygrad.training.config.run import Run
-from policygrad.training.config.serialization import check_place, part_names
+from policygrad.training.config.serialization import check_part_field, list_parts
 from policygrad.training.trainer import train
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distinct", [True, False])
 def test_a_run_keeps_to_delta_and_resumes_to_the_bit(small: Run, tmp_path: Path, distinct: bool) -> None:
-    algorithm = replace(pg.TRPO_VINE, psi=(pg.Vine(states=2, actions=3, distinct=distinct),))
+    algorithm = replace(pg.TRPO_VINE, advantage=(pg.Vine(states=2, actions=3, distinct=distinct),))
     own = tmp_path / "own.py"
     own.write_text("def variety(prompts, completions, **columns):\n    return [len(set(c)) / 8 for c in completions]\n")
     run = replace(small, algorithm=algorithm, lr=None, steps=3, samples_per_prompt=2, reward=(f"{own}:variety",))
@@ -46,18 +46,18 @@ def test_a_run_keeps_to_delta_and_resumes_to_the_bit(small: Run, tmp_path: Path,
 
 def test_the_lab_and_classic_control_say_why_not() -> None:
     with pytest.raises(pg.ConfigError, match=r"trpo_vine trains on single tokens.*take trpo"):
-        measure(pg.TRPO_VINE, one_prompt(2))
-    assert measurable({"trpo": pg.TRPO, "trpo_vine": pg.TRPO_VINE}) == {"trpo": pg.TRPO}
+        measure_algorithm(pg.TRPO_VINE, one_prompt(2))
+    assert supported_algorithms({"trpo": pg.TRPO, "trpo_vine": pg.TRPO_VINE}) == {"trpo": pg.TRPO}
     with pytest.raises(pg.ConfigError, match="cannot be set back"):
-        check(replace(pg.TRPO_VINE, behaviour="recomputed"))
+        check_control_algorithm(replace(pg.TRPO_VINE, old_policy="learner"))
 
 
 def test_each_part_goes_into_its_own_field() -> None:
     """One module, three roles."""
-    places = {"psi": "Vine", "gate": "SelfNormalised", "terms": "SelfNormalisation"}
+    places = {"advantage": "Vine", "gate": "SelfNormalised", "terms": "SelfNormalisation"}
     for place, name in places.items():
-        assert name in part_names(place)
-        assert {*places.values()} & {*part_names(place)} == {name}
-        check_place(getattr(pg, name), "here", f"algorithm.{place}")
-    with pytest.raises(pg.ConfigError, match="Vine goes into 'psi', not 'gate', which takes Clip"):
-        check_place(pg.Vine, "here", "algorithm.gate")
+        assert name in list_parts(place)
+        assert {*places.values()} & {*list_parts(place)} == {name}
+        check_part_field(getattr(pg, name), "here", f"algorithm.{place}")
+    with pytest.raises(pg.ConfigError, match="Vine goes into 'advantage', not 'gate', which takes Clip"):
+        check_part_field(pg.Vine, "here", "algorithm.gate")

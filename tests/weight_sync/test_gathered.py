@@ -13,13 +13,26 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import policygrad as pg
-from policygrad.learners.fsdp.sharding import without_numbers
-from policygrad.models.adapters import adapt, adapters_of, merged_tensors
+from policygrad.learners.fsdp.sharding import move_to_meta
+from policygrad.models.adapters import adapter_configs, add_adapters, iter_merged_tensors
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.weight_sync.base import Gathered, buckets, merged_one_by_one, portions, put_weights, with_another
-from policygrad.weight_sync.folder import INDEX, adapter_writer, safetensors_writer, save_gathered, write_weights
+from policygrad.weight_sync.base import (
+    LazyStateDict,
+    copy_weights_,
+    iter_buckets,
+    merge_adapters_lazily,
+    split_by_bytes,
+    with_alias,
+)
+from policygrad.weight_sync.folder import (
+    INDEX,
+    make_adapter_writer,
+    make_safetensors_writer,
+    save_lazy_model,
+    write_safetensors,
+)
 
 
 class Source:
@@ -37,7 +50,7 @@ class Source:
             self.most = max(self.most, sum(size for tensor, size in made if tensor() is not None))
             return found
 
-        self.tensors = Gathered(likes, gather)
+        self.tensors = LazyStateDict(likes, gather)
 
 
 SIZES = {"a": 300, "b": 200, "c": 700, "d": 100, "e": 2000, "f": 400}
@@ -51,7 +64,7 @@ def source() -> Source:
 def test_names_and_shapes_are_known_before_anything_is_gathered() -> None:
     found = source()
     assert list(found.tensors) == list(SIZES)
-    assert portions(found.tensors, 4000) == [["a", "b"], ["c", "d"], ["e"], ["f"]]
+    assert split_by_bytes(found.tensors, 4000) == [["a", "b"], ["c", "d"], ["e"], ["f"]]
     assert "a" in found.tensors or not found.asked
     with pytest.raises(KeyError):
         found.tensors["z"]
@@ -60,7 +73,7 @@ def test_names_and_shapes_are_known_before_anything_is_gathered() -> None:
 def test_no_more_than_a_bucket_is_held() -> None:
     """4000 bytes, or the one tensor that has more, 8000."""
     found, names = source(), list[str]()
-    for bucket in buckets(found.tensors, 4000):
+    for bucket in iter_buckets(found.tensors, 4000):
         names += bucket.names
         del bucket
     assert names == found.asked == list(SIZES)
@@ -70,7 +83,7 @@ def test_no_more_than_a_bucket_is_held() -> None:
 def test_no_more_than_a_file_is_held_while_it_is_written(tmp_path: Path) -> None:
     """Of what is gathered one tensor; of what is written copies."""
     found = source()
-    write_weights(found.tensors, tmp_path, 4000)
+    write_safetensors(found.tensors, tmp_path, 4000)
     assert found.asked == list(SIZES)
     assert found.most == 8000
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -81,30 +94,30 @@ def test_no_more_than_a_file_is_held_while_it_is_written(tmp_path: Path) -> None
 
 def test_another_name_is_gathered_too() -> None:
     found = source()
-    two = with_another(found.tensors, "head", "b")
+    two = with_alias(found.tensors, "head", "b")
     assert [*two] == [*SIZES, "head"]
     assert torch.equal(two["head"], two["b"])
-    assert with_another(two, "head", "c") is two
+    assert with_alias(two, "head", "c") is two
     plain = {"b": torch.zeros(2)}
-    assert with_another(plain, "head", "b")["head"] is plain["b"]
+    assert with_alias(plain, "head", "b")["head"] is plain["b"]
 
 
-def gathered(model: nn.Module) -> Gathered:
+def gathered(model: nn.Module) -> LazyStateDict:
     """A model's tensors as of other processes; the model is left without its own."""
     held = {name: p.detach().clone() for name, p in model.named_parameters()}
-    without_numbers(model)
+    move_to_meta(model)
     assert all(p.is_meta for p in model.parameters())
-    return Gathered({name: p.detach() for name, p in model.named_parameters()}, lambda name: held[name].clone())
+    return LazyStateDict({name: p.detach() for name, p in model.named_parameters()}, lambda name: held[name].clone())
 
 
 def test_a_folder_of_several_files_loads(random_model: Path, tmp_path: Path) -> None:
     expected, model = load_model(str(random_model)), load_model(str(random_model))
     tensors = gathered(model)
-    safetensors_writer(model, load_tokenizer(str(random_model), model).hf)(tensors, tmp_path)
+    make_safetensors_writer(model, load_tokenizer(str(random_model), model).hf)(tensors, tmp_path)
     saved = tmp_path / "several"
-    save_gathered(model, tensors, saved)
+    save_lazy_model(model, tensors, saved)
     (saved / "model.safetensors").unlink()
-    write_weights(tensors, saved, 50_000)
+    write_safetensors(tensors, saved, 50_000)
     assert (saved / INDEX).is_file()
     for folder in (tmp_path, saved):
         loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -116,32 +129,32 @@ def test_adapters_are_merged_one_by_one_and_written_alone(random_model: Path, tm
     pytest.importorskip("peft")
 
     def adapted() -> nn.Module:
-        made = adapt(load_model(str(random_model)), Lora(rank=3, alpha=6.0))
+        made = add_adapters(load_model(str(random_model)), Lora(rank=3, alpha=6.0))
         for name, p in made.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(len(name)))
         return made
 
     whole, model = adapted(), adapted()
-    expected = dict(merged_tensors(whole))
+    expected = dict(iter_merged_tensors(whole))
     tensors = gathered(model)
-    found = merged_one_by_one(model, tensors)
+    found = merge_adapters_lazily(model, tensors)
     assert found.keys() == expected.keys()
-    assert all(found.likes[name].shape == x.shape for name, x in expected.items())
+    assert all(found.specs[name].shape == x.shape for name, x in expected.items())
     assert all(torch.equal(found[name], x) for name, x in expected.items())
     for one, given in ((whole, dict(whole.named_parameters())), (model, tensors)):
         folder = tmp_path / str(one is whole)
         folder.mkdir()
-        adapter_writer(one)(given, folder)
+        make_adapter_writer(one)(given, folder)
     alone = [load_file(tmp_path / str(which) / "adapter_model.safetensors") for which in (True, False)]
     assert alone[0].keys() == alone[1].keys()
     assert all(torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
-    assert adapters_of(model)
+    assert adapter_configs(model)
 
 
 def test_a_model_without_room_takes_no_weights() -> None:
     layer = nn.Linear(2, 2)
     tensors = dict(nn.Linear(2, 2).named_parameters())
-    without_numbers(layer)
+    move_to_meta(layer)
     with pytest.raises(pg.EngineError, match=r"weight is spread over the processes.*one by one"):
-        put_weights(tensors, layer)
+        copy_weights_(tensors, layer)

@@ -16,12 +16,12 @@ from policygrad.errors import EngineError
 from policygrad.weight_sync.nccl import (
     LIBRARY,
     GroupError,
-    IdGroup,
     Nccl,
     StoreGroup,
+    UniqueIdGroup,
     check_device,
-    own_address,
-    within,
+    find_local_address,
+    prefix_store,
 )
 
 
@@ -94,7 +94,7 @@ def test_without_the_library_there_is_a_way_out() -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    with pytest.raises(EngineError, match=r"libnccl.so.2: cannot open.*--sampler.transfer folder"):
+    with pytest.raises(EngineError, match=r"libnccl.so.2: cannot open.*--sampler.weight-transport folder"):
         Nccl(missing)
 
 
@@ -104,17 +104,17 @@ def test_a_type_that_nccl_does_not_have_is_refused() -> None:
 
 
 def test_vllm_is_told_the_id_in_base64() -> None:
-    group = IdGroup(3, torch.device("cuda", 0), Nccl(Library().load))
-    told = group.invitation()
+    group = UniqueIdGroup(3, torch.device("cuda", 0), Nccl(Library().load))
+    told = group.init_request()
     assert told["nccl_unique_id_b64"] == "BwcH" * 42 + "Bwc="  # 128 bytes of 7
     assert (told["rank_offset"], told["world_size"], told["packed"]) == (1, 3, False)
-    group.end()  # nothing was joined
+    group.abort()  # nothing was joined
 
 
 def test_sglang_finds_the_id_where_torchs_process_group_of_that_name_looks() -> None:
     library = Library()
     group = StoreGroup(2, "127.0.0.1", "policygrad-1", torch.device("cuda", 0), Nccl(library.load))
-    told = dict(group.invitation())
+    told = dict(group.init_request())
     port = told.pop("master_port")
     assert told == {
         "master_address": "127.0.0.1",
@@ -125,20 +125,20 @@ def test_sglang_finds_the_id_where_torchs_process_group_of_that_name_looks() -> 
     }
     group.join()
     theirs = TCPStore("127.0.0.1", port, 2, is_master=False)
-    assert within(theirs, "policygrad-1", "cuda").get("0") == b"\7" * 128
-    group.end()
+    assert prefix_store(theirs, "policygrad-1", "cuda").get("0") == b"\7" * 128
+    group.abort()
     assert [call[0] for call in library.calls] == ["ncclGetUniqueId"]
 
 
 def test_this_machines_address_is_the_one_that_a_server_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_address("http://127.0.0.1:8000") == "127.0.0.1"
+    assert find_local_address("http://127.0.0.1:8000") == "127.0.0.1"
 
     def nowhere(*asked: Any, **options: Any) -> Any:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     with pytest.raises(GroupError, match="there is no way to http://"):
-        own_address("http://nowhere:1")
+        find_local_address("http://nowhere:1")
 
 
 def test_a_machine_with_one_gpu_has_none_for_a_server(tmp_path: Path) -> None:

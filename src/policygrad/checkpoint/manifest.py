@@ -13,23 +13,23 @@ from typing import Any
 from torch import Tensor
 
 from policygrad.errors import CheckpointError
-from policygrad.utils.filesystem import sync
+from policygrad.utils.filesystem import fsync_path
 
 FORMAT = 2
 """1 held the state of an algorithm's parts among their settings."""
-SPREAD = 3
+SHARDED_FORMAT = 3
 """The same, and several processes have written a share each."""
 MANIFEST = "manifest.json"
-LIMIT = 2**20
+MAX_MANIFEST_BYTES = 2**20
 """Bytes of a manifest, and more than one ever has."""
 
 
-def share_name(number: int) -> str:
+def shard_name(number: int) -> str:
     """The file of one of several processes, counted from 0."""
     return f"share-{number:05d}.safetensors"
 
 
-def dump(value: Any) -> bytes:
+def dump_json(value: Any) -> bytes:
     """Strict JSON in its one canonical form, so that any changed byte shows."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
@@ -39,39 +39,37 @@ def seal(folder: Path, names: Iterable[str], shares: Mapping[str, Mapping[str, i
     files that others have written, synced and digested. Raises OSError."""
     files = {name: _digest(folder / name) for name in names}
     for name in files:
-        sync(folder / name)
+        fsync_path(folder / name)
     files |= {name: dict(entry) for name, entry in (shares or {}).items()}
-    (folder / MANIFEST).write_bytes(dump({"files": files, "format": SPREAD if shares else FORMAT}))
-    sync(folder / MANIFEST)
-    sync(folder)
+    (folder / MANIFEST).write_bytes(dump_json({"files": files, "format": SHARDED_FORMAT if shares else FORMAT}))
+    fsync_path(folder / MANIFEST)
+    fsync_path(folder)
 
 
-def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
+def check_manifest(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
     """The entries of the named files, and of shares where there are any, after the quick checks: known format, canonical bytes,
     sizes. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
         for name in (MANIFEST, *names):
-            check_file(folder / name)
-        if path.stat().st_size > LIMIT:
+            check_regular_file(folder / name)
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{path} is damaged: it is larger than any manifest")
         raw = path.read_bytes()
         manifest = json.loads(raw)
-        if manifest["format"] not in (FORMAT, SPREAD):
-            newer = manifest["format"] > SPREAD
-            way_out = (
-                "upgrade" if newer else "finish the run with the version that began it, or train anew from its model"
-            )
+        if manifest["format"] not in (FORMAT, SHARDED_FORMAT):
+            newer = manifest["format"] > SHARDED_FORMAT
+            hint = "upgrade" if newer else "finish the run with the version that began it, or train anew from its model"
             raise CheckpointError(
-                f"{path} has format {manifest['format']!r} and this version reads {FORMAT} and {SPREAD}: {way_out}"
+                f"{path} has format {manifest['format']!r} and this version reads {FORMAT} and {SHARDED_FORMAT}: {hint}"
             )
         files: dict[str, dict[str, int | str]] = manifest["files"]
-        shares = {share_name(number) for number in range(len(files) - len(set(names)))}
-        spread = manifest["format"] == SPREAD
-        if dump(manifest) != raw or set(files) != {*names, *shares} or bool(shares) is not spread:
+        shares = {shard_name(number) for number in range(len(files) - len(set(names)))}
+        sharded = manifest["format"] == SHARDED_FORMAT
+        if dump_json(manifest) != raw or set(files) != {*names, *shares} or bool(shares) is not sharded:
             raise CheckpointError(f"{path} is damaged: it is not as it was written")
         for name in shares:
-            check_file(folder / name)
+            check_regular_file(folder / name)
         for name, entry in files.items():
             size = (folder / name).stat().st_size
             if size != entry["bytes"]:
@@ -85,15 +83,15 @@ def check(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]
     return files
 
 
-def check_file(path: Path) -> None:
+def check_regular_file(path: Path) -> None:
     """Raises CheckpointError for what is no file: reading a pipe or a device may never end. OSError where there is none."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is damaged: it is no regular file")
 
 
-def verify(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """`check`, and read every byte against its sha256. Raises CheckpointError that names the damaged file."""
-    files = check(folder, names)
+def verify_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
+    """`check_run`, and read every byte against its sha256. Raises CheckpointError that names the damaged file."""
+    files = check_manifest(folder, names)
     for name, entry in files.items():
         try:
             intact = _digest(folder / name) == entry
@@ -116,14 +114,14 @@ def _digest(path: Path) -> dict[str, int | str]:
 # tag, `{"$tuple": [...]}`; a key of the user's that begins with "$" gets one more. Subclasses come back as the plain type.
 
 
-def same_memory(tensor: Tensor) -> tuple[object, ...]:
+def storage_key(tensor: Tensor) -> tuple[object, ...]:
     """Equal for tied tensors: one storage, seen the same way. Empty tensors have no address, so they are told by id."""
     if not tensor.numel() or tensor.is_meta:
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
 
 
-def encode(value: Any, where: str) -> Any:
+def encode_json(value: Any, where: str) -> Any:
     """`value` as strict JSON; `where` is the path so far. Raises TypeError naming the path of what JSON cannot hold."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -132,22 +130,22 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}.{i}") for i, item in enumerate(value)]
+        items = [encode_json(item, f"{where}.{i}") for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        pairs = [(key, encode(item, f"{where}.{key}")) for key, item in value.items()]
+        pairs = [(key, encode_json(item, f"{where}.{key}")) for key, item in value.items()]
         if all(isinstance(key, str) for key, _ in pairs):
             return {f"${key}" if key.startswith("$") else key: item for key, item in pairs}
-        return {"$items": [[encode(key, f"a key of {where}"), item] for key, item in pairs]}
+        return {"$items": [[encode_json(key, f"a key of {where}"), item] for key, item in pairs]}
     plain = "store plain numbers, strings, booleans, None, lists, tuples and dicts instead"
-    way_out = "put it among the tensors" if isinstance(value, Tensor) else plain
-    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot hold: {way_out}")
+    hint = "put it among the tensors" if isinstance(value, Tensor) else plain
+    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot hold: {hint}")
 
 
-def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+def decode_json(value: Any) -> Any:
+    """The inverse of `encode_for_scoring`."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     tag: str
@@ -159,7 +157,7 @@ def decode(value: Any) -> Any:
         case "$float":
             return float(content)
         case "$tuple":
-            return tuple(decode(item) for item in content)
+            return tuple(decode_json(item) for item in content)
         case "$items":
-            return {decode(key): decode(item) for key, item in content}
-    return {key.removeprefix("$"): decode(item) for key, item in value.items()}
+            return {decode_json(key): decode_json(item) for key, item in content}
+    return {key.removeprefix("$"): decode_json(item) for key, item in value.items()}

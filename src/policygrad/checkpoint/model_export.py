@@ -11,13 +11,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from policygrad.errors import RunError
-from policygrad.utils.filesystem import as_others, install, is_full, sync
+from policygrad.utils.filesystem import apply_default_permissions, fsync_path, install_folder, is_disk_full
 
-Weights = Callable[[Path], None]
+ModelWriter = Callable[[Path], None]
 """Writes a model into a folder, which may not be there yet."""
 
 
-def save_model(folder: Path, model: nn.Module | Weights, tokenizer: Any, resume: str = "", card: str = "") -> Path:
+def save_model(folder: Path, model: nn.Module | ModelWriter, tokenizer: Any, resume: str = "", card: str = "") -> Path:
     """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
     Of a model with adapters these alone, in PEFT's format.
 
@@ -32,7 +32,11 @@ def save_model(folder: Path, model: nn.Module | Weights, tokenizer: Any, resume:
 
 
 def write_model(
-    final: Path, model: nn.Module | Weights, tokenizer: Any, left: tuple[str, str] = ("", "then again"), card: str = ""
+    final: Path,
+    model: nn.Module | ModelWriter,
+    tokenizer: Any,
+    hints: tuple[str, str] = ("", "then again"),
+    card: str = "",
 ) -> Path:
     """The folder `final`, written as a whole. left: what stands before and behind the way out, for the message. card: README.md.
 
@@ -50,14 +54,14 @@ def write_model(
         tokenizer.save_pretrained(temporary)
         if card:  # in the place of PEFT's, which is a form
             (temporary / "README.md").write_text(card, encoding="utf-8")
-        as_others(temporary)
+        apply_default_permissions(temporary)
         for path in (*temporary.rglob("*"), temporary):
-            sync(path)
-        old = install(temporary, final)
+            fsync_path(path)
+        old = install_folder(temporary, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        full = is_full(error)
+        full = is_disk_full(error)
         reason, first = ("the disk is full", "free some space") if full else (str(error), "see to the cause")
-        raise RunError(f"{final} was not written: {reason}; {left[0]}{first}, {left[1]}") from error
+        raise RunError(f"{final} was not written: {reason}; {hints[0]}{first}, {hints[1]}") from error
     shutil.rmtree(old, ignore_errors=True)
     return final

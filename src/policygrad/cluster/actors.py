@@ -22,33 +22,33 @@ from torch import Tensor, nn
 from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, ClusterConfig
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.environments import Action, Environment, EnvironmentFactory, Observation, Step
-from policygrad.environments.base import made
+from policygrad.environments.base import make_environment
 from policygrad.errors import ConfigError, DataError, EngineError, PolicygradError
-from policygrad.learners.fsdp.processes import Places
-from policygrad.learners.fsdp.sharding import Blueprint
+from policygrad.learners.fsdp.processes import WorkerLauncher
+from policygrad.learners.fsdp.sharding import ModelSkeleton
 from policygrad.models.moe_routing import Routing
-from policygrad.models.tokenizer import Tokenizer, padding_id
+from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rewards import ProcessScores, Reward, RewardPool, RewardScores
-from policygrad.rewards.config import Rewarding
-from policygrad.rewards.workers.messages import Judgement
-from policygrad.rewards.workers.pool import Begun, gather, summarise
+from policygrad.rewards.config import RewardConfig
+from policygrad.rewards.workers.messages import SampleResult
+from policygrad.rewards.workers.pool import IncrementalScoring, combine_scores, combine_steps
 from policygrad.samplers.base import Generation, Request
-from policygrad.samplers.engines.base import together
-from policygrad.samplers.engines.http import AwayError
-from policygrad.samplers.engines.server_pool import Server, Servers
+from policygrad.samplers.engines.base import gather_or_cancel
+from policygrad.samplers.engines.http import ServerUnavailableError
+from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
-from policygrad.utils.async_runner import Waiter
-from policygrad.utils.progress import Phase, nobody
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import FILE_MODULE
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PublishedWeights
 
-SPARE = 100
+MAX_NAME_ATTEMPTS = 100
 """Names that are tried for an actor, where one that is not gone yet has its name."""
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class ActorFactory:
     """Where a run's actors are made: its name, the placement groups by role, the options."""
 
     run: str
@@ -57,19 +57,19 @@ class Site:
     gpus: dict[str, int]
     """Of each actor, by role."""
 
-    def actor(self, kind: type, role: str, number: int, **options: Any) -> Any:
+    def create(self, kind: type, role: str, number: int, **options: Any) -> Any:
         """An actor in its place; its name is what Ray's dashboard shows."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self.groups[role], placement_group_bundle_index=number)
         name = f"{self.run} {role} {number}"
-        for spare in range(SPARE):
+        for attempt in range(MAX_NAME_ATTEMPTS):
             try:
                 return (
                     ray.remote(kind)
                     .options(
-                        name=f"{name} ({spare + 1})" if spare else name,
+                        name=f"{name} ({attempt + 1})" if attempt else name,
                         num_cpus=self.config.cpus,
                         num_gpus=self.gpus[role],
                         scheduling_strategy=place,
@@ -78,42 +78,42 @@ class Site:
                     .remote(name)
                 )
             except ValueError as error:  # a predecessor's, whose end Ray has not seen yet
-                if "name" not in str(error) or spare == SPARE - 1:
+                if "name" not in str(error) or attempt == MAX_NAME_ATTEMPTS - 1:
                     raise
         raise AssertionError
 
 
-class Crew:
+class ActorPool:
     """Actors of one role, by name. make_ready(actor): what one is told first, and again when it comes back."""
 
     def __init__(
         self,
         actors: dict[str, Any],
         make_ready: Callable[[Any], Awaitable[Any]],
-        patience: float,
+        timeout: float,
         role: str,
-        tell: Phase = nobody,
+        tell: ProgressCallback = ignore_progress,
     ) -> None:
-        self._actors, self._make_ready, self._patience, self._role = actors, make_ready, patience, role
-        self.servers = Servers(list(actors), self._prepare, 1, patience, tell)
+        self._actors, self._make_ready, self._timeout, self._role = actors, make_ready, timeout, role
+        self.servers = ServerPool(list(actors), self._prepare, 1, timeout, tell)
 
     def __len__(self) -> int:
         return len(self._actors)
 
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         """What an actor's method returns; each has one question at a time, the others wait here.
 
         Raises:
             EngineError: none of them comes back. Any other PolicygradError: the actor's own.
         """
         try:
-            return await self.servers.call(lambda server: answered(self._actor(server), method, *args))
+            return await self.servers.call(lambda server: call_actor(self._actor(server), method, *args))
         except EngineError as error:
-            if not all(server.lost for server in self.servers.all):
+            if not all(server.given_up for server in self.servers.all):
                 raise
-            raise EngineError(gone(self._role, self._patience, self.servers.all)) from error
+            raise EngineError(unavailable_message(self._role, self._timeout, self.servers.all)) from error
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Returns when each has been told what it is told first, or is being started again while others have.
 
         Raises:
@@ -122,9 +122,9 @@ class Crew:
         try:
             await self.servers.ready()
         except EngineError as error:
-            if not all(server.lost for server in self.servers.all):
+            if not all(server.given_up for server in self.servers.all):
                 raise
-            raise EngineError(gone(self._role, self._patience, self.servers.all)) from error
+            raise EngineError(unavailable_message(self._role, self._timeout, self.servers.all)) from error
 
     def close(self) -> None:
         """Ends them."""
@@ -133,49 +133,49 @@ class Crew:
         for actor in self._actors.values():
             ray.kill(actor)
 
-    def _actor(self, server: Server) -> Any:
+    def _actor(self, server: EngineServer) -> Any:
         return self._actors[server.url]
 
-    async def _prepare(self, server: Server) -> None:
+    async def _prepare(self, server: EngineServer) -> None:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 await self._make_ready(self._actor(server))
         except TimeoutError as error:
-            raise AwayError(f"not ready after {self._patience:g} s") from error
+            raise ServerUnavailableError(f"not ready after {self._timeout:g} s") from error
 
 
-def gone(role: str, patience: float, servers: Sequence[Server]) -> str:
+def unavailable_message(role: str, timeout: float, servers: Sequence[EngineServer]) -> str:
     """That no actor of a role is left, with the way out."""
-    told = "; ".join(f"{server.url}: {' '.join(server.away.split())[:200]}" for server in servers)
+    reasons = "; ".join(f"{server.url}: {' '.join(server.last_error.split())[:200]}" for server in servers)
     return (
-        f"no {role} actor has come back within {patience:g} s ({told}): see `ray logs actor`, go on with --resume, and let Ray "
-        "start them again more often, --cluster.restarts N, or give it longer, --cluster.patience SECONDS"
+        f"no {role} actor has come back within {timeout:g} s ({reasons}): see `ray logs actor`, go on with --resume, and let Ray "
+        "start them again more often, --cluster.restarts N, or give it longer, --cluster.timeout SECONDS"
     )
 
 
-async def answered(actor: Any, method: str, *args: Any) -> Any:
+async def call_actor(actor: Any, method: str, *args: Any) -> Any:
     """What it returns, or raises where that is ours.
 
     Raises:
-        AwayError: the actor has died, or is being started again.
+        ServerUnavailableError: the actor has died, or is being started again.
     """
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
         return await getattr(actor, method).remote(*args)
     except RayActorError as error:
-        raise AwayError(str(error)) from error
+        raise ServerUnavailableError(str(error)) from error
     except RayTaskError as error:
-        raise own(error) from error
+        raise unwrap_error(error) from error
 
 
-def own(error: Any) -> BaseException:
+def unwrap_error(error: Any) -> BaseException:
     """A PolicygradError that was raised in an actor, or else Ray's error with the actor's traceback."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, PolicygradError) else error
 
 
-def sent(thing: Any, what: str) -> bytes:
+def serialise(value: Any, what: str) -> bytes:
     """As bytes, for another machine; what comes from a file of the user's or the script travels by value.
 
     Raises:
@@ -187,7 +187,7 @@ def sent(thing: Any, what: str) -> bytes:
         if name.startswith(FILE_MODULE):
             cloudpickle.register_pickle_by_value(module)
     try:
-        return bytes(cloudpickle.dumps(thing))
+        return bytes(cloudpickle.dumps(value))
     except Exception as error:  # whatever an object's own __reduce__ raises
         raise ConfigError(
             f"{what} cannot be sent to an actor ({type(error).__name__}: {error}): create what cannot be pickled inside the "
@@ -197,11 +197,11 @@ def sent(thing: Any, what: str) -> bytes:
 
 # Completions drawn by actors, each with a whole policy of its own; weights go by Ray's object store.
 
-PORTIONS = 2
+CHUNKS_PER_ACTOR = 2
 """Per actor, where there are several: whoever is faster takes more, and less is drawn again where one dies."""
 
 
-class Sampler:
+class SamplerActor:
     """The actor. It has nothing of its own that another could not be given."""
 
     def __init__(self, name: str) -> None:
@@ -224,11 +224,11 @@ class Sampler:
                 for name, parameter in model.named_parameters():
                     if name in still:
                         parameter.copy_(still[name])
-            self._local = LocalSampler(model, end, pad, Routing.of(model) if routed else None)
-        own = dict(self._local.model.named_parameters())
+            self._local = LocalSampler(model, end, pad, Routing.for_model(model) if routed else None)
+        parameters = dict(self._local.model.named_parameters())
         with torch.no_grad():
             for name, tensor in ray.get(weights[0]).items():
-                own[name].copy_(tensor)
+                parameters[name].copy_(tensor)
         self._local.version = version
 
     def draw(self, requests: Sequence[Request]) -> list[Generation]:
@@ -241,27 +241,28 @@ class RaySampler:
     """Shares of a batch, each drawn by an actor. A generation depends on its request and the weights alone, so whoever draws it,
     and however often it had to be asked for, it is the same up to the rounding of a differently shaped matrix product."""
 
-    def __init__(self, site: Site, count: int, model: nn.Module, tokenizer: Tokenizer, routed: bool) -> None:
-        actors = {
-            f"{SAMPLERS} {i}": site.actor(Sampler, SAMPLERS, i, max_restarts=site.config.restarts) for i in range(count)
+    def __init__(self, actors: ActorFactory, count: int, model: nn.Module, tokenizer: Tokenizer, routed: bool) -> None:
+        handles = {
+            f"{SAMPLERS} {i}": actors.create(SamplerActor, SAMPLERS, i, max_restarts=actors.config.restarts)
+            for i in range(count)
         }
-        self._crew = Crew(actors, self._ready, site.config.patience, SAMPLERS)
+        self._pool = ActorPool(handles, self._ready, actors.config.timeout, SAMPLERS)
         self._model, self._routed = model, routed
-        self._how = (tokenizer.end, padding_id(tokenizer))
-        self._frame: Any = None
+        self._how = (tokenizer.end_ids, pad_token_id(tokenizer))
+        self._setup: Any = None
         self._weights: Any = None
         self._version, self._moved = -1, 0
 
-    async def update(self, weights: Published) -> Metrics:
+    async def update(self, weights: PublishedWeights) -> Metrics:
         """Returns when every actor has the weights, or is being started again while others have them."""
         import ray
 
-        if self._frame is None:
+        if self._setup is None:
             still = {name: p for name, p in self._model.named_parameters() if name not in weights.tensors}
-            self._frame = ray.put((Blueprint.of(self._model, 1.0), _on_cpu(still), *self._how, self._routed))
+            self._setup = ray.put((ModelSkeleton.of(self._model, 1.0), _on_cpu(still), *self._how, self._routed))
         self._weights, self._version = ray.put(_on_cpu(weights.tensors)), weights.version
-        await self._crew.ready()
-        moved, self._moved = self._crew.servers.moved - self._moved, self._crew.servers.moved
+        await self._pool.wait_ready()
+        moved, self._moved = self._pool.servers.num_retries - self._moved, self._pool.servers.num_retries
         return {"sampler/moved": Sum(float(moved))}
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -270,19 +271,19 @@ class RaySampler:
         Raises:
             EngineError: no actor comes back.
         """
-        parts = len(self._crew) * (PORTIONS if len(self._crew) > 1 else 1)
+        parts = len(self._pool) * (CHUNKS_PER_ACTOR if len(self._pool) > 1 else 1)
         bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share what they have read
         shares = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
-        drawn: list[Any] = await together([self._crew.ask("draw", share) for share in shares])
+        drawn: list[Any] = await gather_or_cancel([self._pool.call("draw", share) for share in shares])
         return [generation for share in drawn for generation in share]
 
     async def close(self) -> None:
         """Ends the actors."""
-        await self._crew.servers.close()
-        self._crew.close()
+        await self._pool.servers.close()
+        self._pool.close()
 
     async def _ready(self, actor: Any) -> None:
-        await answered(actor, "load", [self._frame], [self._weights], self._version)
+        await call_actor(actor, "load", [self._setup], [self._weights], self._version)
 
 
 def _on_cpu(tensors: Any) -> dict[str, Tensor]:
@@ -291,11 +292,11 @@ def _on_cpu(tensors: Any) -> dict[str, Tensor]:
 
 # Completions judged by actors, each of which holds a `RewardPool`: its workers can be killed, its budgets and walls hold there.
 
-Table = list[list[Judgement]]
+JudgementTable = list[list[SampleResult]]
 """By reward, then by completion."""
 
 
-class RewardWorkers:
+class RewardActor:
     """The actor."""
 
     def __init__(self, name: str) -> None:
@@ -305,70 +306,76 @@ class RewardWorkers:
     def __repr__(self) -> str:
         return self._name
 
-    def begin(self, rewards: bytes, how: Rewarding) -> None:
+    def begin(self, rewards: bytes, how: RewardConfig) -> None:
         """Starts the workers, once."""
         if self._pool is None:
             self._pool = RewardPool(
                 pickle.loads(rewards),
-                workers=how.workers,
-                budget=how.budget,
+                num_workers=how.num_workers,
+                timeout=how.timeout,
                 memory=how.memory,
                 environment=how.environment,
                 sandbox=how.sandbox,
                 show_output=how.show_output,
-                patient=not how.patience,
+                tolerate_unresponsive=not how.max_failed_steps,
             )
 
-    def judge(self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], of_steps: bool) -> Table:
-        """As `RewardPool.judge`."""
+    def judge(
+        self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], of_steps: bool
+    ) -> JudgementTable:
+        """As `RewardPool.run_rewards`."""
         assert self._pool is not None  # it is asked once it is ready
-        return self._pool.judge(prompts, completions, columns, process_rewards=of_steps)[1]
+        return self._pool.run_rewards(prompts, completions, columns, process_rewards=of_steps)[1]
 
 
-class RayRewards:
+class RayRewardPool:
     """As `RewardPool`. What an actor was asked when it died is asked again, as a whole: no judgement of it has been told."""
 
-    def __init__(self, site: Site, count: int, rewards: Sequence[Reward], how: Rewarding, tell: Phase) -> None:
+    def __init__(
+        self, actors: ActorFactory, count: int, rewards: Sequence[Reward], how: RewardConfig, tell: ProgressCallback
+    ) -> None:
         self.rewards, self._how = tuple(rewards), how
-        self._code = sent(self.rewards, "a reward")
-        actors = {
-            f"{REWARDS} {i}": site.actor(RewardWorkers, REWARDS, i, max_restarts=site.config.restarts)
+        self._code = serialise(self.rewards, "a reward")
+        handles = {
+            f"{REWARDS} {i}": actors.create(RewardActor, REWARDS, i, max_restarts=actors.config.restarts)
             for i in range(count)
         }
-        self._crew = Crew(actors, self._ready, site.config.patience, REWARDS, tell)
-        self._wait = Waiter()
+        self._pool = ActorPool(handles, self._ready, actors.config.timeout, REWARDS, tell)
+        self._wait = AsyncRunner()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._wait(self._crew.servers.close())
+        self._wait(self._pool.servers.close())
         self._wait.close()
-        self._crew.close()
+        self._pool.close()
 
     def score(
         self,
         prompts: Sequence[Any],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
-        begun: Begun | None = None,
+        incremental: IncrementalScoring | None = None,
     ) -> RewardScores:
         """As `RewardPool.score`."""
         chosen = [reward for reward in self.rewards if not reward.process_reward]
-        return summarise(chosen, self._table(prompts, completions, columns, chosen), completions)
+        return combine_scores(chosen, self._table(prompts, completions, columns, chosen), completions)
 
-    def steps(
+    def score_steps(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> ProcessScores:
-        """As `RewardPool.steps`."""
+        """As `RewardPool.score_steps`."""
         chosen = [reward for reward in self.rewards if reward.process_reward]
-        return gather(chosen, self._table(prompts, completions, columns, chosen))
+        return combine_steps(chosen, self._table(prompts, completions, columns, chosen))
 
-    def pays(self, count: int) -> bool:
+    def is_overlap_worthwhile(self, count: int) -> bool:
         """Never: what is over is sent when all is."""
         return False
 
-    def begin(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> AbstractContextManager[Begun]:
+    def score_incrementally(
+        self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+    ) -> AbstractContextManager[IncrementalScoring]:
         """It never pays."""
         raise NotImplementedError("actors are asked when all completions are there")
 
@@ -378,16 +385,16 @@ class RayRewards:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
         chosen: Sequence[Reward],
-    ) -> Table:
+    ) -> JudgementTable:
         count, of_steps = len(completions), bool(chosen and chosen[0].process_reward)
         for name, values in (("prompts", prompts), *columns.items()):
             if len(values) != count:
                 raise DataError(f"{name!r} has {len(values)} values for {count} completions; give one for each")
-        whole = any(reward.batched for reward in chosen)  # which is to see the whole batch
-        parts = 1 if whole else min(len(self._crew), max(count, 1))
+        batched = any(reward.batched for reward in chosen)  # which is to see the whole batch
+        parts = 1 if batched else min(len(self._pool), max(count, 1))
         bounds = [count * i // parts for i in range(parts + 1)]
-        asked = [
-            self._crew.ask(
+        calls = [
+            self._pool.call(
                 "judge",
                 list(prompts[a:b]),
                 list(completions[a:b]),
@@ -396,35 +403,35 @@ class RayRewards:
             )
             for a, b in pairwise(bounds)
         ]
-        tables: list[Any] = self._wait(together(asked))
+        tables: list[Any] = self._wait(gather_or_cancel(calls))
         return [[judgement for table in tables for judgement in table[row]] for row in range(len(chosen))]
 
     async def _ready(self, actor: Any) -> None:
-        await answered(actor, "begin", self._code, self._how)
+        await call_actor(actor, "begin", self._code, self._how)
 
 
 # Episodes that take place in actors. One whose actor dies is played again up to where it was, by what the policy has said.
 
-TOGETHER = 256
+MAX_CONCURRENT_CALLS = 256
 """Calls that an actor has under way at a time; the others wait."""
 
 
 @dataclass(eq=False)
-class _Open:
+class _Episode:
     """An episode in its actor."""
 
     world: Environment
-    said: list[Any] = field(default_factory=list)
+    responses: list[Any] = field(default_factory=list)
     """What it has answered, call by call."""
 
 
-class Environments:
+class EnvironmentActor:
     """The actor: worlds by the number of their episode."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._factory: EnvironmentFactory | None = None
-        self._open: dict[int, _Open] = {}
+        self._episodes: dict[int, _Episode] = {}
 
     def __repr__(self) -> str:
         return self._name
@@ -434,48 +441,48 @@ class Environments:
         actor does not know of them."""
         if self._factory is None:
             self._factory = pickle.loads(code)
-        if number not in self._open:
-            self._open[number] = _Open(made(self._factory, example, seed))
-        here = self._open[number]
-        for action in calls[len(here.said) :]:
-            here.said.append(await _answer(here.world, action))
-        return here.said
+        if number not in self._episodes:
+            self._episodes[number] = _Episode(make_environment(self._factory, example, seed))
+        episode = self._episodes[number]
+        for action in calls[len(episode.responses) :]:
+            episode.responses.append(await _call_environment(episode.world, action))
+        return episode.responses
 
     async def cut(self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> float | None:
-        """As `Cut.cut` after these calls, where the world has one."""
+        """As `Cut.on_truncated` after these calls, where the world has one."""
         await self.call(code, number, example, seed, calls)
-        cut = getattr(self._open[number].world, "cut", None)
+        cut = getattr(self._episodes[number].world, "cut", None)
         return None if cut is None else await cut()
 
     async def close(self, number: int) -> None:
         """Lets go of an episode."""
-        here = self._open.pop(number, None)
-        close = getattr(here.world, "close", None) if here is not None else None
+        episode = self._episodes.pop(number, None)
+        close = getattr(episode.world, "close", None) if episode is not None else None
         if close is not None and inspect.isawaitable(closed := close()):
             await closed
 
 
-async def _answer(world: Environment, action: Action | None) -> Any:
+async def _call_environment(world: Environment, action: Action | None) -> Any:
     method = "reset" if action is None else "step"
-    found: Any = world.reset() if action is None else world.step(action)
-    if not inspect.isawaitable(found):
+    response: Any = world.reset() if action is None else world.step(action)
+    if not inspect.isawaitable(response):
         raise EngineError(f"{type(world).__name__}.{method} is not async: write `async def {method}`")
-    return await found
+    return await response
 
 
-class RayEnvironments:
+class RayEnvironmentFactory:
     """Makes a run's environments in actors, by turns."""
 
-    def __init__(self, site: Site, number: int, factory: EnvironmentFactory) -> None:
-        self._code = sent(factory, "the environment")
+    def __init__(self, actors: ActorFactory, number: int, factory: EnvironmentFactory) -> None:
+        self._code = serialise(factory, "the environment")
         self._actors = [
-            site.actor(
-                Environments,
+            actors.create(
+                EnvironmentActor,
                 ENVIRONMENTS,
                 i,
-                max_restarts=site.config.restarts,
-                max_task_retries=site.config.restarts,  # a call says all that came before it
-                max_concurrency=TOGETHER,
+                max_restarts=actors.config.restarts,
+                max_task_retries=actors.config.restarts,  # a call says all that came before it
+                max_concurrency=MAX_CONCURRENT_CALLS,
             )
             for i in range(number)
         ]
@@ -484,7 +491,7 @@ class RayEnvironments:
     def __call__(self, example: Example, seed: int) -> RayEnvironment:
         return RayEnvironment(self, next(self._count), example, seed)
 
-    async def ask(self, number: int, method: str, *args: Any) -> Any:
+    async def call(self, number: int, method: str, *args: Any) -> Any:
         """Of the actor that an episode is in, or, where Ray has given that up, of another.
 
         Raises:
@@ -497,7 +504,7 @@ class RayEnvironments:
             try:
                 return await getattr(actor, method).remote(*args)
             except RayTaskError as error:
-                raised = own(error)
+                raised = unwrap_error(error)
                 cause = getattr(raised, "cause", None)  # what the environment itself has raised
                 raise cause if isinstance(cause, Exception) else raised from error
             except RayActorError:
@@ -508,7 +515,7 @@ class RayEnvironments:
         )
 
     @property
-    def code(self) -> bytes:
+    def factory_bytes(self) -> bytes:
         """What makes the worlds, for an actor."""
         return self._code
 
@@ -516,51 +523,53 @@ class RayEnvironments:
 class RayEnvironment:
     """One episode, as `Environment`."""
 
-    def __init__(self, home: RayEnvironments, number: int, example: Example, seed: int) -> None:
-        self._home, self._number, self._example, self._seed = home, number, example, seed
+    def __init__(self, home: RayEnvironmentFactory, number: int, example: Example, seed: int) -> None:
+        self._factory, self._number, self._example, self._seed = home, number, example, seed
         self._calls: list[Any] = []
-        self._said: list[Any] = []
+        self._responses: list[Any] = []
 
     async def reset(self) -> Observation:
         """What the policy reads first."""
-        return await self._next(None)  # type: ignore[no-any-return]
+        return await self._advance(None)  # type: ignore[no-any-return]
 
     async def step(self, action: Action) -> Step:
         """What the world says to an action."""
-        return await self._next(action)  # type: ignore[no-any-return]
+        return await self._advance(action)  # type: ignore[no-any-return]
 
-    async def cut(self) -> float | None:
-        """As `Cut.cut`; None where the world has none."""
-        return await self._ask("cut")  # type: ignore[no-any-return]
+    async def on_truncated(self) -> float | None:
+        """As `Cut.on_truncated`; None where the world has none."""
+        return await self._call("cut")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """Lets go of it."""
-        await self._home.ask(self._number, "close", self._number)
+        await self._factory.call(self._number, "close", self._number)
 
-    async def _next(self, action: Action | None) -> Any:
+    async def _advance(self, action: Action | None) -> Any:
         self._calls.append(action)
-        found = await self._ask("call")
-        if found[:-1] != self._said:
+        responses = await self._call("call")
+        if responses[:-1] != self._responses:
             raise EngineError(
                 f"an actor of the {ENVIRONMENTS} died, and the episode of {self._example.source or 'an example'}, played again "
                 "with the same actions, went another way: a world that is no function of its example, seed and actions has to stay "
                 "with rank 0, --cluster.environments 0"
             )
-        self._said = found
-        return found[-1]
+        self._responses = responses
+        return responses[-1]
 
-    async def _ask(self, method: str) -> Any:
-        home = self._home
-        return await home.ask(self._number, method, home.code, self._number, self._example, self._seed, self._calls)
+    async def _call(self, method: str) -> Any:
+        home = self._factory
+        return await home.call(
+            self._number, method, home.factory_bytes, self._number, self._example, self._seed, self._calls
+        )
 
 
 # Processes of rank 1 and above as actors: Ray places and starts them, torch.distributed is between them as ever.
 
-FAILED = 1
+FAILURE_CODE = 1
 """The exit code of one that has ended before its time."""
 
 
-class Learner:
+class LearnerActor:
     """The actor. It has a share of the weights, and is worth nothing without the others: Ray starts rank 0 again, which starts the
     others."""
 
@@ -572,17 +581,17 @@ class Learner:
 
     def follow(self, host: str, port: int, rank: int, size: int) -> int:
         """Does what rank 0 says, until that is over; the exit code."""
-        from policygrad.learners.fsdp.processes import Ranks
-        from policygrad.learners.fsdp.worker import follow
+        from policygrad.learners.fsdp.processes import WorkerGroup
+        from policygrad.learners.fsdp.worker import serve_controller
 
         try:
-            return follow(Ranks.at(port, rank, size, host, device=0))
+            return serve_controller(WorkerGroup.join(port, rank, size, host, device=0))
         except BaseException:  # at once, so that nobody waits for what this one holds
             traceback.print_exc()
-            os._exit(FAILED)
+            os._exit(FAILURE_CODE)
 
 
-class _Following:
+class _ActorProcess:
     """An actor that follows, as a process."""
 
     def __init__(self, actor: Any, done: Any) -> None:
@@ -592,10 +601,10 @@ class _Following:
         """Whether it has ended without being asked to."""
 
     def poll(self) -> int | None:
-        return self._ended(0.0)
+        return self._poll(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        code = self._ended(timeout)
+        code = self._poll(timeout)
         if code is None:
             raise subprocess.TimeoutExpired("follow", timeout or 0.0)
         return code
@@ -604,11 +613,11 @@ class _Following:
         import ray
 
         if self._code is None:
-            self._ended(0.0)
+            self._poll(0.0)
         ray.kill(self._actor)
-        self._code = FAILED if self._code is None else self._code
+        self._code = FAILURE_CODE if self._code is None else self._code
 
-    def _ended(self, timeout: float | None) -> int | None:
+    def _poll(self, timeout: float | None) -> int | None:
         import ray
         from ray.exceptions import RayError
 
@@ -616,31 +625,31 @@ class _Following:
             try:
                 self._code = int(ray.get(self._done))
             except RayError:
-                self._code = FAILED
+                self._code = FAILURE_CODE
             self.lost = self._code != 0
         return self._code
 
 
-class Followers:
+class LearnerActors:
     """Those that rank 0 has started."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._all: list[_Following] = []
+    def __init__(self, site: ActorFactory) -> None:
+        self._actors = site
+        self._all: list[_ActorProcess] = []
 
     @property
-    def places(self) -> Places:
-        """Where `Ranks` starts them."""
+    def launcher(self) -> WorkerLauncher:
+        """Where `WorkerGroup` starts them."""
         from ray.util import get_node_ip_address
 
-        return Places(self._start, get_node_ip_address())
+        return WorkerLauncher(self._start, get_node_ip_address())
 
     @property
     def lost(self) -> bool:
         """Whether one has died."""
         return any(one.lost for one in self._all)
 
-    def _start(self, host: str, port: int, rank: int, size: int) -> _Following:
-        actor = self._site.actor(Learner, LEARNERS, rank)
-        self._all.append(_Following(actor, actor.follow.remote(host, port, rank, size)))
+    def _start(self, host: str, port: int, rank: int, size: int) -> _ActorProcess:
+        actor = self._actors.create(LearnerActor, LEARNERS, rank)
+        self._all.append(_ActorProcess(actor, actor.follow.remote(host, port, rank, size)))
         return self._all[-1]

@@ -10,20 +10,20 @@ from dataclasses import dataclass, fields
 
 from policygrad.errors import ConfigError
 from policygrad.samplers.config import LOCAL
-from policygrad.training.config.run import Draft
+from policygrad.training.config.run import UncheckedRun
 
 AUTO, LOCAL_CLUSTER, CLIENT = "auto", "local", "ray://"
 ADDRESSES = (AUTO, LOCAL_CLUSTER, CLIENT)
 """Those that need no name of a machine, and how the others begin."""
-OPTIONS = ("samplers", "rewards", "environments", "cpus", "restarts", "patience")
+CLUSTER_OPTIONS = ("samplers", "rewards", "environments", "cpus", "restarts", "timeout")
 """Fields that `--cluster.FIELD` sets."""
 _PLACE = re.compile(r"(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d+)/?")
 
 
-def place_of(address: str) -> tuple[str, int] | None:
+def parse_address(address: str) -> tuple[str, int] | None:
     """(host, port) of an address of a cluster, HOST:PORT or ray://HOST:PORT; None of any other."""
-    found = _PLACE.fullmatch(address)
-    return None if found is None else (found[2].strip("[]"), int(found[3]))
+    match = _PLACE.fullmatch(address)
+    return None if match is None else (match[2].strip("[]"), int(match[3]))
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class ClusterConfig:
     samplers: int | None = None
     """Actors that draw completions; 0 = the learners do. None = 1, and 0 where an engine draws."""
     rewards: int = 1
-    """Actors that judge, each with `rewards.workers` processes; 0 = rank 0's machine does."""
+    """Actors that judge, each with `rewards.num_workers` processes; 0 = rank 0's machine does."""
     environments: int = 1
     """Actors that episodes take place in, where the run has an environment; 0 = rank 0's process."""
     cpus: float = 0.5
     """CPUs that Ray sets aside for each actor."""
     restarts: int = 3
     """Times that Ray starts an actor again which has died, before the run ends."""
-    patience: float = 30.0
+    timeout: float = 30.0
     """Seconds that the cluster may take to have room for all actors, or an actor to come back."""
 
     def __post_init__(self) -> None:
@@ -54,9 +54,9 @@ class ClusterConfig:
         for name in ("samplers", "rewards", "environments", "restarts"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"--cluster.{name} must be at least 0, not {getattr(self, name)}")
-        if not (0 < self.cpus < math.inf and 0 < self.patience < math.inf):
+        if not (0 < self.cpus < math.inf and 0 < self.timeout < math.inf):
             raise ConfigError(
-                f"--cluster.cpus and --cluster.patience must be above 0 and finite, not {self.cpus:g} and {self.patience:g}"
+                f"--cluster.cpus and --cluster.timeout must be above 0 and finite, not {self.cpus:g} and {self.timeout:g}"
             )
         if self.cpus > 1 and self.cpus != int(self.cpus):
             raise ConfigError(
@@ -65,28 +65,28 @@ class ClusterConfig:
             )
 
     @property
-    def words(self) -> str:
+    def cli_flags(self) -> str:
         """The options of a command that say so."""
         usual = {field.name: field.default for field in fields(self)}
-        given = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) != usual[name]}
-        said = [f"--cluster.{name} {value:g}" for name, value in given.items()]
-        return " ".join([f"--cluster {shlex.quote(self.address)}", *said])
+        given = {name: getattr(self, name) for name in CLUSTER_OPTIONS if getattr(self, name) != usual[name]}
+        flags = [f"--cluster.{name} {value:g}" for name, value in given.items()]
+        return " ".join([f"--cluster {shlex.quote(self.address)}", *flags])
 
     @property
-    def place(self) -> tuple[str, int] | None:
+    def endpoint(self) -> tuple[str, int] | None:
         """(host, port) of the address, where it has one."""
-        return place_of(self.address)
+        return parse_address(self.address)
 
 
 # The actors of a run, and the room that they take: numbers alone, without Ray.
 
 LEARNERS, SAMPLERS, REWARDS, ENVIRONMENTS = "learner", "sampler", "reward workers", "environments"
-SLACK = 1e-6
+TOLERANCE = 1e-6
 """Of fractions that are added up."""
 
 
 @dataclass(frozen=True)
-class Role:
+class ActorGroup:
     """Actors that do the same. They are placed together: as one placement group."""
 
     name: str
@@ -102,7 +102,7 @@ class Role:
         return [{"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})} for _ in range(self.count)]
 
 
-def roles(run: Draft, config: ClusterConfig, gpus_there: float) -> tuple[Role, ...]:
+def plan_actor_groups(run: UncheckedRun, config: ClusterConfig, gpus_there: float) -> tuple[ActorGroup, ...]:
     """Those that the run has. gpus_there: of the whole cluster: with some of them, `learner.device` auto is a GPU.
 
     Raises:
@@ -117,31 +117,31 @@ def roles(run: Draft, config: ClusterConfig, gpus_there: float) -> tuple[Role, .
     gpu = int(device.startswith("cuda") or (device == "auto" and gpus_there > 0))
     samplers = (1 if engine == LOCAL else 0) if config.samplers is None else config.samplers
     environments = 0 if run.environment is None else config.environments
-    found = (
-        Role(LEARNERS, run.learner.ranks, config.cpus, gpu, spread=False),
-        Role(SAMPLERS, samplers, config.cpus, gpu, spread=True),
-        Role(REWARDS, config.rewards, config.cpus, 0, spread=True),
-        Role(ENVIRONMENTS, environments, config.cpus, 0, spread=True),
+    groups = (
+        ActorGroup(LEARNERS, run.learner.world_size, config.cpus, gpu, spread=False),
+        ActorGroup(SAMPLERS, samplers, config.cpus, gpu, spread=True),
+        ActorGroup(REWARDS, config.rewards, config.cpus, 0, spread=True),
+        ActorGroup(ENVIRONMENTS, environments, config.cpus, 0, spread=True),
     )
-    return tuple(role for role in found if role.count)
+    return tuple(role for role in groups if role.count)
 
 
-def short(roles: tuple[Role, ...], there: Mapping[str, float], free: Mapping[str, float]) -> str:
+def describe_shortage(groups: tuple[ActorGroup, ...], total: Mapping[str, float], free: Mapping[str, float]) -> str:
     """In words, what of CPUs and GPUs is missing for these actors; empty where there is enough of each. there, free: of the whole
     cluster, by Ray's names."""
-    said = []
+    shortages = []
     for kind in ("CPU", "GPU"):
-        wanted = sum(bundle.get(kind, 0.0) for role in roles for bundle in role.bundles)
-        has, open_ = there.get(kind, 0.0), free.get(kind, 0.0)
-        if wanted > open_ + SLACK:
-            said.append(f"{wanted:g} {kind}s, and the cluster has {has:g}, of which {open_:g} are free")
-    if not said:
+        needed = sum(bundle.get(kind, 0.0) for role in groups for bundle in role.bundles)
+        has, open_ = total.get(kind, 0.0), free.get(kind, 0.0)
+        if needed > open_ + TOLERANCE:
+            shortages.append(f"{needed:g} {kind}s, and the cluster has {has:g}, of which {open_:g} are free")
+    if not shortages:
         return ""
-    actors = ", ".join(f"{role.count} × {role.name}" for role in roles)
-    return f"the run's actors ({actors}) need {'; and '.join(said)}"
+    actors = ", ".join(f"{role.count} × {role.name}" for role in groups)
+    return f"the run's actors ({actors}) need {'; and '.join(shortages)}"
 
 
-WAY_OUT = (
+SHORTAGE_HINT = (
     "add machines, end what holds them, or ask for less: --cluster.cpus, --cluster.samplers, --cluster.rewards, "
-    "--learner.ranks, --learner.device cpu"
+    "--learner.world-size, --learner.device cpu"
 )

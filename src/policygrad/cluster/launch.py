@@ -17,8 +17,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from policygrad.checkpoint.format import newest
-from policygrad.cluster.actors import Followers, RayEnvironments, RayRewards, RaySampler, Site, own
+from policygrad.checkpoint.format import newest_step
+from policygrad.cluster.actors import (
+    ActorFactory,
+    LearnerActors,
+    RayEnvironmentFactory,
+    RayRewardPool,
+    RaySampler,
+    unwrap_error,
+)
 from policygrad.cluster.config import (
     AUTO,
     CLIENT,
@@ -26,29 +33,29 @@ from policygrad.cluster.config import (
     LEARNERS,
     REWARDS,
     SAMPLERS,
-    WAY_OUT,
+    SHORTAGE_HINT,
+    ActorGroup,
     ClusterConfig,
-    Role,
-    place_of,
-    roles,
-    short,
+    describe_shortage,
+    parse_address,
+    plan_actor_groups,
 )
 from policygrad.errors import HangError, PolicygradError, RunError, install_command
 from policygrad.trackers import Tracker, default_tracker
-from policygrad.training.base_trainer import Result
+from policygrad.training.base_trainer import TrainingResult
 from policygrad.training.config.run import Run
-from policygrad.training.config.run_name import composed
-from policygrad.training.interrupts import WORDS
-from policygrad.training.run_folder import going_on, next_free
-from policygrad.training.setup import Hosts
+from policygrad.training.config.run_name import name_run
+from policygrad.training.interrupts import STOP_MESSAGE
+from policygrad.training.run_folder import create_next_free, resolve_resume_folder
+from policygrad.training.setup import Placement
 from policygrad.training.trainer import Trainer
-from policygrad.utils.signals import AGAIN, Handling
+from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SignalHandlers
 
 # The actor that runs a training: rank 0 of those that learn. It makes the run's other actors, which end with it.
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class TrainJob:
     """What is to be trained."""
 
     run: Run
@@ -61,32 +68,32 @@ class Work:
     overwrite: bool = False
 
 
-Outcome = tuple[Result[float | None], str]
+Outcome = tuple[TrainingResult[float | None], str]
 """(what a training leaves, the command that goes on with it)."""
 
 
-class _Canceled(Tracker):
+class CancellationTracker(Tracker):
     """Ends the run as a signal does, where whoever has begun it wants that. It looks whenever something is told: other threads
     than this one cannot."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._stopping = False
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._look()
+        self._check()
 
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         import ray
 
-        if not self._asked and ray.get_runtime_context().is_canceled():
-            self._asked = True
+        if not self._stopping and ray.get_runtime_context().is_canceled():
+            self._stopping = True
             signal.raise_signal(signal.SIGTERM)  # Ray keeps SIGINT from its processes
 
 
-def versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """What driver and actors have to agree on."""
     from importlib.metadata import version
 
@@ -97,7 +104,7 @@ def versions() -> dict[str, str]:
     }
 
 
-class Leader:
+class TrainerActor:
     """The actor. Where it dies Ray starts it again, with what it was asked: it goes on from the newest checkpoint."""
 
     def __init__(self, name: str) -> None:
@@ -108,24 +115,24 @@ class Leader:
         return self._name
 
     def versions(self) -> dict[str, str]:
-        """As `versions`."""
-        return versions()
+        """As `installed_versions`."""
+        return installed_versions()
 
-    def folder(self, work: Work) -> Work:
+    def folder(self, work: TrainJob) -> TrainJob:
         """With the names of folders as they are here.
 
         Raises:
             RunError: this machine does not see the folder in which the command was given.
         """
-        _enter(work.directory)
+        _change_directory(work.directory)
         run = work.run
-        resume = going_on(work.resume, "train", run)
+        resume = resolve_resume_folder(work.resume, "train", run)
         if resume is None and run.output is None and not work.overwrite:
-            made, _ = next_free(composed(run.resolved().algorithm, run.sampling.max_tokens).name)
+            made, _ = create_next_free(name_run(run.resolve().algorithm, run.sampling.max_tokens).name)
             run = replace(run, output=str(made))
         return replace(work, run=run if resume is None else replace(run, output=resume), resume=resume)
 
-    def train(self, work: Work, site: Site, roles: tuple[Role, ...]) -> Outcome:
+    def train(self, work: TrainJob, site: ActorFactory, roles: tuple[ActorGroup, ...]) -> Outcome:
         """The training, from its beginning or from where this actor's predecessor was."""
         try:
             self._outcome = self._train(work, site, roles)
@@ -135,29 +142,29 @@ class Leader:
         return self._outcome
 
     def outcome(self) -> Outcome | PolicygradError | None:
-        """What `train` came to. Of one that was cancelled Ray says only that."""
+        """What `train_control` came to. Of one that was cancelled Ray says only that."""
         return self._outcome
 
-    def _train(self, work: Work, site: Site, roles: tuple[Role, ...]) -> Outcome:
-        _enter(work.directory)
+    def _train(self, work: TrainJob, site: ActorFactory, roles: tuple[ActorGroup, ...]) -> Outcome:
+        _change_directory(work.directory)
         folder = Path(work.run.output or ".")
         resume, left = work.resume, work.stop_after
-        if _again() and (folder / "run.toml").is_file():
+        if _was_restarted() and (folder / "run.toml").is_file():
             resume = str(folder)
-            left = _left(work, folder)
+            left = _remaining_steps(work, folder)
             print(f"started again after its end: going on with {folder}", flush=True)
-        followers = Followers(site)
+        followers = LearnerActors(site)
         trainer = Trainer(
             work.run,
             display=default_tracker(plain=True),
-            trackers=[_Canceled()],
-            hosts=hosts(site, roles, work.run, followers),
+            trackers=[CancellationTracker()],
+            placement=make_placement(site, roles, work.run, followers),
         )
         try:
             result = trainer.train(
                 resume=resume,
                 stop_after=left,
-                stop_before=work.stop_before,
+                time_limit=work.stop_before,
                 overwrite=work.overwrite and resume is None,
             )
         except RunError as error:
@@ -169,25 +176,25 @@ class Leader:
             with suppress(OSError):  # a folder that was made for a run which never began
                 folder.rmdir()
             raise
-        return result, trainer.resume_words
+        return result, trainer.resume_command
 
 
-def hosts(site: Site, roles: tuple[Role, ...], run: Run, followers: Followers) -> Hosts:
+def make_placement(site: ActorFactory, roles: tuple[ActorGroup, ...], run: Run, followers: LearnerActors) -> Placement:
     """The actors that do the run's work."""
     counts = {role.name: role.count for role in roles}
     samplers, rewards, worlds = (counts.get(name, 0) for name in (SAMPLERS, REWARDS, ENVIRONMENTS))
-    return Hosts(
+    return Placement(
         sampler=(lambda model, tokenizer: RaySampler(site, samplers, model, tokenizer, run.learner.routing_replay))
         if samplers
         else None,
-        pool=(lambda chosen, how, tell: RayRewards(site, rewards, chosen, how, tell)) if rewards else None,
-        environment=(lambda factory: RayEnvironments(site, worlds, factory)) if worlds else None,
-        places=followers.places if run.learner.ranks > 1 else None,
-        words=site.config.words,
+        reward_pool=(lambda chosen, how, tell: RayRewardPool(site, rewards, chosen, how, tell)) if rewards else None,
+        environment=(lambda factory: RayEnvironmentFactory(site, worlds, factory)) if worlds else None,
+        learner_processes=followers.launcher if run.learner.world_size > 1 else None,
+        cli_flags=site.config.cli_flags,
     )
 
 
-def _again() -> bool:
+def _was_restarted() -> bool:
     import ray
 
     with warnings.catch_warnings():
@@ -195,14 +202,14 @@ def _again() -> bool:
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def _left(work: Work, folder: Path) -> int | None:
+def _remaining_steps(work: TrainJob, folder: Path) -> int | None:
     """Of `stop_after`, at least one step: those that a predecessor has done are known where the run began here."""
     if work.stop_after is None or work.resume is not None:
         return work.stop_after
-    return max(1, work.stop_after - newest(folder / "checkpoints"))
+    return max(1, work.stop_after - newest_step(folder / "checkpoints"))
 
 
-def _enter(directory: str) -> None:
+def _change_directory(directory: str) -> None:
     try:
         os.chdir(directory)
     except OSError as error:
@@ -214,15 +221,15 @@ def _enter(directory: str) -> None:
 
 # To a cluster and back: Ray is found, reached, and has room.
 
-ADDRESS = "RAY_ADDRESS"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
 """The variable that Ray takes for auto."""
-REACHED = 5.0
+CONNECT_TIMEOUT = 5.0
 """Seconds for a connection."""
-SAID = 2.0
+NOTE_AFTER_SECONDS = 2.0
 """Seconds of waiting for room before it is said."""
 
 
-def imported() -> Any:
+def import_ray() -> Any:
     """The package.
 
     Raises:
@@ -238,14 +245,14 @@ def imported() -> Any:
 
 
 @contextmanager
-def connected(config: ClusterConfig) -> Iterator[Any]:
+def connect_ray(config: ClusterConfig) -> Iterator[Any]:
     """The package `ray`, connected as long as the context lasts.
 
     Raises:
         RunError: nobody answers at the address, or with another version of Ray or Python.
     """
-    ray = imported()
-    check_reached(config)
+    ray = import_ray()
+    check_reachable(config)
     try:
         ray.init(address=config.address, log_to_driver=True, logging_level="warning")
     except ConnectionError as error:
@@ -255,10 +262,10 @@ def connected(config: ClusterConfig) -> Iterator[Any]:
             else "is it a Ray cluster's? ray:// takes the port of the head's Ray Client server (10001), a plain address that of "
             "its GCS (6379); one that asks for a token wants RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too"
         )
-        raise RunError(f"--cluster {config.address}: no Ray cluster is there ({_line(error)}): {how}") from error
+        raise RunError(f"--cluster {config.address}: no Ray cluster is there ({_first_line(error)}): {how}") from error
     except (RuntimeError, ValueError) as error:  # versions that differ, a port that is another's, a client in a driver
         raise RunError(
-            f"--cluster {config.address}: Ray {ray.__version__} cannot use this cluster: {_line(error)}"
+            f"--cluster {config.address}: Ray {ray.__version__} cannot use this cluster: {_first_line(error)}"
         ) from error
     try:
         yield ray
@@ -266,18 +273,20 @@ def connected(config: ClusterConfig) -> Iterator[Any]:
         ray.shutdown()
 
 
-def check_reached(config: ClusterConfig) -> None:
+def check_reachable(config: ClusterConfig) -> None:
     """Raises RunError where nobody listens there: Ray itself would try for half a minute, and for minutes with auto."""
-    place = place_of(_resolve_auto()) if config.address == AUTO else config.place
+    place = parse_address(_resolve_auto()) if config.address == AUTO else config.endpoint
     if place is None:
         return
     host, port = place
     try:
-        socket.create_connection((host, port), REACHED).close()
+        socket.create_connection((host, port), CONNECT_TIMEOUT).close()
     except OSError as error:
         if config.address == AUTO:
             named = (
-                f"RAY_ADDRESS={os.environ[ADDRESS]}" if os.environ.get(ADDRESS) else "Ray's file ray_current_cluster"
+                f"RAY_ADDRESS={os.environ[ADDRESS_VARIABLE]}"
+                if os.environ.get(ADDRESS_VARIABLE)
+                else "Ray's file ray_current_cluster"
             )
             raise RunError(
                 f"--cluster {AUTO}: {named} names a cluster at {host}:{port}, and nobody answers there ({error}): start one with "
@@ -293,7 +302,7 @@ def check_reached(config: ClusterConfig) -> None:
 def _resolve_auto() -> str:
     """The address that Ray would take for auto: RAY_ADDRESS, or else that of this machine's cluster, running or last started; empty
     where it has none, which Ray itself says at once."""
-    if address := os.environ.get(ADDRESS, ""):
+    if address := os.environ.get(ADDRESS_VARIABLE, ""):
         return address
     try:
         services = import_module("ray._private.services")
@@ -304,13 +313,13 @@ def _resolve_auto() -> str:
         return ""
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager
-def placed(
-    ray: Any, roles: tuple[Role, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
+def reserve_actor_groups(
+    ray: Any, roles: tuple[ActorGroup, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Placement groups by role, each of which has its room. run: its name, for the dashboard. note: hears what is waited for.
 
@@ -325,18 +334,20 @@ def placed(
         for role in roles:
             strategy = "SPREAD" if role.spread else "PACK"
             groups[role.name] = placement_group(role.bundles, strategy=strategy, name=f"{run} {role.name}")
-        began, told = time.monotonic(), False
+        start_time, noted = time.monotonic(), False
         for role in roles:
-            while not groups[role.name].wait(SAID):
-                missing = short(roles, ray.cluster_resources(), before) or (
+            while not groups[role.name].wait(NOTE_AFTER_SECONDS):
+                missing = describe_shortage(roles, ray.cluster_resources(), before) or (
                     f"no machine has room for a {role.name} actor ({config.cpus:g} CPUs, {role.gpus} GPUs)"
                 )
-                left = config.patience - (time.monotonic() - began)
+                left = config.timeout - (time.monotonic() - start_time)
                 if left <= 0:
-                    raise RunError(f"--cluster {config.address}: {missing}. {WAY_OUT[0].upper()}{WAY_OUT[1:]}")
-                if not told:
-                    note(f"{missing}: waiting for it, {left:.0f} s more (--cluster.patience)")
-                told = True
+                    raise RunError(
+                        f"--cluster {config.address}: {missing}. {SHORTAGE_HINT[0].upper()}{SHORTAGE_HINT[1:]}"
+                    )
+                if not noted:
+                    note(f"{missing}: waiting for it, {left:.0f} s more (--cluster.timeout)")
+                noted = True
         yield groups
     finally:
         for group in groups.values():
@@ -346,15 +357,15 @@ def placed(
 # What asks a run on a cluster to end, at the command that has begun it.
 
 
-class Ending:
+class DriverSignals:
     """A context in which Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP set `asked`; a second Ctrl-C or SIGTERM ends the command at
     once, and so does the first as long as nothing has `begun`. Signals within half a second are one, as they are to a run on one
     machine. A SIGHUP that is ignored (nohup) stays ignored, and outside of the main thread nothing changes."""
 
     def __init__(self) -> None:
-        self.asked, self.begun = False, False
+        self.stop_requested, self.started = False, False
         self._first = 0.0
-        self._signals = Handling(self._come)
+        self._signals = SignalHandlers(self._on_signal)
 
     def __enter__(self) -> Self:
         self._signals.__enter__()
@@ -363,91 +374,93 @@ class Ending:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._signals.__exit__(kind, error, at)
 
-    def _come(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.asked and (number == getattr(signal, "SIGHUP", None) or now - self._first < AGAIN):
+        if self.stop_requested and (
+            number == getattr(signal, "SIGHUP", None) or now - self._first < DUPLICATE_WINDOW_SECONDS
+        ):
             return
-        if self.asked or not self.begun:
+        if self.stop_requested or not self.started:
             raise KeyboardInterrupt
-        self.asked, self._first = True, now
+        self.stop_requested, self._first = True, now
 
 
-LOOK = 0.25
+POLL_SECONDS = 0.25
 """Seconds from one look at the run to the next."""
 
 
-def train(
+def train_on_cluster(
     run: Run,
     config: ClusterConfig,
     *,
     resume: str | None = None,
     note: Callable[[str], None] = print,
     **how: Any,
-) -> Result[float | None]:
+) -> TrainingResult[float | None]:
     """As `policygrad.train`, on a cluster.
 
     Raises:
         PolicygradError: Ray or the cluster is not there, or has no room; and what the training itself raises.
     """
-    if run.objects:
+    if run.object_options:
         raise RunError(
-            f"{' and '.join(run.objects)} given as objects: a run on a cluster is made of names, as run.toml has them"
+            f"{' and '.join(run.object_options)} given as objects: a run on a cluster is made of names, as run.toml has them"
         )
-    with connected(config) as ray, Ending() as ending:
-        crew = roles(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
-        work = Work(run, os.getcwd(), resume, **how)
-        with placed(ray, crew, config, _name(work), note) as groups:
-            result, words = _trained(ray, work, config, crew, groups, ending, note)
+    with connect_ray(config) as ray, DriverSignals() as ending:
+        groups_needed = plan_actor_groups(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
+        work = TrainJob(run, os.getcwd(), resume, **how)
+        with reserve_actor_groups(ray, groups_needed, config, _run_name(work), note) as groups:
+            result, resume_command = _run_training(ray, work, config, groups_needed, groups, ending, note)
     note(
-        _last_words(result, words)
+        _final_message(result, resume_command)
     )  # as rank 0 has said it, whose own may come too late for whoever leaves the cluster
     return result
 
 
-def _last_words(result: Result[float | None], words: str) -> str:
+def _final_message(result: TrainingResult[float | None], resume_command: str) -> str:
     if result.model is None:
-        return f"stopped; go on with: {words}"
+        return f"stopped; go on with: {resume_command}"
     score = (
         "" if result.before is None or result.after is None else f", held-out {result.before:.2f} -> {result.after:.2f}"
     )
     return f"done at step {result.steps}{score}; model: {result.model}"
 
 
-def _trained(
+def _run_training(
     ray: Any,
-    work: Work,
+    work: TrainJob,
     config: ClusterConfig,
-    crew: tuple[Role, ...],
+    groups_needed: tuple[ActorGroup, ...],
     groups: dict[str, Any],
-    ending: Ending,
+    ending: DriverSignals,
     note: Callable[[str], None],
 ) -> Outcome:
     from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
-    gpus = {role.name: role.gpus for role in crew}
-    leader = Site(_name(work), groups, config, gpus).actor(
-        Leader, LEARNERS, 0, max_restarts=config.restarts, max_task_retries=config.restarts
+    gpus = {role.name: role.gpus for role in groups_needed}
+    leader = ActorFactory(_run_name(work), groups, config, gpus).create(
+        TrainerActor, LEARNERS, 0, max_restarts=config.restarts, max_task_retries=config.restarts
     )
     try:
         check_versions(ray.get(leader.versions.remote()))
         work = ray.get(leader.folder.remote(work))
-        site = Site(Path(work.run.output or _name(work)).name, groups, config, gpus)
-        ending.begun = True
-        done = leader.train.remote(work, site, crew)
-        told = False
-        while not ray.wait([done], timeout=LOOK)[0]:
-            if ending.asked and not told:
-                note(WORDS)
+        site = ActorFactory(Path(work.run.output or _run_name(work)).name, groups, config, gpus)
+        ending.started = True
+        done = leader.train.remote(work, site, groups_needed)
+        cancelled = False
+        while not ray.wait([done], timeout=POLL_SECONDS)[0]:
+            if ending.stop_requested and not cancelled:
+                note(STOP_MESSAGE)
                 ray.cancel(done, recursive=False)
-                told = True
+                cancelled = True
         try:
             return ray.get(done)  # type: ignore[no-any-return]
         except TaskCancelledError:  # whatever it came to
-            return _outcome(ray, leader, work, config)
+            return _fetch_outcome(ray, leader, work, config)
     except RayTaskError as error:
-        raise own(error) from error
+        raise unwrap_error(error) from error
     except RayActorError as error:
-        where = f": {_words(work, config)} goes on" if work.run.output else ""
+        where = f": {_resume_command(work, config)} goes on" if work.run.output else ""
         raise RunError(
             f"the actor of rank 0 has died, and was started again {config.restarts} times (--cluster.restarts){where}; "
             f"{' '.join(str(error).split())[:300]}"
@@ -456,30 +469,32 @@ def _trained(
         ray.kill(leader)
 
 
-def _outcome(ray: Any, leader: Any, work: Work, config: ClusterConfig) -> Outcome:
+def _fetch_outcome(ray: Any, leader: Any, work: TrainJob, config: ClusterConfig) -> Outcome:
     """What a run that was asked to end came to; it may have come to its last step meanwhile, or to an error."""
-    found = ray.get(leader.outcome.remote())
-    if isinstance(found, BaseException):
-        raise found
-    if found is None:  # it had not begun, or its actor has died since
-        return Result(Path(work.run.output or "."), 0, None, None, None, interrupted=True), _words(work, config)
-    return found  # type: ignore[no-any-return]
+    outcome = ray.get(leader.outcome.remote())
+    if isinstance(outcome, BaseException):
+        raise outcome
+    if outcome is None:  # it had not begun, or its actor has died since
+        return TrainingResult(Path(work.run.output or "."), 0, None, None, None, interrupted=True), _resume_command(
+            work, config
+        )
+    return outcome  # type: ignore[no-any-return]
 
 
-def _words(work: Work, config: ClusterConfig) -> str:
-    return f"policygrad train --resume {work.run.output} {config.words}"
+def _resume_command(work: TrainJob, config: ClusterConfig) -> str:
+    return f"policygrad train --resume {work.run.output} {config.cli_flags}"
 
 
-def check_versions(theirs: dict[str, str]) -> None:
+def check_versions(actor_versions: dict[str, str]) -> None:
     """Raises RunError where an actor's are not this process's: what is sent would be read as something else."""
-    ours = versions()
+    ours = installed_versions()
     for name, version in ours.items():
-        if theirs.get(name) != version:
+        if actor_versions.get(name) != version:
             raise RunError(
-                f"the cluster has {name} {theirs.get(name, 'none')}, and this is {name} {version}: install the same on every "
+                f"the cluster has {name} {actor_versions.get(name, 'none')}, and this is {name} {version}: install the same on every "
                 "machine"
             )
 
 
-def _name(work: Work) -> str:
+def _run_name(work: TrainJob) -> str:
     return re.sub(r"[^\w.+-]", "_", Path(work.resume or work.run.output or work.run.algorithm.name).name)

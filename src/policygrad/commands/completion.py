@@ -14,24 +14,24 @@ from policygrad.cluster.config import ADDRESSES
 from policygrad.commands import COMMANDS
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.engine import EngineOptions
-from policygrad.commands.evaluate import flags as evaluate_flags
+from policygrad.commands.evaluate import list_eval_flags as evaluate_flags
 from policygrad.commands.export import ExportOptions
 from policygrad.commands.lab import LabOptions
-from policygrad.commands.options import option_type, part_flags
+from policygrad.commands.options import build_option_type, list_part_flags
 from policygrad.commands.plan import PlanOptions
-from policygrad.commands.render import paragraphs
+from policygrad.commands.render import wrap_paragraphs
 from policygrad.commands.report import ReportOptions
-from policygrad.commands.supervised import flags as supervised_flags
-from policygrad.commands.train import flags
+from policygrad.commands.supervised import list_supervised_flags as supervised_flags
+from policygrad.commands.train import list_train_flags
 from policygrad.compare.plan import LADDERS
 from policygrad.core.algorithm import Algorithm
 from policygrad.lab.report import EXPERIMENTS
 from policygrad.planning.hardware import DEVICES
-from policygrad.rewards import known_rewards
+from policygrad.rewards import list_rewards
 from policygrad.samplers.config import ADAPTER, AUTO, BY_FOLDER, ENGINES, LOCAL, NCCL, WHOLE
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
-from policygrad.training.config.serialization import part_names
+from policygrad.training.config.serialization import list_parts
 from policygrad.training.config.supervised import SFTConfig
 
 SCRIPT = """# tab completion of policygrad; written by `policygrad completion {shell}`
@@ -134,18 +134,20 @@ class CompletionOptions:
 
 def completion(args: list[str]) -> int:
     """`policygrad completion bash|zsh|fish`."""
-    shell = tyro.cli(CompletionOptions, args=args, prog="policygrad completion", description=paragraphs(*HELP)).shell
-    print(script(shell), end="")
+    shell = tyro.cli(
+        CompletionOptions, args=args, prog="policygrad completion", description=wrap_paragraphs(*HELP)
+    ).shell
+    print(generate_script(shell), end="")
     return 0
 
 
-def script(shell: str) -> str:
+def generate_script(shell: str) -> str:
     """The script for bash, which zsh runs through its bashcompinit; fish has one of its own, with the same words."""
     train = dict.fromkeys(
         [
-            *flags("grpo"),
+            *list_train_flags("grpo"),
             *(f"--algorithm.{p}" for p in _places()),
-            *(flag for a in ALGORITHMS.values() for flag in part_flags(option_type(a))),
+            *(flag for a in ALGORITHMS.values() for flag in list_part_flags(build_option_type(a))),
         ]
     )
     fish = shell == "fish"
@@ -171,7 +173,7 @@ def script(shell: str) -> str:
         compare=_options(CompareOptions, "rows"),
         plan=_options(PlanOptions),
         report=_options(ReportOptions, "runs"),
-        names=_quoted([*ALGORITHMS, *part_names()]),
+        names=_quoted([*ALGORITHMS, *list_parts()]),
         lab=_options(LabOptions),
     )
 
@@ -184,12 +186,12 @@ def _places() -> list[str]:
 def _values() -> dict[str, list[str]]:
     """Flags, with | between those that take the same, and what they take."""
     required = {f.name for f in fields(Algorithm) if "None" not in str(f.type) and "tuple" not in str(f.type)}
-    values = {f"--algorithm.{p}": [*(["none"] if p not in required else []), *part_names(p)] for p in _places()}
+    values = {f"--algorithm.{p}": [*(["none"] if p not in required else []), *list_parts(p)] for p in _places()}
     return (
         values
         | {
             "--algorithm": list(ALGORITHMS),
-            "--config|--resume|--output|--directory|--held-out|--data": [],  # a file's or folder's name, which the shell knows
+            "--config|--resume|--output|--directory|--eval-data|--data": [],  # a file's or folder's name, which the shell knows
             "--experiment": [*EXPERIMENTS, "none"],
             "--base": list(ALGORITHMS),
             "--ladder": list(LADDERS),
@@ -198,13 +200,13 @@ def _values() -> dict[str, list[str]]:
             "--task": list(EMBEDDED),
             "--dtype": ["fp32", "bf16"],
             "--learner.dtype": ["auto", "fp32", "bf16"],
-            "--reward": [*known_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
+            "--reward": [*list_rewards(), "judge:", "length_penalty:", "model:", "openrlhf:", "verl:"],
             "--track": list(SERVICES),
             "--optimizer.schedule": ["constant", "linear", "cosine"],
             "--sampler.engine": [LOCAL, *ENGINES],
             "--cluster": list(ADDRESSES),
-            "--sampler.publish": [AUTO, WHOLE, ADAPTER],
-            "--sampler.transfer|--transfer": [BY_FOLDER, NCCL],
+            "--sampler.lora-sync": [AUTO, WHOLE, ADAPTER],
+            "--sampler.weight-transport|--transfer": [BY_FOLDER, NCCL],
         }
     )
 

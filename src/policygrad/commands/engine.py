@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from policygrad.commands.render import paragraphs
+from policygrad.commands.render import wrap_paragraphs
 from policygrad.errors import ConfigError, EngineError
-from policygrad.models.lora_config import base_of, described, parse
+from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
 from policygrad.samplers.config import TAKE_ADAPTERS, SamplerConfig
 
 HELP = (
@@ -31,7 +31,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 class EngineOptions:
     """Options of `policygrad engine`."""
 
-    what: Annotated[
+    target: Annotated[
         tyro.conf.Positional[Literal["llama_cpp", "vllm", "sglang", "check"]], tyro.conf.arg(metavar="ENGINE|check")
     ]
     """Which engine; or check, for the server at URL."""
@@ -49,39 +49,39 @@ class EngineOptions:
     """At which port."""
     dtype: str = "fp32"
     """fp32 or bf16: the learner's precision."""
-    context: int = 4096
+    context_length: int = 4096
     """Tokens of a prompt and its completion, at most as many as the model reads."""
-    parallel: int = 16
-    """Requests at a time: --sampler.parallel."""
+    max_concurrency: int = 16
+    """Requests at a time: --sampler.max-concurrency."""
     lora: Annotated[str, tyro.conf.arg(metavar="rank=…")] = ""
     """vllm, sglang: the run's --learner.lora, whose adapter is sent alone; empty = whole weights are."""
     threads: int = 0
     """llama_cpp: threads; 0 = as many as there are cores."""
-    transfer: Literal["folder", "nccl"] = "folder"
-    """vllm: how the run sends weights: --sampler.transfer."""
+    weight_transport: Literal["folder", "nccl"] = "folder"
+    """vllm: how the run sends weights: --sampler.weight-transport."""
     temperature: float = 1.0
     """check: the run's."""
-    tolerance: float = 0.0
+    logprob_tolerance: float = 0.0
     """check: nats by which log-probabilities may differ; 0 = 1e-4 in fp32, 0.2 in bf16."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
-        if (self.what == "check") is not (self.url is not None):
+        if (self.target == "check") is not (self.url is not None):
             raise ConfigError(
                 "a server's address is for check: policygrad engine check http://127.0.0.1:8000 --model M"
             )
-        if self.transfer == "nccl" and self.what == "llama_cpp":
+        if self.weight_transport == "nccl" and self.target == "llama_cpp":
             raise ConfigError(
                 "a server of llama.cpp takes no weights over NCCL: leave --transfer away, or take vllm or sglang"
             )
-        if self.lora and self.what not in TAKE_ADAPTERS:
-            raise ConfigError(f"--lora is for servers of {' and '.join(TAKE_ADAPTERS)}: leave it out for {self.what}")
-        if (lora := parse(self.lora)) is not None and lora.bits is not None:
+        if self.lora and self.target not in TAKE_ADAPTERS:
+            raise ConfigError(f"--lora is for servers of {' and '.join(TAKE_ADAPTERS)}: leave it out for {self.target}")
+        if (lora := parse_lora(self.lora)) is not None and lora.bits is not None:
             raise ConfigError(
                 "--lora: bits are the learner's, and a server's weights are as its own options say: leave bits out"
             )
-        if self.what == "llama_cpp" and self.folder is None:
+        if self.target == "llama_cpp" and self.folder is None:
             raise ConfigError(
                 "a server of llama.cpp follows a folder of weights: --folder DIR, and DIR for --sampler.folder of the run"
             )
@@ -90,11 +90,11 @@ class EngineOptions:
 def engine(args: list[str]) -> int:
     """`policygrad engine ENGINE|check …`."""
     options = tyro.cli(
-        EngineOptions, args=args, prog="policygrad engine", description=paragraphs(*HELP), config=_CONFIG
+        EngineOptions, args=args, prog="policygrad engine", description=wrap_paragraphs(*HELP), config=_CONFIG
     )
-    if options.what == "check":
+    if options.target == "check":
         return _check(options)
-    environment, words = command(options)
+    environment, words = build_launch_command(options)
     if options.print:
         print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)]))
         return 0
@@ -107,62 +107,68 @@ def engine(args: list[str]) -> int:
         raise EngineError(f"{words[0]} cannot be started ({error}): install the engine, or run it elsewhere") from error
 
 
-def command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
+def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
     """The environment and the words that start a server."""
-    from policygrad.models.loading import resolve
-    from policygrad.samplers.engines.launch import COMMANDS, Start
+    from policygrad.models.loading import resolve_model
+    from policygrad.samplers.engines.launch import COMMANDS, LaunchOptions
 
-    model, lora = resolve(options.model), parse(options.lora)
-    base = base_of(model)
-    if base is not None and options.what in TAKE_ADAPTERS:  # an adapter's folder, and servers begin with what it adapts
-        model, lora = base, lora or described(model)
-    context = min(options.context, _reads(model) or options.context)
-    start = Start(
+    model, lora = resolve_model(options.model), parse_lora(options.lora)
+    base = adapter_base(model)
+    if (
+        base is not None and options.target in TAKE_ADAPTERS
+    ):  # an adapter's folder, and servers begin with what it adapts
+        model, lora = base, lora or read_lora(model)
+    context = min(options.context_length, _reads(model) or options.context_length)
+    start = LaunchOptions(
         model=model,
         folder=str(Path(options.folder or ".").expanduser().resolve()),
         host=options.host,
         port=options.port,
         dtype=DTYPES[options.dtype],
-        context=context,
-        parallel=options.parallel,
+        context_length=context,
+        max_concurrency=options.max_concurrency,
         threads=options.threads or os.cpu_count() or 1,
-        nccl=options.transfer == "nccl",
+        nccl=options.weight_transport == "nccl",
         lora=lora,
     )
-    return COMMANDS[options.what](start)
+    return COMMANDS[options.target](start)
 
 
 def _reads(model: str) -> int | None:
     """Tokens that a model reads at most, as its configuration says."""
     from transformers import AutoConfig
 
-    from policygrad.models.loading import cannot_load, checked_config, reading
+    from policygrad.models.loading import load_error, pretrained_kwargs, read_config
 
-    checked_config(model, f"the model {model!r}")
+    read_config(model, f"the model {model!r}")
     try:
-        config = AutoConfig.from_pretrained(model, **reading(False))
+        config = AutoConfig.from_pretrained(model, **pretrained_kwargs(False))
     except (OSError, ValueError) as error:
-        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors", model) from error
+        raise load_error(f"the model {model!r}", error, "config.json and safetensors", model) from error
     return getattr(config, "max_position_embeddings", None)
 
 
 def _check(options: EngineOptions) -> int:
-    from policygrad.models.loading import load_model, resolve
+    from policygrad.models.loading import load_model, resolve_model
     from policygrad.models.tokenizer import load_tokenizer
-    from policygrad.samplers.engines.registry import engine_sampler, recognised
+    from policygrad.samplers.engines.registry import build_engine_sampler, detect_engine
 
     url = str(options.url).rstrip("/")
-    name = asyncio.run(recognised(url))
-    config = SamplerConfig(engine=name, urls=(url,), parallel=options.parallel, tolerance=options.tolerance)
-    named = base_of(resolve(options.model)) or options.model  # an adapter is sent to it, beside what it draws from now
+    name = asyncio.run(detect_engine(url))
+    config = SamplerConfig(
+        engine=name, urls=(url,), max_concurrency=options.max_concurrency, logprob_tolerance=options.logprob_tolerance
+    )
+    named = (
+        adapter_base(resolve_model(options.model)) or options.model
+    )  # an adapter is sent to it, beside what it draws from now
     model = load_model(named, dtype=options.dtype)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(named, model)
-        sampler = engine_sampler(config, model, tokenizer, Path(folder) / "weights", options.temperature)
+        sampler = build_engine_sampler(config, model, tokenizer, Path(folder) / "weights", options.temperature)
 
         async def probed() -> str:
             try:
-                await sampler.greet(url)
+                await sampler.handshake(url)
                 found = await sampler.probe(url)
             finally:
                 await sampler.close()

@@ -13,23 +13,29 @@ from typing import Annotated, Any
 
 import tyro
 
-from policygrad.commands.options import printed_flags, refuse_cluster, refuse_empty
-from policygrad.commands.render import paragraphs
+from policygrad.commands.options import list_help_flags, reject_cluster_flags, reject_empty_values
+from policygrad.commands.render import wrap_paragraphs
 from policygrad.compare.statistics import LEVEL, Estimate, paired_difference
-from policygrad.environments.base import TIMEOUT
+from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError, RewardError
-from policygrad.models.loading import FLAG
-from policygrad.models.lora_config import holds_model
-from policygrad.rewards import resolve
+from policygrad.models.loading import TRUST_FLAG
+from policygrad.models.lora_config import is_model_folder
+from policygrad.rewards import resolve_reward
 from policygrad.rewards.config import Isolation
 from policygrad.rollout.evaluation import EvaluationResult
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import SamplerConfig
-from policygrad.trackers.console import number, one_line
-from policygrad.trackers.jsonl import writing
-from policygrad.training.config.run import Draft, check_answers, check_seed, check_timeout, optional
-from policygrad.training.config.serialization import SAME, measured
-from policygrad.training.config.trust import RUN, Allowed, from_words
+from policygrad.trackers.console import format_number, to_one_line
+from policygrad.trackers.jsonl import convert_write_errors
+from policygrad.training.config.run import (
+    UncheckedRun,
+    check_completion_count,
+    check_environment_timeout,
+    check_seed,
+    optional_arg,
+)
+from policygrad.training.config.serialization import EVAL_OPTIONS, load_eval_options
+from policygrad.training.config.trust import RUN_FILE, CodePermissions, code_in_argv
 
 HELP = (
     "Held-out accuracy of a model: mean@k, the unbiased pass@k, and maj@k, what the most frequent answer is worth.",
@@ -41,7 +47,7 @@ _OWN = "the run's, or "
 
 
 def _short(name: str, flag: str) -> object:
-    """The option as `train` calls it, and a shorter word for it."""
+    """The option as `train_control` calls it, and a shorter word for it."""
     return tyro.conf.arg(name=name, aliases=[flag])
 
 
@@ -49,36 +55,36 @@ def _short(name: str, flag: str) -> object:
 class EvalOptions:
     """Options of `policygrad eval`."""
 
-    model: Annotated[tyro.conf.Positional[tuple[str, ...]], optional("MODEL", "none")] = ()
+    model: Annotated[tyro.conf.Positional[tuple[str, ...]], optional_arg("MODEL", "none")] = ()
     """Directories or hub ids; tiny = the base model inside the package; a run's folder = the model it trained."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run; without it such a model is refused."""
-    allow: Annotated[tuple[str, ...], optional("MODULE|FILE", "what is in the current folder")] = ()
+    allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
     """Code that the run's own run.toml may name and have imported; what the command names itself needs no leave."""
-    task: Annotated[str, optional("NAME|FILE", f"{_OWN}embedded")] = ""
+    task: Annotated[str, optional_arg("NAME|FILE", f"{_OWN}embedded")] = ""
     """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
-    map: Annotated[str | None, optional("FILE:NAME", f"{_OWN}none")] = None
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_OWN}none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
     """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
-    reward: Annotated[tuple[str, ...], optional("NAME", f"{_OWN}the task's own")] = ()
+    reward: Annotated[tuple[str, ...], optional_arg("NAME", f"{_OWN}the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
-    environment: Annotated[str | None, optional("FILE:NAME", f"{_OWN}the prompt and one answer")] = None
+    environment: Annotated[str | None, optional_arg("FILE:NAME", f"{_OWN}the prompt and one answer")] = None
     """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
     Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID."""
-    environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = TIMEOUT
+    environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
     """Seconds that one reset, step or close of the environment may take; what takes longer costs its episode."""
-    held_out: Annotated[str | None, optional("FILE", f"{_OWN}a sixteenth of the task")] = None
+    eval_data: Annotated[str | None, optional_arg("FILE", f"{_OWN}a sixteenth of the task")] = None
     """Data of held-out problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
     """How many held-out problems."""
-    samples: Annotated[int, _short("evaluation.samples", "--samples")] = 8
+    samples: Annotated[int, _short("evaluation.samples_per_prompt", "--samples")] = 8
     """k, completions per problem."""
     threshold: float = 1.0
     """A completion with at least this score is correct, for pass@k."""
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
+    sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
     """The distribution completions are drawn from."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     """What draws them: this process, or an engine's servers."""
@@ -88,7 +94,7 @@ class EvalOptions:
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
     dtype: Annotated[str, _short("learner.dtype", "--dtype")] = "fp32"
     """fp32 or bf16."""
-    budget: Annotated[float, _short("rewards.budget", "--budget")] = 10.0
+    reward_timeout: Annotated[float, _short("rewards.timeout", "--budget")] = 10.0
     """Seconds per sample for a reward."""
     rewards: Isolation = field(default_factory=Isolation)
     """The reward workers."""
@@ -96,36 +102,36 @@ class EvalOptions:
     """How many problems to print with a completion."""
     json: bool = False
     """Print one JSON object instead."""
-    output: Annotated[str | None, optional("DIR", "not written")] = None
+    output: Annotated[str | None, optional_arg("DIR", "not written")] = None
     """A new folder for eval.json, what --json prints, and samples.jsonl, a line for every completion."""
 
     def __post_init__(self) -> None:
         for name in ("problems", "samples"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
-        check_answers("--problems", self.problems, "--samples", self.samples)
-        if not 0 < self.budget < math.inf:
-            raise ConfigError(f"--budget must be above 0 seconds and finite, not {self.budget}")
+        check_completion_count("--problems", self.problems, "--samples", self.samples)
+        if not 0 < self.reward_timeout < math.inf:
+            raise ConfigError(f"--budget must be above 0 seconds and finite, not {self.reward_timeout}")
         if not math.isfinite(self.threshold):
             raise ConfigError(f"--threshold must be finite, not {self.threshold}")
         check_seed(self.seed)
-        check_timeout(self.environment_timeout)
+        check_environment_timeout(self.environment_timeout)
         if self.dtype not in ("fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
 
 
 def evaluate(args: list[str]) -> int:
     """`policygrad eval MODEL [MODEL …] --task …`."""
-    options = asked(args)
+    options = parse_options(args)
     from policygrad.training.evaluation import evaluate as measure
 
-    folder = None if options.output is None else writable_folder(options.output)
+    folder = None if options.output is None else make_output_folder(options.output)
     sampled = ("problems", "samples", "sampling", "seed", "device", "dtype")
     data = (
         "reward",
         "environment",
         "environment_timeout",
-        "held_out",
+        "eval/reward",
         "budget",
         "map",
         "skip_bad_rows",
@@ -145,35 +151,35 @@ def evaluate(args: list[str]) -> int:
             progress=_count(model if len(options.model) > 1 else ""),
             phase=_waits(),
         )
-        if not outcome.scored:
+        if not outcome.has_scores:
             said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
             raise RewardError(
-                f"none of the {outcome.failed} completions has a reward, so there is nothing to report: {said}"
+                f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {said}"
             )
-    told = report(options.task, options.held_out, options.samples, options.threshold, found)
+    told = build_report(options.task, options.eval_data, options.samples, options.threshold, found)
     if folder is not None:
-        save(folder, told, found)
+        save_results(folder, told, found)
     print_table(told, found, options.show, as_json=options.json)
     return 0
 
 
-def asked(args: list[str]) -> EvalOptions:
+def parse_options(args: list[str]) -> EvalOptions:
     """What `policygrad eval ARGS` would measure: the defaults < the run's own < the flags.
 
     Raises:
         ConfigError: what cannot be.
     """
-    refuse_empty(args, "--reward", "--allow")
-    refuse_cluster(
+    reject_empty_values(args, "--reward", "--allow-code")
+    reject_cluster_flags(
         args, "eval", "measures on this machine, or with what servers draw: --sampler.engine vllm --sampler.urls URL …"
     )
     plain = _parse(EvalOptions(), [word for word in args if word not in ("-h", "--help")])
-    run = next((Path(model) for model in plain.model if (Path(model) / RUN).is_file()), None)
+    run = next((Path(model) for model in plain.model if (Path(model) / RUN_FILE).is_file()), None)
     if run is None:
         options = _parse(EvalOptions(), args)
     else:
-        own, objects = measured(run / RUN, _allowed(plain, args))
-        options = _of_another_task(_parse(of_run(own), args), plain)
+        own, objects = load_eval_options(run / RUN_FILE, _allowed(plain, args))
+        options = _of_another_task(_parse(options_from_run(own), args), plain)
         _check_named(run, objects, plain)
         options = options if plain.reward else replace(options, reward=_of_outcomes(options.reward))
     if not options.model:
@@ -181,7 +187,7 @@ def asked(args: list[str]) -> EvalOptions:
     if twice := [model for model in options.model if options.model.count(model) > 1]:
         raise ConfigError(f"{twice[0]} is named twice: its samples would be the same ones")
     for folder in map(Path, options.model):
-        if (folder / RUN).is_file() and not holds_model(folder / "model"):
+        if (folder / RUN_FILE).is_file() and not is_model_folder(folder / "model"):
             raise ConfigError(
                 f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}, or name the folder "
                 f"that policygrad export {folder} makes of its last checkpoint"
@@ -189,17 +195,17 @@ def asked(args: list[str]) -> EvalOptions:
     return replace(options, task=options.task or "embedded")
 
 
-def of_run(run: Draft) -> EvalOptions:
+def options_from_run(run: UncheckedRun) -> EvalOptions:
     """The options that measure as the run itself did before and after."""
-    asked = run.evaluation if run.evaluation.problems else Draft().evaluation
+    asked = run.evaluation if run.evaluation.problems else UncheckedRun().evaluation
     isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox", "show_output")}
     return EvalOptions(
-        **{name: getattr(run, name) for name in SAME},
+        **{name: getattr(run, name) for name in EVAL_OPTIONS},
         problems=asked.problems,
-        samples=asked.samples,
+        samples=asked.samples_per_prompt,
         device=run.learner.device,
-        dtype=run.learner.resolved().dtype,
-        budget=run.rewards.budget,
+        dtype=run.learner.resolve().dtype,
+        reward_timeout=run.rewards.timeout,
         rewards=Isolation(**isolated),
     )
 
@@ -208,12 +214,12 @@ def _of_another_task(options: EvalOptions, plain: EvalOptions) -> EvalOptions:
     """What belongs to the run's own task is left out where another one is named. plain: what the flags alone say."""
     if not plain.task:
         return options
-    return replace(options, held_out=plain.held_out, map=plain.map, skip_bad_rows=plain.skip_bad_rows)
+    return replace(options, eval_data=plain.eval_data, row_map=plain.row_map, skip_bad_rows=plain.skip_bad_rows)
 
 
 def _of_outcomes(rewards: tuple[str, ...]) -> tuple[str, ...]:
     """A run's rewards without those of steps, which it was not measured by either."""
-    return tuple(name for name in rewards if not resolve(name).process_reward)
+    return tuple(name for name in rewards if not resolve_reward(name).process_reward)
 
 
 def _check_named(run: Path, objects: tuple[str, ...], plain: EvalOptions) -> None:
@@ -227,19 +233,24 @@ def _check_named(run: Path, objects: tuple[str, ...], plain: EvalOptions) -> Non
 
 
 def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
-    args = [word for word in args if word != FLAG] if default.trust_remote_code else args
+    args = [word for word in args if word != TRUST_FLAG] if default.trust_remote_code else args
     return tyro.cli(
-        EvalOptions, args=args, default=default, prog="policygrad eval", description=paragraphs(*HELP), config=_CONFIG
+        EvalOptions,
+        args=args,
+        default=default,
+        prog="policygrad eval",
+        description=wrap_paragraphs(*HELP),
+        config=_CONFIG,
     )
 
 
-def _allowed(plain: EvalOptions, args: list[str]) -> Allowed:
-    return Allowed((*plain.allow, *from_words(args)), plain.trust_remote_code)
+def _allowed(plain: EvalOptions, args: list[str]) -> CodePermissions:
+    return CodePermissions((*plain.allow_code, *code_in_argv(args)), plain.trust_remote_code)
 
 
-def flags() -> list[str]:
+def list_eval_flags() -> list[str]:
     """Every flag of `policygrad eval`, for tab completion."""
-    return printed_flags(lambda: _parse(EvalOptions(), ["--help"]))
+    return list_help_flags(lambda: _parse(EvalOptions(), ["--help"]))
 
 
 def _waits() -> Callable[[str, int, int], None]:
@@ -265,17 +276,17 @@ def _count(model: str) -> Callable[[int, int], None]:
 
 # What `policygrad eval` has measured: as one JSON object, as a table, and every completion as a line of a file.
 
-SAMPLES, REPORT = "samples.jsonl", "eval.json"
+SAMPLES_FILE, REPORT_FILE = "samples.jsonl", "eval.json"
 _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-Found = Mapping[str, EvaluationResult]
+Outcomes = Mapping[str, EvaluationResult]
 """By the model's name, in the order of the command; all of the same problems."""
 
 
-def report(task: str, held_out: str | None, samples: int, threshold: float, found: Found) -> dict[str, Any]:
+def build_report(task: str, held_out: str | None, samples: int, threshold: float, found: Outcomes) -> dict[str, Any]:
     """What --json prints: of one model its numbers; of several a list of those, and the first model less each other.
 
     held_out: the file whose problems were measured; None = a part of the task itself."""
-    data = {"task": task, "held_out": held_out}
+    data = {"task": task, "eval/reward": held_out}
     rows = [_row(model, data, samples, threshold, outcome) for model, outcome in found.items()]
     if note := _unreachable_threshold(threshold, found):
         rows[0]["notes"].append(note)
@@ -298,14 +309,14 @@ def _row(
         "stderr": outcome.standard_error(),
         "pass": {str(k): outcome.pass_at(k, threshold) for k in _ks(samples)},
         "majority": outcome.majority,
-        "failed": outcome.failed,
-        "truncated": outcome.truncated,
-        "tokens": outcome.tokens,
+        "failed": outcome.num_failed,
+        "truncated": outcome.num_truncated,
+        "tokens": outcome.num_tokens,
         "notes": list(outcome.messages),
     }
 
 
-def _unreachable_threshold(threshold: float, found: Found) -> str:
+def _unreachable_threshold(threshold: float, found: Outcomes) -> str:
     """A note where scores are positive but none reaches the threshold, as with a reward whose maximum lies below it; else ""."""
     scores = [
         s.score for outcome in found.values() for problem in outcome.problems for s in problem if s.score is not None
@@ -314,15 +325,21 @@ def _unreachable_threshold(threshold: float, found: Found) -> str:
     if not 0 < highest < threshold:
         return ""
     return (
-        f"pass@k counts scores of at least {number(threshold)}, and the highest score was {number(highest)}: if the reward "
+        f"pass@k counts scores of at least {format_number(threshold)}, and the highest score was {format_number(highest)}: if the reward "
         "cannot give more, pass@k is always 0. Set --threshold to the lowest score that counts as correct"
     )
 
 
-def _difference(first: str, other: str, samples: int, threshold: float, found: Found) -> dict[str, Any]:
+def _difference(first: str, other: str, samples: int, threshold: float, found: Outcomes) -> dict[str, Any]:
     a, b = found[first], found[other]
-    passes = {str(k): _plain(paired_difference(a.passes(k, threshold), b.passes(k, threshold))) for k in _ks(samples)}
-    mean, majority = paired_difference(a.means, b.means), paired_difference(a.majorities, b.majorities)
+    passes = {
+        str(k): _plain(paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold)))
+        for k in _ks(samples)
+    }
+    mean, majority = (
+        paired_difference(a.mean_per_problem, b.mean_per_problem),
+        paired_difference(a.majority_per_problem, b.majority_per_problem),
+    )
     return {"model": first, "less": other, "mean": _plain(mean), "pass": passes, "majority": _plain(majority)}
 
 
@@ -334,7 +351,7 @@ def _ks(samples: int) -> list[int]:
     return [k for k in _KS if k < samples] + [samples]
 
 
-def print_table(told: Mapping[str, Any], found: Found, show: int, *, as_json: bool) -> None:
+def print_table(told: Mapping[str, Any], found: Outcomes, show: int, *, as_json: bool) -> None:
     """The report on standard output, and what went wrong with rewards on standard error."""
     if as_json:
         print(json.dumps(told, ensure_ascii=False))
@@ -342,7 +359,7 @@ def print_table(told: Mapping[str, Any], found: Found, show: int, *, as_json: bo
     rows = told.get("models", [told])
     first = rows[0]
     names = ", ".join(row["model"] for row in rows)
-    data = first["held_out"] or first["task"]
+    data = first["eval/reward"] or first["task"]
     print(f"{names} on {data}: {first['problems']} problems × {first['samples']} samples\n")
     if len(rows) == 1:
         _print_one(first, found[first["model"]], show)
@@ -361,10 +378,10 @@ def _print_one(row: Mapping[str, Any], outcome: EvaluationResult, show: int) -> 
     if show > 0:
         print()
     for problem in outcome.problems[: max(0, show)]:
-        print(f"  {number(problem[0].score):>5}  {one_line(problem[0].text, 70)}")
+        print(f"  {format_number(problem[0].score):>5}  {to_one_line(problem[0].text, 70)}")
 
 
-def _print_several(told: Mapping[str, Any], found: Found, show: int) -> None:
+def _print_several(told: Mapping[str, Any], found: Outcomes, show: int) -> None:
     rows, differences = told["models"], told["differences"]
     k, ks = rows[0]["samples"], list(rows[0]["pass"])
     lines = [["", f"mean@{k}", *(f"pass@{each}" for each in ks), f"maj@{k}"]]
@@ -388,7 +405,7 @@ def _print_several(told: Mapping[str, Any], found: Found, show: int) -> None:
     for i in range(max(0, show)):
         for model, outcome in found.items():
             for sample in outcome.problems[i][:1] if i < len(outcome.problems) else ():
-                print(f"  {number(sample.score):>5}  {one_line(model, 24)}: {one_line(sample.text, 60)}")
+                print(f"  {format_number(sample.score):>5}  {to_one_line(model, 24)}: {to_one_line(sample.text, 60)}")
 
 
 def _print_columns(lines: list[list[str]]) -> None:
@@ -406,25 +423,25 @@ def _lost(row: Mapping[str, Any]) -> str:
     return f"cut off by the budget {row['truncated']}, without a reward {row['failed']}, of {total} completions"
 
 
-def writable_folder(output: str) -> Path:
+def make_output_folder(output: str) -> Path:
     """The folder, made now so that it is said before the work and not after it. Raises ConfigError for one with files in it."""
     folder = Path(output)
-    with writing(folder, folder):
+    with convert_write_errors(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty: choose another --output")
     return folder
 
 
-def save(folder: Path, told: Mapping[str, Any], found: Found) -> None:
+def save_results(folder: Path, told: Mapping[str, Any], found: Outcomes) -> None:
     """The report, and one JSON line for every completion: model, problem, prompt, what it was worth by which reward.
 
     Raises:
         RunError: what cannot be written.
     """
-    with writing(folder / REPORT, folder):
-        (folder / REPORT).write_text(json.dumps(told, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        with (folder / SAMPLES).open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with convert_write_errors(folder / REPORT_FILE, folder):
+        (folder / REPORT_FILE).write_text(json.dumps(told, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        with (folder / SAMPLES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
             for model, outcome in found.items():
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(model, outcome))
 

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import tyro
 
-from policygrad.commands.render import paragraphs
+from policygrad.commands.render import wrap_paragraphs
 from policygrad.errors import ConfigError
-from policygrad.models.loading import check_repo, push
-from policygrad.models.lora_config import holds_model
-from policygrad.training.config.run import optional
+from policygrad.models.loading import check_hub_repo, push_to_hub
+from policygrad.models.lora_config import is_model_folder
+from policygrad.training.config.run import optional_arg
 
 HELP = (
     "Write the adapter that a run with --learner.lora trained into the weights of the model that it adapts: a folder that loads "
@@ -36,15 +36,15 @@ class ExportOptions:
     """A run's folder, or an adapter's; with --format gguf any model's."""
     merge: bool = False
     """Merge, which makes a whole model of a small file."""
-    format: Annotated[str | None, optional("gguf", "a folder, as transformers reads it")] = None
+    format: Annotated[str | None, optional_arg("gguf", "a folder, as transformers reads it")] = None
     """gguf = one file with weights, tokenizer and chat template, an adapter merged."""
-    push: Annotated[str | None, optional("OWNER/NAME", "nowhere")] = None
+    push: Annotated[str | None, optional_arg("OWNER/NAME", "nowhere")] = None
     """Put the model on the hub, in a repository that only its owner sees where it is new."""
     public: bool = False
     """With --push: a new repository is for everybody."""
-    output: Annotated[str | None, optional("FOLDER|FILE", "RUN/merged, or RUN/model.gguf")] = None
+    output: Annotated[str | None, optional_arg("FOLDER|FILE", "RUN/merged, or RUN/model.gguf")] = None
     """The new folder, or with --format gguf the file."""
-    dtype: Annotated[str | None, optional("fp32|bf16", "what the run computed in")] = None
+    dtype: Annotated[str | None, optional_arg("fp32|bf16", "what the run computed in")] = None
     """Of the merged weights, which are added up in float32, or of the file's."""
     trust_remote_code: bool = False
     """Let Python code in the model's folder or repository run."""
@@ -74,10 +74,12 @@ class ExportOptions:
 def export(args: list[str]) -> int:
     """`policygrad export RUN [--merge [--output DIR]] [--push OWNER/NAME]`, or `… --format gguf [--output FILE]`."""
     config = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(ExportOptions, args=args, prog="policygrad export", description=paragraphs(*HELP), config=config)
+    options = tyro.cli(
+        ExportOptions, args=args, prog="policygrad export", description=wrap_paragraphs(*HELP), config=config
+    )
     folder = Path(options.run)
     trained, files = folder / "model", ("run.toml", "sft.toml", "reward-model.toml")
-    stopped = not holds_model(trained) and any((folder / name).is_file() for name in files)
+    stopped = not is_model_folder(trained) and any((folder / name).is_file() for name in files)
     plain = not (options.merge or options.format) and options.push is None
     if stopped and plain:
         print(_stopped(options))
@@ -96,17 +98,17 @@ def export(args: list[str]) -> int:
         print(_gguf(options))
         return 0
     if options.push is not None:
-        check_repo(options.push)  # before the work, not after it
-    written = _merged(options) if options.merge else trained if holds_model(trained) else folder
+        check_hub_repo(options.push)  # before the work, not after it
+    written = _merged(options) if options.merge else trained if is_model_folder(trained) else folder
     if options.push is None:
         print(written)
         return 0
-    if not holds_model(written):
+    if not is_model_folder(written):
         raise ConfigError(
             f"{folder} holds no run and no model: give a folder that --output of train, sft or reward-model named"
         )
     print("pushing", file=sys.stderr)
-    print(push(written, options.push, options.public))
+    print(push_to_hub(written, options.push, options.public))
     return 0
 
 

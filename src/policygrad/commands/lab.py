@@ -18,42 +18,42 @@ import tyro
 
 from policygrad.algorithms import ALGORITHMS
 from policygrad.commands import render as words
-from policygrad.commands.options import gathered, writable, write
-from policygrad.commands.render import HEAD, NAME, QUIET, Line, about_command
+from policygrad.commands.options import check_writable, merge_repeated_flags, write_text_file
+from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, describe_command
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.updates import FirstOrder
+from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.lab.control.train import Settings, preset, with_gamma
-from policygrad.trackers import RunInfo, Tracker, Trackers
-from policygrad.training.config.run import check_seed, optional
-from policygrad.training.config.run_name import composed
-from policygrad.training.config.serialization import check_place, find_algorithm, part_class, read_part
+from policygrad.lab.control.train import Settings, find_preset, with_gamma
+from policygrad.trackers import CompositeTracker, RunInfo, Tracker
+from policygrad.training.config.run import check_seed, optional_arg
+from policygrad.training.config.run_name import name_run
+from policygrad.training.config.serialization import check_part_field, load_algorithm, load_part_class, parse_part
 
 if TYPE_CHECKING:
-    from policygrad.lab.control.train import FreshEpisodes, Update
-    from policygrad.lab.measurement import Figures, Measured
+    from policygrad.lab.control.train import EvalEpisodes, Update
+    from policygrad.lab.measurement import Figures, Measurement
     from policygrad.lab.report import LabReport
 
 
 # What `policygrad lab` measures beside the named algorithms: algorithms and parts of one's own.
 
-FIELDS = ("gate", "psi", "ratio", "aggregate", "terms", "shaping", "filters", "corrections")
+PART_FIELDS = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
 """Where a part is measured: what makes one gradient."""
 
 
-def named(names: Sequence[str]) -> dict[str, Algorithm]:
+def select_algorithms(names: Sequence[str]) -> dict[str, Algorithm]:
     """By the name that each goes by; one's own under what it is composed of, numbered by its words where two are alike."""
     found: dict[str, Algorithm] = {}
     for name in names:
-        a = find_algorithm(name)
-        label = composed(a).name
+        a = load_algorithm(name)
+        label = name_run(a).name
         found[name if label in found else label] = a
     return found
 
 
 @dataclass(frozen=True)
-class Trial:
+class PartTrial:
     """A part, or a chain of parts, in an algorithm."""
 
     label: str
@@ -61,7 +61,7 @@ class Trial:
     algorithm: Algorithm
     base: str
     """The name of the algorithm that it was put into."""
-    place: str
+    field: str
     """The field that holds it."""
     replaced: tuple[str, ...]
     """The parts that stood there."""
@@ -70,10 +70,10 @@ class Trial:
     def sentence(self) -> str:
         """Which algorithm it is in, and in the place of what."""
         instead = f"in place of {' and '.join(self.replaced)}" if self.replaced else "where there was none"
-        return f"{self.label} is {self.base} with {self.place} = {self.label}, {instead}"
+        return f"{self.label} is {self.base} with {self.field} = {self.label}, {instead}"
 
 
-def with_part(base: Algorithm, spec: str) -> Trial:
+def insert_part(base: Algorithm, spec: str) -> PartTrial:
     """Put a part, `mine:Gate(width=0.3)`, or a chain of them, `psi=GroupMean,mine:Asym`, into an algorithm.
 
     Raises:
@@ -82,14 +82,14 @@ def with_part(base: Algorithm, spec: str) -> Trial:
     place, items = _parsed(spec)
     path = ",".join(name for name, _ in items)
     dotted = f"algorithm.{place or 'gate'}" if ":" in path else "part"
-    kinds = [part_class(name, "command line", dotted) for name, _ in items]
+    kinds = [load_part_class(name, "command line", dotted) for name, _ in items]
     place = place or _field(kinds[0])
     if not place:
         raise ConfigError(
             f"--part {spec}: {kinds[0].__name__} is no gate (weight and value) and no advantage (it is not called): name "
             f"its field, FIELD={path}"
         )
-    if place not in FIELDS:
+    if place not in PART_FIELDS:
         raise ConfigError(
             f"--part {spec}: no field {place!r} takes a part here: psi, ratio, gate, aggregate, terms, shaping, …"
         )
@@ -100,12 +100,12 @@ def with_part(base: Algorithm, spec: str) -> Trial:
             f"--part {spec}: {place} holds one part, not {len(kinds)}; several rows are --part A --part B"
         )
     for kind in kinds:
-        check_place(kind, "command line", f"algorithm.{place}")
+        check_part_field(kind, "command line", f"algorithm.{place}")
     parts, labels = list[Any](), list[str]()
     for kind, (name, source) in zip(kinds, items, strict=True):
         settings = _settings(kind, source, spec)
         taken = {k: "none" if v is None else list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        parts.append(read_part(None, {"part": name, **taken}, f"--part {spec}", f"algorithm.{place}"))
+        parts.append(parse_part(None, {"part": name, **taken}, f"--part {spec}", f"algorithm.{place}"))
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         labels.append(f"{kind.__name__}({given})" if given else kind.__name__)
     changes: dict[str, Any] = {place: tuple(parts) if several else parts[0]}
@@ -113,7 +113,7 @@ def with_part(base: Algorithm, spec: str) -> Trial:
         changes["ratio"] = None
     label = "+".join(labels)
     replaced = tuple(type(part).__name__ for part in (before if several else (before,)) if part is not None)
-    return Trial(label, replace(base, name=label, **changes), composed(base).name, place, replaced)
+    return PartTrial(label, replace(base, name=label, **changes), name_run(base).name, place, replaced)
 
 
 def _parsed(spec: str) -> tuple[str, list[tuple[str, str]]]:
@@ -170,26 +170,26 @@ def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
 
 def _field(kind: type) -> str:
     """The field that a class goes into by its role; of one without a role by what it has, "" where that says nothing."""
-    for place in FIELDS:
+    for place in PART_FIELDS:
         if issubclass(kind, ROLES[place].bases):
             return place
     called = any("__call__" in base.__dict__ for base in kind.__mro__)
-    return "gate" if callable(getattr(kind, "weight", None)) else "psi" if called else ""
+    return "gate" if callable(getattr(kind, "weight", None)) else "advantage" if called else ""
 
 
-def tried(trial: Trial, spec: str, size: int) -> None:
+def try_part(trial: PartTrial, spec: str, size: int) -> None:
     """Measures it in a world of seven completions, so that a part that fails is named with its line, before the work.
 
     Raises:
         ConfigError: what the part raised that is no refusal in words.
     """
-    from policygrad.lab.estimators import all_steps
-    from policygrad.lab.measurement import measure
+    from policygrad.lab.estimators import enumerate_steps
+    from policygrad.lab.measurement import measure_algorithm
     from policygrad.lab.worlds import one_prompt
 
     own, setting = trial.algorithm, one_prompt(2)
     try:
-        measure(own, replace(setting, old=setting.theta), all_steps(setting, min(size, 4)))
+        measure_algorithm(own, replace(setting, old=setting.theta), enumerate_steps(setting, min(size, 4)))
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)
         kinds = [type(part) for _, part in own.parts()]
@@ -219,21 +219,21 @@ DETAIL = (
 class LabOptions:
     """Measures gradient estimators exactly, on problems small enough to enumerate."""
 
-    algorithm: Annotated[tuple[str, ...], optional("NAME", "all of them")] = ()
+    algorithm: Annotated[tuple[str, ...], optional_arg("NAME", "all of them")] = ()
     """Which algorithms; several are allowed, your own too: mine.py:NAME, mine:NAME."""
-    part: Annotated[tuple[str, ...], optional("[FIELD=]PART[,PART]", "none")] = ()
+    part: Annotated[tuple[str, ...], optional_arg("[FIELD=]PART[,PART]", "none")] = ()
     """A part, or a chain of them, psi=GroupMean,mine:Asym, measured in `base` and compared with it.
     Yours, mine:MyGate or mine.py:MyGate, or ours; with settings, 'mine:MyGate(eps=1)'. Several are allowed, each measured alone."""
     base: str = "dr_grpo"
     """The algorithm that a part is put into."""
     all: bool = False
-    """With `part`: measure all algorithms and run all experiments beside it, as without one."""
+    """With `slice_box`: measure all algorithms and run all experiments beside it, as without one."""
     group_size: int = 4
     """G, completions per group."""
     kl: float = 0.05
     """Nats a completion between the policy that sampled and the one that learns, off-policy."""
     experiment: Annotated[
-        tuple[str, ...], optional("NAME", "all of them, with a part none; none = only the table")
+        tuple[str, ...], optional_arg("NAME", "all of them, with a part none; none = only the table")
     ] = ()
     """Which experiments; several are allowed."""
     list_experiments: bool = False
@@ -242,7 +242,7 @@ class LabOptions:
     """Of the worlds and of what is sampled."""
     json: bool = False
     """Print one JSON object with everything in place of the table."""
-    output: Annotated[Path | None, optional("FILE.html", "a table in the terminal")] = None
+    output: Annotated[Path | None, optional_arg("FILE.html", "a table in the terminal")] = None
     """Write one page with interactive plots that needs no network."""
 
     def __post_init__(self) -> None:
@@ -265,42 +265,42 @@ def lab(args: list[str]) -> int:
     """`policygrad lab`, and `policygrad lab control`."""
     if args[:1] == ["control"]:
         return control(args[1:])
-    args = gathered(args, "--algorithm", "--part", "--experiment")
+    args = merge_repeated_flags(args, "--algorithm", "--part", "--experiment")
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
     if options.list_experiments:
-        words.emit(_experiments(shutil.get_terminal_size((100, 24)).columns))
+        words.print_lines(_experiments(shutil.get_terminal_size((100, 24)).columns))
         return 0
     if options.output is not None:
-        writable(options.output, "--output")
+        check_writable(options.output, "--output")
     alone = bool(options.part) and not options.all
-    chosen = named(options.algorithm) if options.algorithm or alone else _all(options.group_size)
-    trials = dict[str, Trial]()
+    chosen = select_algorithms(options.algorithm) if options.algorithm or alone else _all(options.group_size)
+    trials = dict[str, PartTrial]()
     for spec in options.part:
-        trial = with_part(find_algorithm(options.base), spec)
-        tried(trial, spec, options.group_size)
+        trial = insert_part(load_algorithm(options.base), spec)
+        try_part(trial, spec, options.group_size)
         trials[spec if trial.label in {*chosen, *trials, *ALGORITHMS} else trial.label] = trial
     base = ""
     if trials:
-        ((base, algorithm),) = named([options.base]).items()
+        ((base, algorithm),) = select_algorithms([options.base]).items()
         base = next((name for name, row in chosen.items() if row == algorithm), base)
         chosen = {**chosen, base: algorithm, **{name: trial.algorithm for name, trial in trials.items()}}
-    from policygrad.lab.report import report
+    from policygrad.lab.report import build_lab_report
 
     names = () if options.experiment == ("none",) or (alone and not options.experiment) else options.experiment or None
-    found = report(chosen, options.group_size, options.kl, options.seed, names)
+    found = build_lab_report(chosen, options.group_size, options.kl, options.seed, names)
     found = replace(found, parts=tuple(trial.sentence for trial in trials.values()))
     if options.output is not None:
-        write(options.output, html(found, chosen), "--output")
+        write_text_file(options.output, render_lab_page(found, chosen), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(found.to_dict(), ensure_ascii=False))
     elif options.output is None:
         pairs = [((base, chosen[base]), (name, trial.algorithm)) for name, trial in trials.items()]
-        words.emit(page(found, shutil.get_terminal_size((100, 24)).columns, pairs, brief=alone))
+        words.print_lines(format_lab_report(found, shutil.get_terminal_size((100, 24)).columns, pairs, brief=alone))
     return 0
 
 
-def _experiments(width: int) -> list[Line]:
+def _experiments(width: int) -> list[StyledLine]:
     """Each experiment's name, and what it measures."""
     from policygrad.lab.report import EXPERIMENTS
 
@@ -308,7 +308,7 @@ def _experiments(width: int) -> list[Line]:
     return [
         line
         for name, experiment in EXPERIMENTS.items()
-        for line in words.wrapped(
+        for line in words.wrap_styled(
             ((name.ljust(longest + 2), NAME),), (inspect.getdoc(experiment) or "").split("\n\n")[0], width
         )
     ]
@@ -317,26 +317,26 @@ def _experiments(width: int) -> list[Line]:
 def _all(group_size: int) -> dict[str, Algorithm]:
     """Every row; one that needs a larger group, or has no step here, is left out, which is said. Groups of one are refused, as
     most rows are."""
-    from policygrad.lab.setting import measurable, unmeasurable
+    from policygrad.lab.setting import supported_algorithms, unsupported_reason
 
     for row in ALGORITHMS.values():
-        if why := unmeasurable(row, group_size):
+        if why := unsupported_reason(row, group_size):
             print(f"{row.name} is left out: {why}", file=sys.stderr)
-    return measurable(ALGORITHMS, group_size)
+    return supported_algorithms(ALGORITHMS, group_size)
 
 
-def html(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
+def render_lab_page(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
     """The report as one page."""
-    from policygrad.lab.page import page
+    from policygrad.lab.page import render_lab_page
 
-    return page(found, algorithms, {name: _parts(a) for name, a in algorithms.items()})
+    return render_lab_page(found, algorithms, {name: _parts(a) for name, a in algorithms.items()})
 
 
 def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:
     """A row of the matrix, its last columns in one."""
-    row = words.matrix_row(a, changed=True)
+    row = words.build_matrix_row(a, changed=True)
     del row["also"]
-    step = () if a.step == FirstOrder() else (words.part_name(a.step, changed=True),)
+    step = () if a.update_rule == GradientSteps() else (words.format_part(a.update_rule, changed=True),)
     return row | {"and more": row.pop("shaping") + row.pop("filters") + step}
 
 
@@ -344,34 +344,36 @@ Row = tuple[str, Algorithm]
 """The name of a row, and what it measures."""
 
 
-def page(found: LabReport, width: int, pairs: Sequence[tuple[Row, Row]] = (), brief: bool = False) -> list[Line]:
+def format_lab_report(
+    found: LabReport, width: int, pairs: Sequence[tuple[Row, Row]] = (), brief: bool = False
+) -> list[StyledLine]:
     """The table and the findings.
 
     pairs: (base, the same with a part in it), whose differences are listed. brief: without the table by difficulty and length.
     """
     text = max(40, min(width, 110))
-    lines: list[Line] = [((f"Gradient estimators, groups of {found.group_size}", HEAD),)]
-    lines += words.wrapped((("  ", ""),), found.world + ".", text, QUIET)
+    lines: list[StyledLine] = [((f"Gradient estimators, groups of {found.group_size}", HEAD),)]
+    lines += words.wrap_styled((("  ", ""),), found.world + ".", text, QUIET)
     for sentence in found.parts:
-        lines += words.wrapped((("  ", ""),), sentence + " (--base NAME takes another algorithm).", text)
-    lines += [(), *_table(found, width), *words.wrapped((("  ", ""),), LEGEND, text, QUIET)]
+        lines += words.wrap_styled((("  ", ""),), sentence + " (--base NAME takes another algorithm).", text)
+    lines += [(), *_table(found, width), *words.wrap_styled((("  ", ""),), LEGEND, text, QUIET)]
     for base, own in pairs:
         lines += [(), *_differences(found, base, own, text)]
     if not brief:
         lines += [(), (("By difficulty and length, on-policy", HEAD),), *_detail(found, width)]
     if pairs or not brief:
-        lines += words.wrapped((("  ", ""),), DETAIL, text, QUIET)
+        lines += words.wrap_styled((("  ", ""),), DETAIL, text, QUIET)
     if found.findings:
         lines += [(), (("Findings", HEAD),)]
     for finding in found.findings:
         mark = "✓ " if finding.holds else "✗ "
-        lines += [(), *words.wrapped(((mark, HEAD),), finding.claim, text, NAME)]
+        lines += [(), *words.wrap_styled(((mark, HEAD),), finding.claim, text, NAME)]
         error = "" if finding.error is None else f" (standard error {finding.error:.2g})"
-        lines += words.wrapped((("  ", ""),), finding.sentence + error, text)
+        lines += words.wrap_styled((("  ", ""),), finding.sentence + error, text)
     return lines
 
 
-def _table(found: LabReport, width: int) -> list[Line]:
+def _table(found: LabReport, width: int) -> list[StyledLine]:
     """On- and off-policy side by side where there is room, else one after the other."""
     name = max(len(on.name) for on, _ in found.rows) + 2
     heads = ("on-policy", f"off-policy, {found.kl:g} nats away")
@@ -382,7 +384,7 @@ def _table(found: LabReport, width: int) -> list[Line]:
     block = cell * len(COLUMNS) + 1
     names = [on.name for on, _ in found.rows]
     groups = [(0, 1)] if width >= name + 2 * block + 2 else [(0,), (1,)]
-    lines: list[Line] = []
+    lines: list[StyledLine] = []
     for group in groups:
         lines.append(((" " * name + "  ".join(heads[i].center(block) for i in group), HEAD),))
         lines.append(((" " * name + "   ".join(_row(COLUMNS, cell) for _ in group), HEAD),))
@@ -391,13 +393,13 @@ def _table(found: LabReport, width: int) -> list[Line]:
             lines.append(((label.ljust(name), NAME), (cells, "")))
         lines.append(())
     if not all(m.exact for pair in found.rows for m in pair):
-        lines += words.wrapped(
+        lines += words.wrap_styled(
             (("  ", ""),), f"~ sampled: {_sampled(found)} steps; standard errors are in the JSON.", 100, QUIET
         )
     return lines
 
 
-def _detail(found: LabReport, width: int) -> list[Line]:
+def _detail(found: LabReport, width: int) -> list[StyledLine]:
     """On-policy: how long E g is along ∇J on each prompt, and what a token's ∇log π is multiplied by, by length."""
     first = found.rows[0][0]
     ps = [f"p={row['p']:.2f}" for row in first.difficulty]
@@ -405,7 +407,7 @@ def _detail(found: LabReport, width: int) -> list[Line]:
     name = max(len(on.name) for on, _ in found.rows) + 2
     heads = [*ps, *(f"{key} {n:g}" for key, n in lengths)]
     room = max(1, (width - name) // 9)
-    lines = list[Line]()
+    lines = list[StyledLine]()
     for part in (slice(start, start + room) for start in range(0, len(heads), room)):
         lines.append(((" " * name + _row(heads[part], 9), HEAD),))
         for on, _ in found.rows:
@@ -419,10 +421,10 @@ _KEPT = "\u00a0"
 """A space that no line is broken at."""
 
 
-def _differences(found: LabReport, base: Row, own: Row, width: int) -> list[Line]:
+def _differences(found: LabReport, base: Row, own: Row, width: int) -> list[StyledLine]:
     """Where a part makes an algorithm another: in the equation, and in each figure that reads otherwise."""
     (before, old), (after, new) = base, own
-    lines: list[Line] = [((f"Where {after} differs from {before}", HEAD),)]
+    lines: list[StyledLine] = [((f"Where {after} differs from {before}", HEAD),)]
     symbols = dict.fromkeys([*old.equation(), *new.equation()])
     told = [(name, old.equation().get(name, "–"), new.equation().get(name, "–")) for name in symbols]
     rows = {on.name: (on, off) for on, off in found.rows}
@@ -431,16 +433,16 @@ def _differences(found: LabReport, base: Row, own: Row, width: int) -> list[Line
     ]
     for name, was, now in told:
         if was != now:
-            lines += words.wrapped(((f"  {name:<11}", NAME),), f"{was}  →  {now}", width)
+            lines += words.wrap_styled(((f"  {name:<11}", NAME),), f"{was}  →  {now}", width)
     for side, was_of, now_of in sides:
         changed = [f"{k} {was_of.get(k, '–')} → {v}" for k, v in now_of.items() if v != was_of.get(k)]
         text = ", ".join(item.replace(" ", _KEPT) for item in changed) or "nowhere, in the decimals shown"
-        for line in words.wrapped(((f"  {side:<11}", NAME),), text, width):
+        for line in words.wrap_styled(((f"  {side:<11}", NAME),), text, width):
             lines.append(tuple((piece.replace(_KEPT, " "), style) for piece, style in line))
     return lines
 
 
-def _told(m: Measured) -> dict[str, str]:
+def _told(m: Measurement) -> dict[str, str]:
     """Each figure by its column, as it is shown."""
     by_length = {f"{key} {row['length']:g}": row[key] for key in ("right", "wrong") for row in m.length if key in row}
     details = {f"p={row['p']:.2f}": row["scale"] for row in m.difficulty} | by_length
@@ -490,17 +492,17 @@ class ControlOptions:
     """Environment steps, of all environments together."""
     seed: int = 0
     """Of weights, actions and environments: the same seed, the same run."""
-    num_envs: Annotated[int | None, optional("N", "the algorithm's own: 8")] = None
+    num_envs: Annotated[int | None, optional_arg("N", "the algorithm's own: 8")] = None
     """Environments stepped together."""
-    rollout: Annotated[int | None, optional("STEPS", "the algorithm's own")] = None
+    rollout: Annotated[int | None, optional_arg("STEPS", "the algorithm's own")] = None
     """Steps of each environment per rollout."""
-    lr: Annotated[float | None, optional("RATE", "the algorithm's own")] = None
+    lr: Annotated[float | None, optional_arg("RATE", "the algorithm's own")] = None
     """The policy's learning rate to begin with; it falls to 0 along a line."""
-    gamma: Annotated[float | None, optional("GAMMA", "the algorithm's own: 0.99")] = None
+    gamma: Annotated[float | None, optional_arg("GAMMA", "the algorithm's own: 0.99")] = None
     """The discount γ of advantages and of the critic's targets."""
     normalise: bool = False
     """Normalise observations by the mean and standard deviation of what was seen so far."""
-    max_episode_steps: Annotated[int | None, optional("STEPS", "the environment's own")] = None
+    max_episode_steps: Annotated[int | None, optional_arg("STEPS", "the environment's own")] = None
     """Another time limit."""
     episodes: int = 100
     """Fresh episodes of the final evaluation."""
@@ -508,7 +510,7 @@ class ControlOptions:
     """Evaluate the most probable actions; without it, actions drawn from the policy."""
     json: bool = False
     """Print one JSON object instead of lines: settings, training curve and evaluation."""
-    output: Annotated[Path | None, optional("FILE", "not written")] = None
+    output: Annotated[Path | None, optional_arg("FILE", "not written")] = None
     """Write that object to a file."""
 
     def __post_init__(self) -> None:
@@ -525,25 +527,27 @@ def control(args: list[str]) -> int:
         ControlOptions,
         args=args,
         prog="policygrad lab control",
-        description=about_command(ControlOptions),
+        description=describe_command(ControlOptions),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    algorithm, settings = chosen(options)
+    algorithm, settings = resolve_control(options)
     if options.output is not None:
-        writable(options.output, "--output")
+        check_writable(options.output, "--output")
     from policygrad.lab.control.environments import GymEnvironments
-    from policygrad.lab.control.train import evaluate, train
+    from policygrad.lab.control.train import evaluate_control, train_control
 
     environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
     title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
-    with Trackers([] if options.json else [ControlLines()]) as trackers:
+    with CompositeTracker([] if options.json else [ControlLines()]) as trackers:
         trackers.start(
-            RunInfo(title, algorithm.equation(), options.steps, unit="environment step", config=asdict(settings))
+            RunInfo(title, algorithm.equation(), options.steps, step_unit="environment step", config=asdict(settings))
         )
-        watch = lambda update: trackers.log(update.steps, measured(update))  # noqa: E731
-        trained = train(environments, algorithm, settings, steps=options.steps, seed=options.seed, watch=watch)
+        watch = lambda update: trackers.log(update.steps, update_metrics(update))  # noqa: E731
+        trained = train_control(environments, algorithm, settings, steps=options.steps, seed=options.seed, watch=watch)
         fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
-        found = evaluate(trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy)
+        found = evaluate_control(
+            trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy
+        )
         trackers.finish({f"mean return of {len(found.returns)} fresh episodes": _evaluated(found)})
     record: dict[str, Any] = {
         "env": options.env,
@@ -558,19 +562,19 @@ def control(args: list[str]) -> int:
     if options.json:
         print(json.dumps(record, ensure_ascii=False))
     if options.output is not None:
-        write(options.output, json.dumps(record, ensure_ascii=False) + "\n", "--output")
+        write_text_file(options.output, json.dumps(record, ensure_ascii=False) + "\n", "--output")
     return 0
 
 
-def chosen(options: ControlOptions) -> tuple[Algorithm, Settings]:
+def resolve_control(options: ControlOptions) -> tuple[Algorithm, Settings]:
     """The algorithm's preset with what the options change.
 
     Raises:
         ConfigError: a learning rate where none is used; an algorithm that is not one of those here; a γ where nothing discounts.
     """
-    found = preset(options.algorithm)
+    found = find_preset(options.algorithm)
     algorithm, settings = found.algorithm, found.settings
-    if options.lr is not None and not algorithm.step.uses_lr:
+    if options.lr is not None and not algorithm.update_rule.uses_lr:
         raise ConfigError(
             f"--lr: {algorithm.name} sets its step's length by a KL, not by a learning rate: leave it out"
         )
@@ -579,7 +583,7 @@ def chosen(options: ControlOptions) -> tuple[Algorithm, Settings]:
     return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
 
 
-def measured(u: Update) -> dict[str, float]:
+def update_metrics(u: Update) -> dict[str, float]:
     """An update as metrics, for trackers."""
     values = {
         "return": u.mean_return,
@@ -619,7 +623,7 @@ class ControlLines(Tracker):
             print(f"{name}: {value}", flush=True)
 
 
-def _evaluated(found: FreshEpisodes) -> str:
+def _evaluated(found: EvalEpisodes) -> str:
     error = "" if found.error is None else f" ± {found.error:.2f} (standard error)"
     policy = "the most probable actions" if found.greedy else "actions drawn from the policy"
     return f"{found.mean:.2f}{error}, {policy}"

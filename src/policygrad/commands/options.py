@@ -14,44 +14,44 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.render import summary
+from policygrad.commands.render import summarise_docstring
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.base import Additive, Part
+from policygrad.core.base import ObjectiveTerm, Part
 from policygrad.errors import ConfigError, RunError
-from policygrad.models.loading import FLAG
-from policygrad.training.config.run import Draft, optional
+from policygrad.models.loading import TRUST_FLAG
+from policygrad.training.config.run import UncheckedRun, optional_arg
 from policygrad.training.config.serialization import from_dict
-from policygrad.training.config.supervised import Supervised
-from policygrad.training.interrupts import seconds
+from policygrad.training.config.supervised import SupervisedConfig
+from policygrad.training.interrupts import parse_duration
 from policygrad.training.run_folder import check_no_run_file
 
 SWITCHES = (
     "--dry-run",
     "--overwrite",
     "--plain",
-    FLAG,
+    TRUST_FLAG,
     "--learner.gradient-checkpointing",
     "--learner.routing-replay",
 )
 """Flags that take no value."""
 _NUMBERS = ("name", "samples_per_prompt")
-_NO_PARTS = (*_NUMBERS, "behaviour")  # which is chosen as parts are, by a word
+_NO_PARTS = (*_NUMBERS, "old_policy")  # which is chosen as parts are, by a word
 _OWN = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
-REGISTRY = tyro.constructors.ConstructorRegistry()
+TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 @dataclass(frozen=True)
 class CommandOptions:
     """Options of the command that are not part of the run itself."""
 
-    config: Annotated[str | None, optional("FILE", "none")] = None
+    config: Annotated[str | None, optional_arg("FILE", "none")] = None
     """A TOML file of options, such as the one in a run's folder; flags given here win over it."""
-    resume: Annotated[str | None, optional("RUN", "none")] = None
+    resume: Annotated[str | None, optional_arg("RUN", "none")] = None
     """Go on with the run in this folder, from its newest intact checkpoint; with another --output in a copy there."""
-    stop_after: Annotated[int | None, optional("INT", "none")] = None
+    stop_after: Annotated[int | None, optional_arg("INT", "none")] = None
     """Stop, resumably, after so many steps."""
-    stop_before: Annotated[str | None, optional("TIME", "none")] = None
+    time_limit: Annotated[str | None, optional_arg("TIME", "none")] = None
     """Be stopped, resumably, before so much time has passed, such as 23h50m of a cluster's 24 hours."""
     overwrite: bool = False
     """Begin anew where --output names the folder of a run that has ended, which is deleted once the new one begins."""
@@ -65,11 +65,11 @@ class CommandOptions:
             raise ConfigError("--resume goes on with a run and --overwrite begins anew: leave one of them out")
         if self.stop_after is not None and self.stop_after < 1:
             raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
-        if self.stop_before is not None:
-            seconds(self.stop_before, "--stop-before")
+        if self.time_limit is not None:
+            parse_duration(self.time_limit, "--time-limit")
 
 
-def printed_flags(parse_help: Callable[[], object]) -> list[str]:
+def list_help_flags(parse_help: Callable[[], object]) -> list[str]:
     """Every flag that a command's help lists, for tab completion."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -78,7 +78,7 @@ def printed_flags(parse_help: Callable[[], object]) -> list[str]:
     return [flag for line in lines for flag in re.findall(r"(?:^|, )(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", line)]
 
 
-def writable(path: Path, option: str) -> None:
+def check_writable(path: Path, option: str) -> None:
     """Raises ConfigError where no file can be written, or a run would lose one: before the work and not after it."""
     try:
         check_no_run_file(path, option)
@@ -96,7 +96,7 @@ def writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option} {str(path)!r} is a name that no file system takes: take another name") from error
 
 
-def write(path: Path, text: str, option: str) -> None:
+def write_text_file(path: Path, text: str, option: str) -> None:
     """Raises RunError when the file cannot be written after all, on a full disk, say."""
     try:
         path.write_text(text, encoding="utf-8")
@@ -104,12 +104,12 @@ def write(path: Path, text: str, option: str) -> None:
         raise RunError(f"{option} {path} was not written: {error.strerror}; take another place") from error
 
 
-def without_leave(base: Draft | Supervised, args: list[str]) -> list[str]:
+def drop_trust_flag(base: UncheckedRun | SupervisedConfig, args: list[str]) -> list[str]:
     """The arguments without the flag that has given a file its leave: what is on already has no flag to turn it on."""
-    return [word for word in args if word != FLAG] if base.trust_remote_code else args
+    return [word for word in args if word != TRUST_FLAG] if base.trust_remote_code else args
 
 
-@REGISTRY.primitive_rule
+@TYRO_REGISTRY.primitive_rule
 def _choice(info: Any) -> Any:
     """Choices are named in the help, and the part itself refuses what is none of them: it knows the reason."""
     if get_origin(info.type) is not Literal:
@@ -123,7 +123,7 @@ def _choice(info: Any) -> Any:
     )
 
 
-def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
+def pop_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
     """(ALGORITHM, the other arguments): the first word, a known name or mine:NAME among later ones, or `--algorithm NAME`."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
@@ -144,10 +144,10 @@ def take_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
 def _of_rewards(before: list[str]) -> bool:
     """Whether a word after these is one more reward, or one more to allow: they too are files, any number of them."""
     flag = next((word for word in reversed(before) if word.startswith("--")), "")
-    return flag.partition("=")[0] in ("--reward", "--allow")
+    return flag.partition("=")[0] in ("--reward", "--allow-code")
 
 
-def gathered(args: list[str], *flags: str) -> list[str]:
+def merge_repeated_flags(args: list[str], *flags: str) -> list[str]:
     """The arguments with each of these flags once and all its values behind it: given again, it adds to what it had."""
     found: dict[str, list[str]] = {}
     rest: list[str] = []
@@ -184,11 +184,11 @@ def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]
         parts = [] if several and value == "none" else value.split(",")
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
-        base = from_dict({"algorithm": changes}, Draft(algorithm=base), "command line").algorithm
+        base = from_dict({"algorithm": changes}, UncheckedRun(algorithm=base), "command line").algorithm
     return base, rest
 
 
-def option_type(chosen: Algorithm) -> type:
+def build_option_type(chosen: Algorithm) -> type:
     """A dataclass of this algorithm's parts, so that every field of every part is an option with its own type and help."""
     columns: list[tuple[str, Any, Any]] = []
     for f in fields(Algorithm):
@@ -205,8 +205,8 @@ def option_type(chosen: Algorithm) -> type:
     return make_dataclass("Parts", columns, frozen=True)
 
 
-def part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
-    """The flags of `option_type`'s fields as the help lists them, without asking for it: completion has every algorithm's."""
+def list_part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
+    """The flags of `build_option_type`'s fields as the help lists them, without asking for it: completion has every algorithm's."""
     hints = get_type_hints(kind)
     for f in fields(kind):
         flag = f"{prefix}.{f.name.replace('_', '-')}"
@@ -214,15 +214,15 @@ def part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
             f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else None
         )
         if is_dataclass(default):
-            yield from part_flags(type(default), flag)
+            yield from list_part_flags(type(default), flag)
         elif not any(
             isinstance(k, type) and issubclass(k, Part) for k in get_args(hints[f.name])
         ):  # an open part is no flag
             yield flag if default is not True else f"{prefix}.no-{f.name.replace('_', '-')}"
 
 
-def from_options(chosen: Algorithm, options: Any) -> Algorithm:
-    """The algorithm with the fields that `option_type`'s instance holds."""
+def apply_options(chosen: Algorithm, options: Any) -> Algorithm:
+    """The algorithm with the fields that `build_option_type`'s instance holds."""
     changes: dict[str, Any] = {}
     for f in fields(options):
         there, new = getattr(chosen, f.name), getattr(options, f.name)
@@ -233,12 +233,12 @@ def from_options(chosen: Algorithm, options: Any) -> Algorithm:
     return replace(chosen, **changes)
 
 
-def open_budget(a: Algorithm, budget: int) -> Algorithm:
+def reopen_lengths(a: Algorithm, budget: int) -> Algorithm:
     """Lengths that a resolved configuration took from its budget are open again, so that they follow --max-tokens."""
 
     def reopened(part: Any) -> Any:
-        own = part.aggregate if isinstance(part, Additive) else None
-        part = part if own is None else replace(part, aggregate=reopened(own))
+        own = part.aggregation if isinstance(part, ObjectiveTerm) else None
+        part = part if own is None else replace(part, aggregation=reopened(own))
         return replace(part, length=None) if part.length == budget else part
 
     changes: dict[str, Any] = {}
@@ -249,7 +249,7 @@ def open_budget(a: Algorithm, budget: int) -> Algorithm:
 
 
 def _column(name: str, part: Any) -> tuple[str, Any, Any]:
-    text, source = summary(part)
+    text, source = summarise_docstring(part)
     help_ = f"{text} Source: {source}." if source else text
     return name, Annotated[type(part), tyro.conf.arg(help=help_)], field(default=part)
 
@@ -270,7 +270,7 @@ def _has_fields(value: Any) -> bool:
 # What is wrong with a command line before its options are read.
 
 
-def refuse_empty(args: Sequence[str], *flags: str) -> None:
+def reject_empty_values(args: Sequence[str], *flags: str) -> None:
     """Raises ConfigError for a flag of several values that has none: it would be taken for one that was not given."""
     for word, after in zip(args, [*args[1:], "-"], strict=False):
         flag, equals, value = word.partition("=")
@@ -278,10 +278,10 @@ def refuse_empty(args: Sequence[str], *flags: str) -> None:
             raise ConfigError(f"{flag} needs a value, or several: leave it away for the default")
 
 
-def refuse_cluster(args: Sequence[str], command: str, way_out: str) -> None:
+def reject_cluster_flags(args: Sequence[str], command: str, hint: str) -> None:
     """Raises ConfigError for `--cluster` and what belongs to it, which `policygrad train` alone has."""
     if odd := [word for word in args if word.partition("=")[0].partition(".")[0] == "--cluster"]:
         raise ConfigError(
             f"{odd[0].partition('=')[0]} is of `policygrad train`, whose work a Ray cluster can do; `policygrad {command}` "
-            f"{way_out}"
+            f"{hint}"
         )

@@ -11,15 +11,15 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT, PAPERS, About
+from policygrad.catalog import ABOUT, PAPERS, AlgorithmInfo
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config.run_name import Composed, composed
-from policygrad.utils.user_code import location
+from policygrad.training.config.run_name import RunName, name_run
+from policygrad.utils.user_code import find_definition
 
 # What a part's docstring says it does and where it is from.
 
 
-def summary(part: Any) -> tuple[str, str]:
+def summarise_docstring(part: Any) -> tuple[str, str]:
     """(what it does, its source): the first paragraph of its docstring, and what follows `Source:` anywhere in it."""
     doc = inspect.getdoc(part if isinstance(part, type) else type(part)) or ""
     paragraphs = [" ".join(p.split()) for p in doc.split("\n\n")]
@@ -28,38 +28,38 @@ def summary(part: Any) -> tuple[str, str]:
     return paragraphs[0].partition("Source:")[0].strip(), source
 
 
-def cited(part: Any) -> str:
+def find_source(part: Any) -> str:
     """Where a part is from: its docstring's source, or the file of one's own."""
     kind = part if isinstance(part, type) else type(part)
-    source = summary(kind)[1]
+    source = summarise_docstring(kind)[1]
     if source or kind.__module__.startswith("policygrad."):
         return source or "of this library"
-    return f"your own, {location(kind) or kind.__module__}"
+    return f"your own, {find_definition(kind) or kind.__module__}"
 
 
-Line = tuple[tuple[str, str], ...]
+StyledLine = tuple[tuple[str, str], ...]
 """(text, rich style) pieces of one line."""
 HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
-COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it is
+EQUATION_COLUMNS = {  # field of an algorithm -> its symbol in the equation, and what it is
     "filters": ("", "filters"),
     "shaping": ("", "shaping"),
-    "psi": ("Ψ", "advantage"),
+    "advantage": ("Ψ", "advantage"),
     "ratio": ("r", "ratio"),
     "gate": ("w", "gate"),
     "corrections": ("ρ", "corrections"),
-    "aggregate": ("c", "average"),
+    "aggregation": ("c", "average"),
     "critic": ("V", "critic"),
     "reward_model": ("", "reward r_φ"),
     "terms": ("k", "terms"),
-    "step": ("", "step"),
+    "update_rule": ("", "update_rule"),
     "reference": ("", "reference"),
 }
-NOWHERE = "nowhere that we know"
+NO_DEVIATIONS = "nowhere that we know"
 """What stands where a row is its paper's."""
 EQUATION = "∇J = Σ ( c · w · Ψ + k ) ∇log π_θ"
 
 
-def emit(lines: Sequence[Line]) -> None:
+def print_lines(lines: Sequence[StyledLine]) -> None:
     """Prints the lines, styled on a terminal."""
     if not sys.stdout.isatty():
         print("\n".join("".join(text for text, _ in line).rstrip() for line in lines))
@@ -72,23 +72,23 @@ def emit(lines: Sequence[Line]) -> None:
         console.print(Text.assemble(*line))
 
 
-def paragraphs(*texts: str) -> str:
+def wrap_paragraphs(*texts: str) -> str:
     """A description for tyro, wrapped here: it keeps lines that begin with a space as they are, and wraps none."""
-    lines = [line for text in texts for line in textwrap.wrap(text, page_width() - 1, break_on_hyphens=False)]
+    lines = [line for text in texts for line in textwrap.wrap(text, get_page_width() - 1, break_on_hyphens=False)]
     return "\n".join(f" {line}" for line in lines)
 
 
-def about_command(options: type) -> str:
+def describe_command(options: type) -> str:
     """A command's description: what its options' class says."""
-    return paragraphs(" ".join((options.__doc__ or "").split()))
+    return wrap_paragraphs(" ".join((options.__doc__ or "").split()))
 
 
-def page_width() -> int:
+def get_page_width() -> int:
     """Columns for running text: the terminal's, at most 100, for the eye; 80 in a pipe."""
     return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
 
 
-def number(value: Any) -> str:
+def shorten_number(value: Any) -> str:
     """0.28, 3e-4, 5: the shorter of the two ways to write it."""
     if not isinstance(value, float):
         return str(value)
@@ -96,31 +96,33 @@ def number(value: Any) -> str:
     return min(f"{value:g}", f"{float(mantissa):g}e{int(exponent or 0)}", key=len)
 
 
-def settings(part: Any) -> list[tuple[str, Any]]:
+def list_settings(part: Any) -> list[tuple[str, Any]]:
     """(field, value) of what can be set: what is open is left out."""
     values = [(f.name, getattr(part, f.name)) for f in fields(part)]
     return [(name, value) for name, value in values if value is not None]
 
 
-def part_name(part: Any, *, names: bool = False, changed: bool = False) -> str:
-    """`Clip(0.2, 0.28)`, with names `Clip(low=0.2, high=0.28)`; `changed` leaves the values out where they are the defaults."""
+def format_part(part: Any, *, names: bool = False, changed: bool = False) -> str:
+    """`Clip(0.2, 0.28)`, with names `Clip(low=0.2, high=0.28)`; `find_changed_options` leaves the values out where they are the defaults."""
     kind = type(part)
-    if changed and settings(part) == settings(replace(part, **_defaults(kind))):
+    if changed and list_settings(part) == list_settings(replace(part, **_defaults(kind))):
         return kind.__name__
-    shown, usual = settings(part), _defaults(kind)
+    shown, usual = list_settings(part), _defaults(kind)
     if not names and len(shown) > 3:  # positions say nothing any more: names, and only of what is not the default
         names, shown = True, [(name, v) for name, v in shown if v != usual.get(name)]
     written = [
-        (f"{name}=" if names else "") + (part_name(v, names=names) if is_dataclass(v) else number(v))
+        (f"{name}=" if names else "") + (format_part(v, names=names) if is_dataclass(v) else shorten_number(v))
         for name, v in shown
     ]
     return f"{kind.__name__}({', '.join(written)})" if written else kind.__name__
 
 
-def changed_settings(part: Any) -> str:
+def format_changed_part(part: Any) -> str:
     """`Reference(every=100)`: names, and only of what is not the part's default."""
     usual = _defaults(type(part))
-    values = ", ".join(f"{name}={number(value)}" for name, value in settings(part) if value != usual.get(name))
+    values = ", ".join(
+        f"{name}={shorten_number(value)}" for name, value in list_settings(part) if value != usual.get(name)
+    )
     return f"{type(part).__name__}({values})" if values else type(part).__name__
 
 
@@ -128,7 +130,7 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING}
 
 
-def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line]:
+def wrap_styled(lead: StyledLine, text: str, width: int, style: str = "") -> Iterator[StyledLine]:
     """`text` after `lead`, further lines indented to where it began."""
     indent = sum(len(piece) for piece, _ in lead)
     rows = textwrap.wrap(text, max(24, width - indent), break_long_words=False, break_on_hyphens=False) or [""]
@@ -137,58 +139,65 @@ def wrapped(lead: Line, text: str, width: int, style: str = "") -> Iterator[Line
         yield ((" " * indent, ""), (row, style))
 
 
-def describe(a: Algorithm, width: int = 80, budget: int | None = None) -> list[Line]:
+def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None) -> list[StyledLine]:
     """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails.
 
-    Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `composed`.
+    Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `name_run`.
     """
-    beside = composed(a, budget)
+    beside = name_run(a, budget)
     about = ABOUT.get(a.name)
     lines = _title(beside, about, width)
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     lines += _formulas(a, width)
     if a.name in PAPERS:
-        lines += [(), ((f"{a.name} as published" if beside.swaps else "As published", HEAD),)]
-        lines += [row for text in PAPERS[a.name].objective.split("\n") for row in wrapped((("  ", ""),), text, width)]
-        of = f" ({a.name})" if beside.swaps else ""
-        lines += [(), *wrapped(((f"Departs{of}  ", HEAD),), PAPERS[a.name].departs or NOWHERE, width)]
-    lines += [(), (("Parts", HEAD), (" and their settings" if beside.changed else " and their defaults", QUIET))]
+        lines += [(), ((f"{a.name} as published" if beside.part_changes else "As published", HEAD),)]
+        lines += [
+            row for text in PAPERS[a.name].objective.split("\n") for row in wrap_styled((("  ", ""),), text, width)
+        ]
+        of = f" ({a.name})" if beside.part_changes else ""
+        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), PAPERS[a.name].deviations or NO_DEVIATIONS, width)]
+    lines += [(), (("Parts", HEAD), (" and their settings" if beside.is_changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
-    parent = a.name if beside.changed else about.parent if about else None
+    parent = a.name if beside.is_changed else about.parent if about else None
     if parent:
-        row = ALGORITHMS[parent] if budget is None or parent != a.name else ALGORITHMS[parent].with_budget(budget)
+        row = ALGORITHMS[parent] if budget is None or parent != a.name else ALGORITHMS[parent].with_max_tokens(budget)
         lines += [(), (("Differs from ", HEAD), (parent, NAME))]
-        for column, (theirs, mine) in difference(row, a).items():
-            lines += wrapped(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
+        for column, (theirs, mine) in diff_algorithms(row, a).items():
+            lines += wrap_styled(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
     if about:
-        of = f" ({a.name})" if beside.swaps else ""
-        lines += [(), *wrapped(((f"Fixes{of}  ", HEAD),), about.fixes, width)]
-        lines += [*wrapped(((f"Fails{of}  ", HEAD),), about.fails, width)]
+        of = f" ({a.name})" if beside.part_changes else ""
+        lines += [(), *wrap_styled(((f"Fixes{of}  ", HEAD),), about.addresses, width)]
+        lines += [*wrap_styled(((f"Fails{of}  ", HEAD),), about.failure_modes, width)]
     return lines
 
 
-def _title(beside: Composed, about: About | None, width: int) -> list[Line]:
+def _title(beside: RunName, about: AlgorithmInfo | None, width: int) -> list[StyledLine]:
     """The name and the source; of a composition the named algorithm's, and each part and setting that is another with its own."""
-    if beside.swaps:
+    if beside.part_changes:
         source = f" ({about.source})" if about else ""
-        lines: list[Line] = [((beside.name, NAME),), *wrapped((("  ", ""),), beside.base + source, width)]
+        lines: list[StyledLine] = [((beside.name, NAME),), *wrap_styled((("  ", ""),), beside.base + source, width)]
     else:
         lines = [((beside.name, NAME), (f"  {about.title}" if about else "", HEAD))]
         indent = " " * (len(beside.name) + 2)
-        lines += wrapped(((indent, ""),), about.source, width, QUIET) if about else []
-    for swap in beside.swaps:
-        label = COLUMNS.get(swap.field, ("", swap.field))[1]
+        lines += wrap_styled(((indent, ""),), about.source, width, QUIET) if about else []
+    for swap in beside.part_changes:
+        label = EQUATION_COLUMNS.get(swap.field, ("", swap.field))[1]
         for part in swap.added:
-            lines += wrapped((("  with ", ""),), f"{label} = {part_name(part, names=True)} ({cited(part)})", width)
+            lines += wrap_styled(
+                (("  with ", ""),), f"{label} = {format_part(part, names=True)} ({find_source(part)})", width
+            )
         if gone := swap.removed[len(swap.added) :]:
-            lines += wrapped((("  without ", ""),), f"{label} {', '.join(type(p).__name__ for p in gone)}", width)
-    for s in beside.settings:
-        told = f"{s.part}.{s.name}".lstrip(".") + f" = {number(s.mine)} instead of {number(s.theirs)}"
-        lines += wrapped((("  with ", ""),), told, width)
+            lines += wrap_styled((("  without ", ""),), f"{label} {', '.join(type(p).__name__ for p in gone)}", width)
+    for s in beside.setting_changes:
+        told = (
+            f"{s.part}.{s.name}".lstrip(".")
+            + f" = {shorten_number(s.new_value)} instead of {shorten_number(s.base_value)}"
+        )
+        lines += wrap_styled((("  with ", ""),), told, width)
     return lines
 
 
-def _formulas(a: Algorithm, width: int) -> Iterator[Line]:
+def _formulas(a: Algorithm, width: int) -> Iterator[StyledLine]:
     equation = a.equation()
     size = max(map(len, equation))
     for symbol, text in equation.items():
@@ -196,59 +205,59 @@ def _formulas(a: Algorithm, width: int) -> Iterator[Line]:
         if equals and head.startswith(f"{symbol}_"):
             symbol, text = head, tail
         equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
-        yield from wrapped(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
+        yield from wrap_styled(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
 
 
-def _parts(a: Algorithm, width: int) -> Iterator[Line]:
+def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:
     before = ""
     for name, part in a.parts():
         if name == "reference" and "logp_ref" not in a.needs:
             continue
-        label = "" if name == before else COLUMNS.get(name, ("", name))[1]
+        label = "" if name == before else EQUATION_COLUMNS.get(name, ("", name))[1]
         before = name
-        text, source = summary(part)
-        source = source if type(part).__module__.startswith("policygrad.") else cited(part)
-        yield from wrapped(((f"  {label:<12}", ""),), part_name(part, names=True), width, NAME)
-        yield from wrapped(((" " * 14, ""),), text, width)
+        text, source = summarise_docstring(part)
+        source = source if type(part).__module__.startswith("policygrad.") else find_source(part)
+        yield from wrap_styled(((f"  {label:<12}", ""),), format_part(part, names=True), width, NAME)
+        yield from wrap_styled(((" " * 14, ""),), text, width)
         if source:
-            yield from wrapped(((" " * 14, ""),), source, width, QUIET)
+            yield from wrap_styled(((" " * 14, ""),), source, width, QUIET)
     yield ((f"  {'samples':<12}", ""), (f"{a.samples_per_prompt}", NAME), (" completions per prompt (G)", ""))
 
 
-def matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:
+def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:
     """One row of the matrix: the algorithm's parts by column, in the equation's order."""
     row: dict[str, tuple[str, ...]] = {}
-    for name in ("psi", "ratio", "gate", "aggregate", "critic", "terms", "shaping", "filters"):
+    for name in ("advantage", "ratio", "gate", "aggregation", "critic", "terms", "shaping", "filters"):
         value = getattr(a, name)
         parts = value if isinstance(value, tuple) else () if value is None else (value,)
         if name == "gate":
             parts += a.corrections  # they multiply w
         if name == "critic" and a.reward_model is not None:
             parts += (a.reward_model,)  # a second trained model, as V is
-        symbol, label = COLUMNS[name]
-        row[f"{symbol} {label}".strip()] = tuple(part_name(p, changed=changed) for p in parts)
-    return {**row, "also": also(a)}
+        symbol, label = EQUATION_COLUMNS[name]
+        row[f"{symbol} {label}".strip()] = tuple(format_part(p, changed=changed) for p in parts)
+    return {**row, "also": list_other_changes(a)}
 
 
-def also(a: Algorithm) -> tuple[str, ...]:
+def list_other_changes(a: Algorithm) -> tuple[str, ...]:
     """What is not one gradient step, a frozen reference, a group of the usual size and π_old as the learner sees it."""
     usual = Algorithm()
-    found = [changed_settings(a.step)] if a.step != usual.step else []
+    found = [format_changed_part(a.update_rule)] if a.update_rule != usual.update_rule else []
     if a.reference is not None and a.reference != usual.reference and "logp_ref" in a.needs:
-        found.append(changed_settings(a.reference))
+        found.append(format_changed_part(a.reference))
     found += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
-    return (*found, *(["π_old = μ"] if a.behaviour != usual.behaviour else []))
+    return (*found, *(["π_old = μ"] if a.old_policy != usual.old_policy else []))
 
 
-def difference(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
+def diff_algorithms(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:
     """What of the algorithm -> (the parent's, the algorithm's), field by field, where they differ."""
     changed: dict[str, tuple[str, str]] = {}
-    for name, (_, label) in COLUMNS.items():
+    for name, (_, label) in EQUATION_COLUMNS.items():
         theirs, mine = _held(parent, name), _held(a, name)
-        if [settings(p) for p in theirs] != [settings(p) for p in mine] or list(map(type, theirs)) != list(
+        if [list_settings(p) for p in theirs] != [list_settings(p) for p in mine] or list(map(type, theirs)) != list(
             map(type, mine)
         ):
-            changed[label] = _change(theirs, mine, names=name in ("step", "critic", "reward_model", "reference"))
+            changed[label] = _change(theirs, mine, names=name in ("update_rule", "critic", "reward_model", "reference"))
     if parent.samples_per_prompt != a.samples_per_prompt:
         changed["samples"] = (str(parent.samples_per_prompt), str(a.samples_per_prompt))
     return changed
@@ -263,12 +272,12 @@ def _held(a: Algorithm, name: str) -> tuple[Any, ...]:
 
 def _change(theirs: tuple[Any, ...], mine: tuple[Any, ...], *, names: bool) -> tuple[str, str]:
     """Both sides in words; of one part with many settings, only those that differ."""
-    if len(theirs) == len(mine) == 1 and type(theirs[0]) is type(mine[0]) and len(settings(mine[0])) > 1:
-        old, new = dict(settings(theirs[0])), dict(settings(mine[0]))
+    if len(theirs) == len(mine) == 1 and type(theirs[0]) is type(mine[0]) and len(list_settings(mine[0])) > 1:
+        old, new = dict(list_settings(theirs[0])), dict(list_settings(mine[0]))
         differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
         if len(differ) < len(new):
-            sides = [", ".join(f"{n}={number(side.get(n))}" for n in differ) for side in (old, new)]
+            sides = [", ".join(f"{n}={shorten_number(side.get(n))}" for n in differ) for side in (old, new)]
             return f"{type(mine[0]).__name__}({sides[0]})", f"{type(mine[0]).__name__}({sides[1]})"
-    write = changed_settings if names else part_name
+    write = format_changed_part if names else format_part
     written = [" ".join(map(write, side)) or "–" for side in (theirs, mine)]
     return written[0], written[1]

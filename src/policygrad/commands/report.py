@@ -11,11 +11,11 @@ from typing import Annotated
 
 import tyro
 
-from policygrad.commands.options import writable, write
-from policygrad.commands.render import paragraphs
-from policygrad.compare.plan import FILE as PLAN
+from policygrad.commands.options import check_writable, write_text_file
+from policygrad.commands.render import wrap_paragraphs
+from policygrad.compare.plan import PLAN_FILE as PLAN
 from policygrad.errors import ConfigError, RunError
-from policygrad.training.config.run import optional
+from policygrad.training.config.run import optional_arg
 
 HELP = (
     "What runs have done, as one HTML page that needs no network: curves, completions, costs. Runs that differ in their seed alone "
@@ -32,13 +32,13 @@ class ReportOptions:
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")] = ()
     """The folders of runs."""
-    output: Annotated[Path | None, optional("REPORT.html", "report.html in the first run's folder")] = None
+    output: Annotated[Path | None, optional_arg("REPORT.html", "report.html in the first run's folder")] = None
     """Where the page is written."""
     watch: bool = False
     """Serve the page on this machine and renew it as the runs go, instead of writing it."""
-    port: Annotated[int | None, optional("PORT", "a free one")] = None
+    port: Annotated[int | None, optional_arg("PORT", "a free one")] = None
     """Of --watch."""
-    host: Annotated[str | None, optional("HOST-OR-ADDRESS", "127.0.0.1: this machine alone")] = None
+    host: Annotated[str | None, optional_arg("HOST-OR-ADDRESS", "127.0.0.1: this machine alone")] = None
     """Of --watch: the address to listen at. Others need the token, and http is not encrypted."""
 
     def __post_init__(self) -> None:
@@ -55,20 +55,22 @@ class ReportOptions:
 def report(args: list[str]) -> int:
     """`policygrad report RUN... [--output FILE | --watch]`."""
     config = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(ReportOptions, args=args, prog="policygrad report", description=paragraphs(*HELP), config=config)
+    options = tyro.cli(
+        ReportOptions, args=args, prog="policygrad report", description=wrap_paragraphs(*HELP), config=config
+    )
     named = tuple(dict.fromkeys(Path(run) for run in options.runs))
-    folders = run_folders(named)
+    folders = find_runs(named)
     if options.watch:
         return _watch(folders, options)
-    from policygrad.report.data import read
-    from policygrad.report.page import page
+    from policygrad.report.data import read_run
+    from policygrad.report.page import render_report
 
-    runs = [read(folder, empty=len(folders) > 1) for folder in folders]
+    runs = [read_run(folder, empty=len(folders) > 1) for folder in folders]
     if not any(run.metrics for run in runs):
-        read(folders[0])  # which refuses it, as all of them
+        read_run(folders[0])  # which refuses it, as all of them
     path = options.output or (named[0] if _is_comparison(named[0]) else folders[0]) / "report.html"
-    writable(path, "--output")
-    write(path, page(runs), "--output")
+    check_writable(path, "--output")
+    write_text_file(path, render_report(runs), "--output")
     print(path)
     return 0
 
@@ -77,11 +79,11 @@ def _is_comparison(folder: Path) -> bool:
     return (folder / PLAN).is_file()
 
 
-def run_folders(named: Sequence[Path]) -> tuple[Path, ...]:
+def find_runs(named: Sequence[Path]) -> tuple[Path, ...]:
     """The runs in these folders: a run itself, and of a comparison those that it reports, row by row.
 
     What is neither is left out with a line on standard error, as `runs/*` names files and other folders too; alone, or where there
-    is nothing at all, it is kept for `read` to refuse.
+    is nothing at all, it is kept for `read_config` to refuse.
 
     Raises:
         RunError: none of several is a run; a comparison without any run yet, or whose plan cannot be read.
@@ -107,10 +109,10 @@ def run_folders(named: Sequence[Path]) -> tuple[Path, ...]:
 
 def _compared(folder: Path) -> list[Path]:
     """The runs of a comparison that it reports; not those that its learning rates were chosen by."""
-    from policygrad.compare.plan import read
+    from policygrad.compare.plan import read_plan
     from policygrad.report.data import is_run
 
-    plan = read(folder)
+    plan = read_plan(folder)
     places = [place for row in plan.rows for place in sorted((folder / "runs" / row.label).glob("*"))]
     found = [run for place in places for seed in plan.seeds if is_run(run := place / f"seed-{seed}")]
     if not found:
@@ -122,9 +124,9 @@ def _compared(folder: Path) -> list[Path]:
 
 def _watch(folders: tuple[Path, ...], options: ReportOptions) -> int:
     """Until Ctrl-C."""
-    from policygrad.report.server import HERE, server
+    from policygrad.report.server import DEFAULT_HOST, create_server
 
-    with server(folders, options.host or HERE, options.port or 0) as serving:
+    with create_server(folders, options.host or DEFAULT_HOST, options.port or 0) as serving:
         print(serving.url, flush=True)
         with suppress(KeyboardInterrupt):
             serving.serve_forever()

@@ -17,21 +17,37 @@ from typing import Annotated, Any
 import tyro
 
 import policygrad
-from policygrad.algorithms import ALGORITHMS, algorithm
+from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.catalog import PAPERS
 from policygrad.commands import render as words
-from policygrad.commands.render import COLUMNS, HEAD, NAME, QUIET, Line, number, part_name, summary, wrapped
-from policygrad.core.algorithm import Algorithm, linked
+from policygrad.commands.render import (
+    EQUATION_COLUMNS,
+    HEAD,
+    NAME,
+    QUIET,
+    StyledLine,
+    format_part,
+    shorten_number,
+    summarise_docstring,
+    wrap_styled,
+)
+from policygrad.core.algorithm import Algorithm, append_link
 from policygrad.core.base import Part
 from policygrad.core.gates import Clip
 from policygrad.core.ratios import Token
-from policygrad.core.validation import ROLES, not_frozen
+from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.trackers.glossary import Meaning, meaning
-from policygrad.training.config.run import optional
-from policygrad.training.config.serialization import algorithm_to_dict, find_algorithm, nearest, part_class, part_names
-from policygrad.utils.user_code import address, assigned, is_own, load_own, location
+from policygrad.trackers.glossary import MetricDoc, find_metric_doc
+from policygrad.training.config.run import optional_arg
+from policygrad.training.config.serialization import (
+    algorithm_to_dict,
+    list_parts,
+    load_algorithm,
+    load_part_class,
+    suggest_name,
+)
+from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
 # The rows of the matrix by kind, so that many can be read: what they learn credit from, and how they look at old samples.
 
@@ -45,12 +61,12 @@ FAMILIES = (
 )
 
 
-def family(a: Algorithm) -> str:
+def classify_family(a: Algorithm) -> str:
     """Which of them, by what it is composed of."""
     single, values, group, clipped, gated, completion = FAMILIES
-    if a.critic is not None or any(link.samples_values or isinstance(link, Vine) for link in a.psi):
+    if a.critic is not None or any(link.samples_values or isinstance(link, Vine) for link in a.advantage):
         return values
-    if not any(link.group_statistic for link in a.psi):
+    if not any(link.uses_group_statistics for link in a.advantage):
         return single
     if a.ratio is None:
         return group
@@ -59,11 +75,11 @@ def family(a: Algorithm) -> str:
     return clipped if isinstance(a.gate, Clip) else gated
 
 
-def families() -> dict[str, list[str]]:
+def group_by_family() -> dict[str, list[str]]:
     """Family -> names of the matrix, in its order; none is empty."""
     found: dict[str, list[str]] = {name: [] for name in FAMILIES}
     for name, a in ALGORITHMS.items():
-        found[family(a)].append(name)
+        found[classify_family(a)].append(name)
     return {name: members for name, members in found.items() if members}
 
 
@@ -75,16 +91,16 @@ Cells = dict[str, tuple[str, ...]]
 """Column -> the cell's parts."""
 
 
-def matrix(width: int | None) -> list[Line]:
+def format_matrix(width: int | None) -> list[StyledLine]:
     """The table in the most telling form that fits: one line per algorithm, then without values that are a part's defaults, then
     one line per part, then a few lines per algorithm with each cell named. Algorithms of one family stand together.
 
     width None: one line per algorithm however long, for grep and spreadsheets.
     """
-    grouped = families()
+    grouped = group_by_family()
     names = [name for members in grouped.values() for name in members]
-    full = {name: words.matrix_row(ALGORITHMS[name]) for name in names}
-    short = {name: words.matrix_row(ALGORITHMS[name], changed=True) for name in names}
+    full = {name: words.build_matrix_row(ALGORITHMS[name]) for name in names}
+    short = {name: words.build_matrix_row(ALGORITHMS[name], changed=True) for name in names}
     if width is None:
         return _table(_joined(full), {})
     for rows in (_joined(full), _joined(short), short):
@@ -93,14 +109,14 @@ def matrix(width: int | None) -> list[Line]:
     return _blocks(short, grouped, width)
 
 
-def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[Line]:
+def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[StyledLine]:
     """`grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, broken between cells; empty cells are left out."""
     lead = max(map(len, rows)) + 2 if width >= 72 else 4
     labels = [column.split() for column in next(iter(rows.values()))]
     legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
-    lines = [*words.wrapped((("", ""),), legend, width, QUIET)]
+    lines = [*words.wrap_styled((("", ""),), legend, width, QUIET)]
     for family, names in grouped.items():
-        lines += [(), *words.wrapped((("", ""),), family, width, HEAD)]
+        lines += [(), *words.wrap_styled((("", ""),), family, width, HEAD)]
         for name in names:
             named = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
             cells = [
@@ -110,10 +126,10 @@ def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -
     return lines
 
 
-def _packed(name: str, cells: list[str], lead: int, width: int) -> list[Line]:
+def _packed(name: str, cells: list[str], lead: int, width: int) -> list[StyledLine]:
     """Cells one after the other, as many on a line as fit; one that is longer than a line breaks between parts, then words."""
     first = max(lead, len(name) + 2)
-    lines, row, indent = list[Line](), "", first
+    lines, row, indent = list[StyledLine](), "", first
     for cell in cells:
         if row and indent + len(row) + 3 + len(cell) > width:
             lines.append(_line(name if not lines else "", indent, row))
@@ -134,7 +150,7 @@ def _tied(parts: tuple[str, ...]) -> list[str]:
     return [part.replace(" ", _TIED) for part in parts]
 
 
-def _line(name: str, indent: int, text: str) -> Line:
+def _line(name: str, indent: int, text: str) -> StyledLine:
     return ((name.ljust(indent), NAME), (text.replace(_TIED, " ").rstrip(), ""))
 
 
@@ -154,12 +170,12 @@ def _size(rows: dict[str, Cells]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
-def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[Line]:
+def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[StyledLine]:
     """Columns; a family's name above its first row."""
     widths = _widths(rows)
     columns = ["", *next(iter(rows.values()))]
     heads = {names[0]: family for family, names in grouped.items()}
-    lines: list[Line] = [_row(columns, widths, HEAD)]
+    lines: list[StyledLine] = [_row(columns, widths, HEAD)]
     for name, row in rows.items():
         if name in heads:
             lines += [(), ((heads[name], HEAD),)]
@@ -169,21 +185,21 @@ def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[Line]:
     return lines
 
 
-def _row(cells: list[str], widths: list[int], style: str) -> Line:
+def _row(cells: list[str], widths: list[int], style: str) -> StyledLine:
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
     return ((padded[0], style or NAME), ("  " + "  ".join(padded[1:]).rstrip(), style))
 
 
 # `policygrad show PART`: one part's settings, equation, text and place in the code; and the list of all of them.
 
-_SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregate": "c", "terms": "k", "critic": "V"}
+_SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}
 
 
-def describe_part(part: Any, width: int = 80) -> list[Line]:
+def describe_part(part: Any, width: int = 80) -> list[StyledLine]:
     """A part, or its class: its settings, its equation, its docstring whole, where its code stands and what has it."""
     kind: type = part if isinstance(part, type) else type(part)
     built = _built(kind) if isinstance(part, type) else part
-    lines: list[Line] = [((kind.__name__ if built is None else part_name(built, names=True), NAME),)]
+    lines: list[StyledLine] = [((kind.__name__ if built is None else format_part(built, names=True), NAME),)]
     lines += [*_place(kind, width), ()]
     if fields(kind):
         lines += [(("Settings", HEAD),), *_settings(kind, built, width), ()]
@@ -191,26 +207,26 @@ def describe_part(part: Any, width: int = 80) -> list[Line]:
         lines += [(("Equation", HEAD),), *_equation(built, width), ()]
     lines += _text(kind, width)
     users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for _, p in a.parts())]
-    return [*lines, *wrapped((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]
+    return [*lines, *wrap_styled((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]
 
 
-def index(width: int = 80) -> list[Line]:
+def list_everything(width: int = 80) -> list[StyledLine]:
     """Every algorithm by family and every part by the field it goes into, with what it does."""
-    lines: list[Line] = [(("Algorithms", HEAD), ("  policygrad show NAME", QUIET))]
-    for family, names in families().items():
-        lines += [((f"  {family}", ""),), *wrapped((("    ", ""),), ", ".join(names), width, NAME)]
+    lines: list[StyledLine] = [(("Algorithms", HEAD), ("  policygrad show NAME", QUIET))]
+    for family, names in group_by_family().items():
+        lines += [((f"  {family}", ""),), *wrap_styled((("    ", ""),), ", ".join(names), width, NAME)]
     lines += [(), (("Parts", HEAD), ("  policygrad show PART, policygrad train … --algorithm.FIELD PART", QUIET))]
-    longest = max(map(len, part_names())) + 2
+    longest = max(map(len, list_parts())) + 2
     for place, role in ROLES.items():
-        symbol = COLUMNS.get(place, ("", place))[0]
-        lines += [((f"  {place}", HEAD), (f"  {role.word}{', ' * bool(symbol)}{symbol}", QUIET))]
-        for name in part_names(place):
-            lines += wrapped(((f"    {name:<{longest}}", NAME),), _first(getattr(policygrad, name)), width)
+        symbol = EQUATION_COLUMNS.get(place, ("", place))[0]
+        lines += [((f"  {place}", HEAD), (f"  {role.noun}{', ' * bool(symbol)}{symbol}", QUIET))]
+        for name in list_parts(place):
+            lines += wrap_styled(((f"    {name:<{longest}}", NAME),), _first(getattr(policygrad, name)), width)
     own = "your own: policygrad show mine.py:PART, or mine:PART"
     return [*lines, (), ((own, QUIET),)]
 
 
-def field_docs(kind: type) -> dict[str, str]:
+def read_field_docs(kind: type) -> dict[str, str]:
     """Setting -> the text below it in the class, or in the class that it inherits it from."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
@@ -234,23 +250,23 @@ def _built(kind: type) -> Any:
     return None if needed else kind()
 
 
-def _place(kind: type, width: int) -> Iterator[Line]:
+def _place(kind: type, width: int) -> Iterator[StyledLine]:
     """What it is, how it is named on the command line, and where its code stands."""
-    known = kind.__name__ in part_names() and getattr(policygrad, kind.__name__) is kind
-    name = kind.__name__ if known else address(kind)
+    known = kind.__name__ in list_parts() and getattr(policygrad, kind.__name__) is kind
+    name = kind.__name__ if known else import_path(kind)
     for place, role in ROLES.items():
         if issubclass(kind, role.bases):
-            yield from wrapped((("  ", ""),), f"{role.word}: --algorithm.{place} {name}", width)
-    if where := location(kind):
-        yield from wrapped((("  ", ""),), where, width, QUIET)
+            yield from wrap_styled((("  ", ""),), f"{role.noun}: --algorithm.{place} {name}", width)
+    if where := find_definition(kind):
+        yield from wrap_styled((("  ", ""),), where, width, QUIET)
 
 
-def _settings(kind: type, built: Any, width: int) -> Iterator[Line]:
-    docs, named = field_docs(kind), [(f.name, _signature(f, built)) for f in fields(kind)]
+def _settings(kind: type, built: Any, width: int) -> Iterator[StyledLine]:
+    docs, named = read_field_docs(kind), [(f.name, _signature(f, built)) for f in fields(kind)]
     name, size = (max(len(pair[i]) for pair in named) for i in (0, 1))
     for setting, signature in named:
-        lead: Line = ((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", ""))
-        yield from wrapped(lead, docs.get(setting, ""), max(width, sum(len(t) for t, _ in lead) + 24))
+        lead: StyledLine = ((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", ""))
+        yield from wrap_styled(lead, docs.get(setting, ""), max(width, sum(len(t) for t, _ in lead) + 24))
 
 
 def _signature(f: Field[Any], built: Any) -> str:
@@ -258,34 +274,34 @@ def _signature(f: Field[Any], built: Any) -> str:
     if built is None and f.default is MISSING:
         return kind
     value = getattr(built, f.name) if built is not None else f.default
-    return f"{kind} = {value!r}" if isinstance(value, str) else f"{kind} = {number(value)}"
+    return f"{kind} = {value!r}" if isinstance(value, str) else f"{kind} = {shorten_number(value)}"
 
 
-def _equation(part: Any, width: int) -> Iterator[Line]:
+def _equation(part: Any, width: int) -> Iterator[StyledLine]:
     places = [place for place, role in ROLES.items() if isinstance(part, role.bases)]
     place = places[0] if places else ""
-    if place == "psi":
-        lead, formula = "  Ψ ← ", linked("R" if part.starts else "Ψ", part)
+    if place == "advantage":
+        lead, formula = "  Ψ ← ", append_link("R" if part.starts_chain else "Ψ", part)
     else:
         formula, symbol = part.formula, _SYMBOLS.get(place, "")
         lead = "  " if not symbol or re.match(rf"{symbol}(_\w+)? = ", formula) else f"  {symbol} = "
-    yield from wrapped(((lead, ""),), formula, width)
+    yield from wrap_styled(((lead, ""),), formula, width)
 
 
-def _text(kind: type, width: int) -> Iterator[Line]:
+def _text(kind: type, width: int) -> Iterator[StyledLine]:
     """The docstring, paragraph by paragraph."""
     for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
         rows = paragraph.split("\n")
         if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # a table stays a table
             yield from (((f"  {row}", ""),) for row in rows)
         else:
-            yield from wrapped((("  ", ""),), " ".join(rows), width)
+            yield from wrap_styled((("  ", ""),), " ".join(rows), width)
         yield ()
 
 
 def _first(kind: type) -> str:
     """The first sentence of what it does."""
-    text = summary(kind)[0]
+    text = summarise_docstring(kind)[0]
     return re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".") if text else ""
 
 
@@ -295,7 +311,7 @@ class MatrixOptions:
 
     json: bool = False
     """One JSON object, every part with its fields."""
-    width: Annotated[int | None, optional("COLUMNS", "the terminal's; in a pipe one line each")] = None
+    width: Annotated[int | None, optional_arg("COLUMNS", "the terminal's; in a pipe one line each")] = None
     """Columns to fit in, such as 80."""
 
     def __post_init__(self) -> None:
@@ -308,17 +324,17 @@ def algorithms(args: list[str]) -> int:
     options = tyro.cli(MatrixOptions, args=args, prog="policygrad algorithms", config=(tyro.conf.FlagCreatePairsOff,))
     if options.json:
         rows = {
-            name: {**algorithm_to_dict(a), "departs": PAPERS[name].departs if name in PAPERS else ""}
+            name: {**algorithm_to_dict(a), "departs": PAPERS[name].deviations if name in PAPERS else ""}
             for name, a in ALGORITHMS.items()
         }
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return 0
     width = options.width or (shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None)
     if width is None:
-        words.emit(matrix(None))
+        words.print_lines(format_matrix(None))
     else:
         more = (("policygrad show NAME", NAME), (" explains one; what a cell leaves out is the default", QUIET))
-        words.emit([((words.EQUATION, HEAD),), (), *matrix(width), (), more])
+        words.print_lines([((words.EQUATION, HEAD),), (), *format_matrix(width), (), more])
     return 0
 
 
@@ -327,48 +343,57 @@ class ShowOptions:
     """An algorithm's equation, parts, defaults with sources, what it fixes and how it fails; or one part, such as Clip: its
     settings, equation, text and place in the code; or a metric, such as kl. Without a name: what there is."""
 
-    name: Annotated[tyro.conf.Positional[str | None], optional("NAME", "lists all")] = None
+    name: Annotated[tyro.conf.Positional[str | None], optional_arg("NAME", "lists all")] = None
     """One of `policygrad algorithms`, or a part's class, or your own: mine.py:NAME, mine:NAME, or a metric."""
 
 
 def show(args: list[str]) -> int:
     """`policygrad show [NAME]`."""
-    name = tyro.cli(ShowOptions, args=args, prog="policygrad show", description=words.about_command(ShowOptions)).name
-    width = words.page_width()
+    name = tyro.cli(
+        ShowOptions, args=args, prog="policygrad show", description=words.describe_command(ShowOptions)
+    ).name
+    width = words.get_page_width()
     if name is None:
-        words.emit(index(width))
-    elif is_own(name):
-        words.emit(_own(name, width))
-    elif name in part_names():
-        words.emit(describe_part(part_class(name, "show", "part"), width))
+        words.print_lines(list_everything(width))
+    elif is_user_reference(name):
+        words.print_lines(_own(name, width))
+    elif name in list_parts():
+        words.print_lines(describe_part(load_part_class(name, "show", "part"), width))
     elif name.lower().replace("-", "_") in ALGORITHMS:
-        words.emit(words.describe(algorithm(name), width))
-    elif (metric := meaning(name)) is not None:
-        words.emit(_metric(name, metric, width))
+        words.print_lines(words.describe_algorithm(get_algorithm(name), width))
+    elif (metric := find_metric_doc(name)) is not None:
+        words.print_lines(_metric(name, metric, width))
     else:
-        hint = nearest(name, [*ALGORITHMS, *part_names()])
+        hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
         hint = hint if hint.startswith("did") else "`policygrad show` lists them; your own is mine.py:NAME"
         raise ConfigError(f"no algorithm, part or metric is called {name!r}: {hint}")
     return 0
 
 
-def _metric(name: str, metric: Meaning, width: int) -> list[Line]:
+def _metric(name: str, metric: MetricDoc, width: int) -> list[StyledLine]:
     """What stands under this name in metrics.jsonl."""
-    lines: list[Line] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
-    lines += words.wrapped((("Is     ", HEAD),), metric.text, width)
-    return [*lines, *(words.wrapped((("Moves  ", HEAD),), metric.moves, width) if metric.moves else ())]
+    lines: list[StyledLine] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
+    lines += words.wrap_styled((("Is     ", HEAD),), metric.text, width)
+    return [
+        *lines,
+        *(words.wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()),
+    ]
 
 
-def _own(name: str, width: int) -> list[Line]:
+def _own(name: str, width: int) -> list[StyledLine]:
     """An algorithm or a part of a module or a file."""
-    found = load_own(name, f"show {name}", (Algorithm, type))
+    found = load_object(name, f"show {name}", (Algorithm, type))
     if isinstance(found, Algorithm):
-        return [*words.describe(find_algorithm(name), width), (), (("Code  ", HEAD), (assigned(name), QUIET))]
+        return [
+            *words.describe_algorithm(load_algorithm(name), width),
+            (),
+            (("Code  ", HEAD), (find_assignment(name), QUIET)),
+        ]
     if not (isinstance(found, type) or is_dataclass(found)):
         raise ConfigError(
             f"show {name}: {type(found).__name__} is neither an algorithm nor a part, which is a dataclass: "
             "policygrad.Algorithm(…), or @dataclass(frozen=True) above the class"
         )
-    if problem := not_frozen(found if isinstance(found, type) else type(found)):
+    if problem := frozen_problem(found if isinstance(found, type) else type(found)):
         raise ConfigError(f"show {name}: {problem}")
     return describe_part(found, width)

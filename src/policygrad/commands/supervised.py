@@ -10,70 +10,74 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands.foreign_options import refuse_foreign
-from policygrad.commands.options import CommandOptions, printed_flags, refuse_cluster, without_leave
-from policygrad.commands.render import paragraphs
+from policygrad.commands.foreign_options import reject_foreign_options
+from policygrad.commands.options import CommandOptions, drop_trust_flag, list_help_flags, reject_cluster_flags
+from policygrad.commands.render import wrap_paragraphs
 from policygrad.errors import ConfigError
-from policygrad.learners.fsdp.torchrun import launched, ranks_of
-from policygrad.models.loading import FLAG
-from policygrad.training.config.paths import changed, written_by_itself
-from policygrad.training.config.serialization import dumps, load
-from policygrad.training.config.supervised import RewardModelConfig, SFTConfig, Supervised
-from policygrad.training.config.trust import Allowed, from_words
+from policygrad.learners.fsdp.torchrun import resolve_world_size, torchrun_rank
+from policygrad.models.loading import TRUST_FLAG
+from policygrad.training.config.paths import find_changed_options, is_own_config
+from policygrad.training.config.serialization import dump_config, load_config
+from policygrad.training.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
+from policygrad.training.config.trust import CodePermissions, code_in_argv
 from policygrad.training.run_folder import check_resumable
 
-AnyConfig = TypeVar("AnyConfig", bound=Supervised)
+AnyConfig = TypeVar("AnyConfig", bound=SupervisedConfig)
 _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_FIXED = ("data", "map", "skip_bad_rows", "held_out", "model", "epochs", "batch_size", "seed")
+_FIXED = ("data", "map", "skip_bad_rows", "eval/reward", "model", "epochs", "batch_size", "seed")
 """What a resumed run cannot change: its rows, their order, its weights, its folder."""
 
 
-def parse(kind: type[AnyConfig], args: list[str], words: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:
+def parse_supervised(
+    kind: type[AnyConfig], args: list[str], words: tuple[str, ...]
+) -> tuple[AnyConfig, CommandOptions]:
     """The resolved configuration, and the command's own options.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown key, a flag that a resumed run would ignore.
     """
-    refuse_cluster(
-        args, kind.kind, "learns in several processes by --learner.ranks N or torchrun (docs/many-processes.md)"
+    reject_cluster_flags(
+        args, kind.kind, "learns in several processes by --learner.world-size N or torchrun (docs/many-processes.md)"
     )
-    refuse_foreign(args, lambda: flags(kind), supervised=True)
+    reject_foreign_options(args, lambda: list_supervised_flags(kind), supervised=True)
     _, command = _parse(kind(), args, words)  # which files to read first
-    base, allowed = kind(), Allowed(tuple(from_words(args)), FLAG in args)
+    base, allowed = kind(), CodePermissions(tuple(code_in_argv(args)), TRUST_FLAG in args)
     if command.resume is not None:
-        base = load(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base, allowed)
+        base = load_config(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base, allowed)
     if command.config is not None:
-        base = load(command.config, base, allowed)
-        if written_by_itself(base, Path(command.config)):
+        base = load_config(command.config, base, allowed)
+        if is_own_config(base, Path(command.config)):
             base = replace(base, output=None)  # a run's own file: do it again, in a folder of its own
-    config, command = _parse(base, without_leave(base, args), words)
+    config, command = _parse(base, drop_trust_flag(base, args), words)
     if command.resume is not None:
         _check_resumable(base, config, command.resume)
-        config = config if "output" in changed(base, config) else replace(config, output=command.resume)
-    return config.resolved(), command
+        config = config if "output" in find_changed_options(base, config) else replace(config, output=command.resume)
+    return config.resolve(), command
 
 
-def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trainer: str) -> int:
+def run_supervised(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trainer: str) -> int:
     """Reads the options and calls the function `trainer` (module:function), which is imported only then."""
-    config, options = parse(kind, args, words)
-    if (found := launched()) is not None:
-        config = replace(config, learner=replace(config.learner, ranks=ranks_of(config.learner.ranks)))
+    config, options = parse_supervised(kind, args, words)
+    if (found := torchrun_rank()) is not None:
+        config = replace(
+            config, learner=replace(config.learner, world_size=resolve_world_size(config.learner.world_size))
+        )
         if found[0] > 0:
             return 0 if options.dry_run else _follow()
     if options.dry_run:
-        print(dumps(config).rstrip())
+        print(dump_config(config).rstrip())
         return 0
     from policygrad.trackers import default_tracker
-    from policygrad.training.run_folder import going_on
+    from policygrad.training.run_folder import resolve_resume_folder
 
     module, _, function = trainer.partition(":")
     display = default_tracker(plain=options.plain or None)
     result = getattr(import_module(module), function)(
         config,
-        resume=going_on(options.resume, kind.kind, config),
+        resume=resolve_resume_folder(options.resume, kind.kind, config),
         stop_after=options.stop_after,
-        stop_before=options.stop_before,
+        stop_before=options.time_limit,
         overwrite=options.overwrite,
         display=display,
     )
@@ -82,14 +86,14 @@ def command(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trai
 
 def _follow() -> int:
     """One of torchrun's processes above rank 0, which does what that one says."""
-    from policygrad.learners.fsdp.worker import joined
+    from policygrad.learners.fsdp.worker import join_torchrun
 
-    return joined()
+    return join_torchrun()
 
 
-def flags(kind: type[Supervised]) -> list[str]:
+def list_supervised_flags(kind: type[SupervisedConfig]) -> list[str]:
     """Every flag of the command, for tab completion."""
-    return printed_flags(lambda: _parse(kind(), ["--help"], ()))
+    return list_help_flags(lambda: _parse(kind(), ["--help"], ()))
 
 
 def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:
@@ -99,15 +103,15 @@ def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[An
         shape,
         args=args,
         prog=f"policygrad {base.kind}",
-        description=paragraphs(*words),
+        description=wrap_paragraphs(*words),
         default=shape(CommandOptions(), base),
         config=_CONFIG,
     )
     return parsed.run, parsed.command
 
 
-def _check_resumable(before: Supervised, config: Supervised, folder: str) -> None:
-    others = changed(before, config)
+def _check_resumable(before: SupervisedConfig, config: SupervisedConfig, folder: str) -> None:
+    others = find_changed_options(before, config)
     for f in fields(before):
         if f.name in _FIXED and f.name in others:
             raise ConfigError(
@@ -127,17 +131,19 @@ SFT_HELP = (
 
 def sft(args: list[str]) -> int:
     """`policygrad sft --data FILE [options]`."""
-    return command(SFTConfig, args, SFT_HELP, "policygrad.training.sft:sft")
+    return run_supervised(SFTConfig, args, SFT_HELP, "policygrad.training.sft:sft")
 
 
 # `policygrad reward-model`: a reward model from preferences.
 
 REWARD_MODEL_HELP = (
-    "Train a reward model on preferences: a .jsonl file whose lines have `prompt`, `chosen` and `rejected`.",
+    "Train a reward model on preferences: a .jsonl file whose lines have `prompt`, `filter_environment` and `rejected`.",
     "`policygrad train --reward model:RUN` then trains a policy against it.",
 )
 
 
 def reward_model(args: list[str]) -> int:
     """`policygrad reward-model --data FILE [options]`."""
-    return command(RewardModelConfig, args, REWARD_MODEL_HELP, "policygrad.training.reward_model:train_reward_model")
+    return run_supervised(
+        RewardModelConfig, args, REWARD_MODEL_HELP, "policygrad.training.reward_model:train_reward_model"
+    )

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from policygrad.compare.report import Kind, Report, RowReport, counted, rate
+from policygrad.compare.report import ComparisonReport, Kind, RowReport, format_learning_rate, pluralise
 from policygrad.compare.runner import AXES
 from policygrad.compare.statistics import Estimate
-from policygrad.pages.render import BANDS, framed
+from policygrad.pages.render import BANDS, render_page
 
 # The report as one HTML file that asks the network for nothing, in the style of the lab's page and with its plots.
 
-SHOWN = 8
+MAX_SHOWN_ROWS = 8
 """Rows whose curves are shown at first where there are more: those of the greatest area."""
 MEASURES = {
     "tokens": "at equal tokens",
@@ -21,7 +21,7 @@ MEASURES = {
     "seconds": "at equal seconds",
     "area": "area under the curve",
 }
-SIGNS = {
+DIAGNOSTIC_COLUMNS = {
     "entropy": ("entropy", "nats a token, over the last fifth of the steps"),
     "kl": ("KL", "to the reference, nats a token, over the last fifth of the steps"),
     "length": ("length", "tokens of an answer, over the last fifth of the steps"),
@@ -29,47 +29,56 @@ SIGNS = {
 }
 
 
-def page(found: Report) -> str:
+def render_comparison(report: ComparisonReport) -> str:
     """The page."""
     web = files("policygrad.compare") / "web"
-    return framed(
+    return render_page(
         web / "compare.html",
-        data(found),
+        comparison_data(report),
         styles=(web / "compare.css",),
         scripts=(BANDS, web / "compare.js"),
-        filters={"short": short, "counted": counted, "estimate": estimate, "share": lambda x: f"{x:.0%}"},
-        found=found,
-        title=title(found),
+        filters={
+            "short": format_short,
+            "counted": pluralise,
+            "estimate": format_estimate,
+            "share": lambda x: f"{x:.0%}",
+        },
+        found=report,
+        title=comparison_title(report),
         axes=AXES,
         measures=MEASURES,
         signs={
-            key: words for key, words in SIGNS.items() if any(r.summary and key in r.summary.means for r in found.rows)
+            key: words
+            for key, words in DIAGNOSTIC_COLUMNS.items()
+            if any(r.summary and key in r.summary.means for r in report.rows)
         },
-        tuned=[row for row in found.rows if row.tuning],
-        rate=rate,
+        tuned=[row for row in report.rows if row.tuning],
+        rate=format_learning_rate,
     )
 
 
-def title(found: Report) -> str:
+def comparison_title(report: ComparisonReport) -> str:
     """What is compared, short enough for a heading."""
-    labels = [row.label for row in found.rows]
+    labels = [row.label for row in report.rows]
     names = ", ".join(labels[:-1]) + f" and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
     return f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured"
 
 
-def data(found: Report) -> dict[str, Any]:
+def comparison_data(report: ComparisonReport) -> dict[str, Any]:
     """What the script draws."""
     return {
-        "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in found.axes.items()},
-        "kinds": [_kind(found, number, kind) for number, kind in enumerate(found.kinds)],
-        "pairs": {name: _matrix(found, name) for name in MEASURES},
-        "rates": {knob: _rates(found, knob) for knob in dict.fromkeys(row.knob for row in found.rows if row.tuning)},
+        "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in report.axes.items()},
+        "kinds": [_kind(report, number, kind) for number, kind in enumerate(report.kinds)],
+        "pairs": {name: _matrix(report, name) for name in MEASURES},
+        "rates": {
+            knob: _rates(report, knob) for knob in dict.fromkeys(row.tuned_option for row in report.rows if row.tuning)
+        },
     }
 
 
-def _kind(found: Report, number: int, kind: Kind) -> dict[str, Any]:
-    rows = [row for row in found.rows if row.kind == number and row.summary]
-    best = sorted(rows, key=lambda row: -row.summary.area.value if row.summary else 0.0)[:SHOWN]
+def _kind(report: ComparisonReport, number: int, kind: Kind) -> dict[str, Any]:
+    rows = [row for row in report.rows if row.kind == number and row.summary]
+    best = sorted(rows, key=lambda row: -row.summary.area.value if row.summary else 0.0)[:MAX_SHOWN_ROWS]
     return {
         "equal": dict(kind.equal),
         "threshold": kind.threshold,
@@ -86,20 +95,20 @@ def _curves(row: RowReport) -> dict[str, Any]:
     )
 
 
-def _matrix(found: Report, measure: str) -> dict[str, dict[str, list[float]]]:
+def _matrix(report: ComparisonReport, measure: str) -> dict[str, dict[str, list[float]]]:
     """first -> second -> [P(first above second), low, high, 1 where they are told apart], both ways."""
     cells: dict[str, dict[str, list[float]]] = {}
-    for pair in found.pairs:
+    for pair in report.pairs:
         p = pair.probability[measure]
-        apart = float(pair.apart[measure])
-        cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, apart]
-        cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, apart]
+        separated = float(pair.separated[measure])
+        cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, separated]
+        cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, separated]
     return cells
 
 
-def _rates(found: Report, knob: str) -> dict[str, Any]:
+def _rates(report: ComparisonReport, knob: str) -> dict[str, Any]:
     """The plot of mean final scores over a knob's values, as the lab's script draws it."""
-    rows = [row for row in found.rows if row.knob == knob and row.tuning]
+    rows = [row for row in report.rows if row.tuned_option == knob and row.tuning]
     values = sorted({tried.value for row in rows for tried in row.tuning})
 
     def line(row: RowReport) -> list[float | None]:
@@ -116,7 +125,7 @@ def _rates(found: Report, knob: str) -> dict[str, Any]:
     }
 
 
-def short(x: float | None) -> str:
+def format_short(x: float | None) -> str:
     """0.12, 38, 1.2k, 250k; – for nothing."""
     if x is None:
         return "–"
@@ -125,5 +134,5 @@ def short(x: float | None) -> str:
     return f"{x / 1000:.3g}k" if abs(x) < 1e6 else f"{x / 1e6:.3g}M"
 
 
-def estimate(x: Estimate) -> str:
+def format_estimate(x: Estimate) -> str:
     return f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"

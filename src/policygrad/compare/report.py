@@ -10,8 +10,8 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
 from policygrad.compare import summary
-from policygrad.compare.plan import Job, Plan, Row
-from policygrad.compare.runner import AXES, Outcome, Results
+from policygrad.compare.plan import ComparisonPlan, ComparisonRow, Job
+from policygrad.compare.runner import AXES, Results, RunOutcome
 from policygrad.compare.statistics import (
     LEVEL,
     Estimate,
@@ -20,26 +20,26 @@ from policygrad.compare.statistics import (
     probability_of_improvement,
     separation_by_chance,
 )
-from policygrad.compare.summary import POINTS, Summary, Tried
+from policygrad.compare.summary import POINTS, RowSummary, TunedValue
 from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from policygrad.compare.plan import Plan
+    from policygrad.compare.plan import ComparisonPlan
 
 
 # Numbers with their word.
 
 
-def counted(shown: object, words: str) -> str:
+def pluralise(shown: object, noun: str) -> str:
     """`1 second`, `1,200 seconds`: a number as it is shown, and what it counts, which is given in the plural."""
-    return f"{shown} {words.removesuffix('s') if str(shown) == '1' else words}"
+    return f"{shown} {noun.removesuffix('s') if str(shown) == '1' else noun}"
 
 
 # What a comparison says, what differs between its rows besides the algorithm, and what it cannot tell, in sentences.
 
-NAMED = 6
+MAX_NAMED_PAIRS = 6
 """Pairs that a sentence names."""
-FEW = 10
+FEW_SEEDS = 10
 """Seeds below which a percentile interval is said to be too narrow."""
 SETTINGS = {
     "updates_per_rollout": "Updates per rollout",
@@ -49,101 +49,112 @@ SETTINGS = {
 """Settings of a row that are told in words, where rows differ."""
 
 
-def said(found: Report) -> Report:
+def add_statements(report: ComparisonReport) -> ComparisonReport:
     """The report with its sentences."""
-    return replace(found, says=tuple(says(found)), differs=tuple(differs(found)), limits=tuple(limits(found)))
+    return replace(
+        report,
+        ranking=tuple(describe_ranking(report)),
+        differences=tuple(describe_differences(report)),
+        caveats=tuple(describe_caveats(report)),
+    )
 
 
-def says(found: Report) -> Iterable[str]:
+def describe_ranking(report: ComparisonReport) -> Iterable[str]:
     """Who is highest at equal tokens, updates and seconds, of whom that cannot be told, and whether the axes agree."""
-    for number, kind in enumerate(found.kinds):
-        rows = [row for row in found.rows if row.kind == number and row.summary]
-        where = f" on {kind.measure.get('task')}" if len(found.kinds) > 1 else ""
+    for number, kind in enumerate(report.kinds):
+        rows = [row for row in report.rows if row.kind == number and row.summary]
+        where = f" on {kind.measure.get('task')}" if len(report.kinds) > 1 else ""
         for axis, end in kind.equal.items() if len(rows) > 1 else ():
             best = max(rows, key=lambda row: row.summary.equal[axis].value if row.summary else 0.0)
-            close = _together(found, best.label, axis)
-            told = f"; not told apart from it: {', '.join(close)}" if close else "; all others are below it"
+            close = _indistinguishable(report, best.label, axis)
+            remark = f"; not told apart from it: {', '.join(close)}" if close else "; all others are below it"
             score = best.summary.equal[axis] if best.summary else None
-            at = counted(f"{end:,.0f}" if end >= 10 else f"{end:.2g}", axis)
-            yield f"At {at}{where}, which every run reaches, {best.label} is highest, {score}{told}."
-    both = [pair for pair in found.pairs if pair.apart["tokens"] and pair.apart["updates"]]
+            at = pluralise(f"{end:,.0f}" if end >= 10 else f"{end:.2g}", axis)
+            yield f"At {at}{where}, which every run reaches, {best.label} is highest, {score}{remark}."
+    both = [pair for pair in report.pairs if pair.separated["tokens"] and pair.separated["updates"]]
     turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
     if both:
-        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:NAMED]) + " …" * (len(turned) > NAMED)
+        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:MAX_NAMED_PAIRS]) + " …" * (
+            len(turned) > MAX_NAMED_PAIRS
+        )
         yield (
             f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
             f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."
         )
-    if found.ladder:
-        yield from _rungs(found)
+    if report.ladder:
+        yield from _describe_rungs(report)
 
 
-def _rungs(found: Report) -> Iterable[str]:
+def _describe_rungs(report: ComparisonReport) -> Iterable[str]:
     """Every part of a ladder against the row below it."""
-    rows = [row for row in found.rows if row.change and row.summary]
+    rows = [row for row in report.rows if row.change and row.summary]
     for below, row in pairwise(rows):
-        pair = next((p for p in found.pairs if {p.first, p.second} == {below.label, row.label}), None)
+        pair = next((p for p in report.pairs if {p.first, p.second} == {below.label, row.label}), None)
         if pair is None or row.summary is None or below.summary is None:
             continue
         change = row.summary.equal["tokens"].value - below.summary.equal["tokens"].value
-        clear = "apart" if pair.apart["tokens"] else "not told apart"
+        clear = "apart" if pair.separated["tokens"] else "not told apart"
         yield f"{row.label} ({row.change}): {change:+.3f} at equal tokens, {clear} from {below.label}."
 
 
-def _together(found: Report, label: str, axis: str) -> list[str]:
+def _indistinguishable(report: ComparisonReport, label: str, axis: str) -> list[str]:
     """Rows that cannot be told from this one."""
-    pairs = [p for p in found.pairs if label in (p.first, p.second) and not p.apart[axis]]
+    pairs = [p for p in report.pairs if label in (p.first, p.second) and not p.separated[axis]]
     return [p.second if p.first == label else p.first for p in pairs]
 
 
-def differs(found: Report) -> Iterable[str]:
+def describe_differences(report: ComparisonReport) -> Iterable[str]:
     """What else the rows differ in."""
-    for name, words in SETTINGS.items():
-        if told := _told({row.label: row.settings.get(name) for row in found.rows}):
-            yield f"{words}: {told}."
-    steps = {row.label: round(row.summary.means["updates"]) for row in found.rows if row.summary}
-    if told := _told(steps):
-        yield f"Updates within the budget, on average: {told}. The tables at equal updates compare them at the fewest."
-    if told := _told({row.label: rate(row) for row in found.rows}):
+    for name, title in SETTINGS.items():
+        if by_value := _group_by_value({row.label: row.settings.get(name) for row in report.rows}):
+            yield f"{title}: {by_value}."
+    steps = {row.label: round(row.summary.means["updates"]) for row in report.rows if row.summary}
+    if by_value := _group_by_value(steps):
+        yield f"Updates within the budget, on average: {by_value}. The tables at equal updates compare them at the fewest."
+    if by_value := _group_by_value({row.label: format_learning_rate(row) for row in report.rows}):
         chosen = (
             ", where there was a choice each row's best on the tuning seeds"
-            if any(r.tuning for r in found.rows)
+            if any(r.tuning for r in report.rows)
             else ""
         )
-        yield f"Learning rates{chosen}: {told}."
-    if own := [row.label for row in found.rows if row.reason]:
-        yield f"Options that are not the algorithm's own, for reasons given with the row: {', '.join(own)}."
-    if len(found.kinds) > 1:
-        groups = "; ".join(f"{', '.join(kind.labels)} ({_measure(kind.measure)})" for kind in found.kinds)
+        yield f"Learning rates{chosen}: {by_value}."
+    if changed := [row.label for row in report.rows if row.reason]:
+        yield f"Options that are not the algorithm's own, for reasons given with the row: {', '.join(changed)}."
+    if len(report.kinds) > 1:
+        groups = "; ".join(f"{', '.join(kind.labels)} ({_measure(kind.measure)})" for kind in report.kinds)
         yield f"Scores are of different things and are compared only among their own kind: {groups}."
-    if not found.ladder:
+    if not report.ladder:
         return
-    yield f"{found.ladder['why']}"
+    yield f"{report.ladder['why']}"
 
 
-def limits(found: Report) -> Iterable[str]:
+def describe_caveats(report: ComparisonReport) -> Iterable[str]:
     """What must not be read into it."""
-    done = [row for row in found.rows if row.summary]
-    if found.stopped or any(len(row.runs) < len(found.seeds) for row in found.rows):
-        short = ", ".join(f"{row.label} {len(row.runs)}" for row in found.rows if len(row.runs) < len(found.seeds))
-        yield f"It is not whole: of {len(found.seeds)} seeds there are {short}."
-    few = "; with so few the true coverage of a percentile interval is below its 95 %" if len(found.seeds) < FEW else ""
+    done = [row for row in report.rows if row.summary]
+    if report.stopped or any(len(row.runs) < len(report.seeds) for row in report.rows):
+        short = ", ".join(f"{row.label} {len(row.runs)}" for row in report.rows if len(row.runs) < len(report.seeds))
+        yield f"It is not whole: of {len(report.seeds)} seeds there are {short}."
+    few = (
+        "; with so few the true coverage of a percentile interval is below its 95 %"
+        if len(report.seeds) < FEW_SEEDS
+        else ""
+    )
     yield (
-        f"Intervals are over {counted(len(found.seeds), 'seeds')} of the same held-out problems{few}. They do not "
+        f"Intervals are over {pluralise(len(report.seeds), 'seeds')} of the same held-out problems{few}. They do not "
         "cover other tasks, models or budgets."
     )
-    if pairs := found.pairs:
-        open_ = sum(not pair.apart["tokens"] for pair in found.pairs)
+    if pairs := report.pairs:
+        open_ = sum(not pair.separated["tokens"] for pair in report.pairs)
         by_chance = f", and of {len(pairs)} pairs some exclude ½ by chance alone" if len(pairs) > 5 else ""
         yield (
-            f"At equal tokens {open_} of {counted(len(pairs), 'pairs')} cannot be told apart: the interval of P(above) "
-            f"holds ½{by_chance}.{_few(len(found.seeds))}"
+            f"At equal tokens {open_} of {pluralise(len(pairs), 'pairs')} cannot be told apart: the interval of P(above) "
+            f"holds ½{by_chance}.{_few(len(report.seeds))}"
         )
     yield (
         "One task and one small model: rankings of post-training algorithms change with scale and task (Li 2026, arXiv:2603.19335, "
         "240 runs at 0.5B to 7B), so that an order here is no advice for another model."
     )
-    yield from _rates(found)
+    yield from _describe_tuning(report)
     if same := _same(done):
         yield f"The same runs, to the digit, because nothing in which they differ came up: {'; '.join(same)}."
     yield (
@@ -152,7 +163,7 @@ def limits(found: Report) -> Iterable[str]:
     )
 
 
-def too_few_seeds(plan: Plan) -> str:
+def too_few_seeds(plan: ComparisonPlan) -> str:
     """Say before any run that its seeds cannot tell rows apart, whatever comes; "" where they can."""
     seeds, least = len(plan.seeds), fewest_runs()
     if len(plan.rows) < 2 or seeds >= least:
@@ -171,9 +182,9 @@ def _few(seeds: int) -> str:
     return f" With {seeds} seeds each, equal rows are wholly separated in {chance:.0%} of cases, so that none is called apart."
 
 
-def _rates(found: Report) -> Iterable[str]:
+def _describe_tuning(report: ComparisonReport) -> Iterable[str]:
     """What is to be said of learning rates."""
-    if not any(row.tuning for row in found.rows):
+    if not any(row.tuning for row in report.rows):
         yield (
             "No learning rate was chosen: a row may be behind only because its best one is another (--lr-grid takes each row's "
             "own)."
@@ -181,11 +192,11 @@ def _rates(found: Report) -> Iterable[str]:
         return
     yield (
         "A learning rate is the best of its grid by the mean final score of "
-        f"{counted(len(found.tuning_seeds), 'tuning seeds')} besides those reported; nothing else was tuned."
+        f"{pluralise(len(report.tuning_seeds), 'tuning seeds')} besides those reported; nothing else was tuned."
     )
-    if edges := [f"{row.label} ({row.edge})" for row in found.rows if row.edge]:
+    if edges := [f"{row.label} ({row.edge})" for row in report.rows if row.edge]:
         yield f"Best at the edge of its grid, so that a wider one might do better: {', '.join(edges)}."
-    if fixed := [row.label for row in found.rows if not row.tuning]:
+    if fixed := [row.label for row in report.rows if not row.tuning]:
         yield f"Not tuned, for it has no such option or its options set it: {', '.join(fixed)}."
 
 
@@ -198,13 +209,13 @@ def _same(rows: list[RowReport]) -> list[str]:
     return [" = ".join(labels) for labels in seen.values() if len(labels) > 1]
 
 
-def rate(row: RowReport) -> str:
+def format_learning_rate(row: RowReport) -> str:
     """The policy's, as it ran."""
-    value = row.value if row.knob == "--lr" and row.value is not None else row.settings.get("lr")
+    value = row.option_value if row.tuned_option == "--lr" and row.option_value is not None else row.settings.get("lr")
     return "none" if value is None else f"{value:g}"
 
 
-def _told(values: Mapping[str, Any]) -> str:
+def _group_by_value(values: Mapping[str, Any]) -> str:
     """`1 (grpo, dapo), 4 (ppo)`; empty where all are equal."""
     labels: dict[Any, list[str]] = {}
     for label, value in values.items():
@@ -219,7 +230,7 @@ def _measure(measure: Mapping[str, Any]) -> str:
     return ", ".join(shown)
 
 
-THRESHOLD = 0.8
+DEFAULT_THRESHOLD = 0.8
 """The share of the way from the score before training to the best row's final one."""
 FORMAT = 1
 
@@ -230,33 +241,33 @@ class RowReport:
 
     label: str
     algorithm: str
-    words: str
+    command: str
     """Of `policygrad train`, the tuned option included."""
     change: str
     reason: str
     settings: Mapping[str, Any]
-    knob: str
-    value: float | None
+    tuned_option: str
+    option_value: float | None
     edge: str
     """`smallest` or `largest` where the chosen value ends the grid; else empty."""
-    tuning: tuple[Tried, ...]
+    tuning: tuple[TunedValue, ...]
     kind: int
     """Rows of one kind are measured on the same problems in the same way: only they are compared by score."""
     runs: tuple[Mapping[str, Any], ...]
     failed: tuple[Mapping[str, Any], ...]
     """Runs without a result, tuning runs included: seed, value, error."""
-    summary: Summary | None
+    summary: RowSummary | None
     """None where no reported run succeeded."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class RowPair:
     """P(the first is above the second), by axis at equal tokens, updates, seconds, and of the area under the curves."""
 
     first: str
     second: str
     probability: Mapping[str, Estimate]
-    apart: Mapping[str, bool]
+    separated: Mapping[str, bool]
     """Whether the interval leaves ½ out, with so many runs that chance alone seldom separates them."""
 
 
@@ -273,7 +284,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Report:
+class ComparisonReport:
     """A comparison, finished or stopped."""
 
     command: str
@@ -289,12 +300,12 @@ class Report:
     axes: Mapping[str, tuple[float, ...]]
     """By axis: the points of all curves."""
     rows: tuple[RowReport, ...]
-    pairs: tuple[Pair, ...]
-    says: tuple[str, ...] = ()
+    pairs: tuple[RowPair, ...]
+    ranking: tuple[str, ...] = ()
     """What can be read off it."""
-    differs: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
     """What differs between the rows besides the algorithm."""
-    limits: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
     """What cannot be concluded."""
     format: int = field(default=FORMAT)
 
@@ -306,24 +317,24 @@ class Report:
         return json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[no-any-return]
 
 
-def report(plan: Plan, results: Results, share: float = THRESHOLD) -> Report:
-    """What the results say. share: in (0, 1], see `THRESHOLD`."""
+def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_THRESHOLD) -> ComparisonReport:
+    """What the results say. share: in (0, 1], see `DEFAULT_THRESHOLD`."""
     if not 0 < share <= 1:
         raise ConfigError(f"the threshold is a share of the way in (0, 1], not {share:g}")
-    found = {row.label: _reported(plan, row, results) for row in plan.rows}
+    outcomes = {row.label: _reported(plan, row, results) for row in plan.rows}
     measures = list(dict.fromkeys(json.dumps(row.measure, sort_keys=True) for row in plan.rows))
     kind_of = {row.label: measures.index(json.dumps(row.measure, sort_keys=True)) for row in plan.rows}
-    kinds = tuple(_kind(i, plan, kind_of, found, share) for i in range(len(measures)))
-    axes = {axis: _grid([o for runs in found.values() for o in runs.values()], axis) for axis in AXES}
+    kinds = tuple(_kind(i, plan, kind_of, outcomes, share) for i in range(len(measures)))
+    axes = {axis: _grid([o for runs in outcomes.values() for o in runs.values()], axis) for axis in AXES}
     rows = tuple(
-        _row(plan, row, results, kinds[kind_of[row.label]], kind_of[row.label], found, axes) for row in plan.rows
+        _row(plan, row, results, kinds[kind_of[row.label]], kind_of[row.label], outcomes, axes) for row in plan.rows
     )
-    whole = Report(
+    unannotated = ComparisonReport(
         command=plan.command,
         version=plan.version,
         tokens=plan.tokens,
         seeds=plan.seeds,
-        tuning_seeds=plan.tuning_seeds if any(row.tuned for row in plan.rows) else (),
+        tuning_seeds=plan.tuning_seeds if any(row.is_tuned for row in plan.rows) else (),
         ladder=plan.ladder,
         share=share,
         stopped=results.stopped,
@@ -332,10 +343,10 @@ def report(plan: Plan, results: Results, share: float = THRESHOLD) -> Report:
         rows=rows,
         pairs=_pairs(rows),
     )
-    return said(whole)
+    return add_statements(unannotated)
 
 
-def _reported(plan: Plan, row: Row, results: Results) -> dict[Job, Outcome]:
+def _reported(plan: ComparisonPlan, row: ComparisonRow, results: Results) -> dict[Job, RunOutcome]:
     """The row's reported runs that are finished, by seed."""
     if row.label not in results.chosen:
         return {}
@@ -344,62 +355,68 @@ def _reported(plan: Plan, row: Row, results: Results) -> dict[Job, Outcome]:
 
 
 def _kind(
-    number: int, plan: Plan, kind_of: Mapping[str, int], found: Mapping[str, Mapping[Job, Outcome]], share: float
+    number: int,
+    plan: ComparisonPlan,
+    kind_of: Mapping[str, int],
+    outcomes: Mapping[str, Mapping[Job, RunOutcome]],
+    share: float,
 ) -> Kind:
     rows = [row for row in plan.rows if kind_of[row.label] == number]
-    runs = {row.label: list(found[row.label].values()) for row in rows if found[row.label]}
+    runs = {row.label: list(outcomes[row.label].values()) for row in rows if outcomes[row.label]}
     everything = [o for outcomes in runs.values() for o in outcomes]
     level = None
     if everything:
         before = sum(o.before for o in everything) / len(everything)
         best = max(float(interquartile_mean([o.after for o in outcomes])) for outcomes in runs.values())
         level = before + share * (best - before) if best > before else None
-    equal = summary.ends(everything) if everything else {}
+    equal = summary.common_endpoints(everything) if everything else {}
     return Kind(rows[0].measure, tuple(row.label for row in rows), equal, level)
 
 
-def _grid(found: Sequence[Outcome], axis: str) -> tuple[float, ...]:
+def _grid(outcomes: Sequence[RunOutcome], axis: str) -> tuple[float, ...]:
     """Points from 0 to the end of the longest run."""
-    end = max((o.axis(axis)[-1] for o in found), default=0.0)
+    end = max((o.axis(axis)[-1] for o in outcomes), default=0.0)
     return tuple(round(end * i / (POINTS - 1), 3) for i in range(POINTS)) if end else (0.0,)
 
 
 def _row(
-    plan: Plan,
-    row: Row,
+    plan: ComparisonPlan,
+    row: ComparisonRow,
     results: Results,
     kind: Kind,
     number: int,
-    found: Mapping[str, Mapping[Job, Outcome]],
+    outcomes: Mapping[str, Mapping[Job, RunOutcome]],
     axes: Mapping[str, Sequence[float]],
 ) -> RowReport:
-    value, runs = results.chosen.get(row.label), found[row.label]
+    value, runs = results.chosen.get(row.label), outcomes[row.label]
     job = Job(row.label, value, plan.seeds[0])
-    edges = {min(row.grid): "smallest", max(row.grid): "largest"} if row.tuned else {}
+    edges = {min(row.grid): "smallest", max(row.grid): "largest"} if row.is_tuned else {}
     failed = [
-        {"seed": job.seed, "value": job.value, "error": error}
+        {"seed": job.seed, "value": job.option_value, "error": error}
         for job, error in results.failures.items()
         if job.row == row.label
     ]
     return RowReport(
         label=row.label,
         algorithm=row.algorithm,
-        words=shlex.join(plan.train_words(job)[1:-4]),
+        command=shlex.join(plan.train_argv(job)[1:-4]),
         change=row.change,
         reason=row.reason,
         settings=row.settings,
-        knob=row.knob,
-        value=value,
+        tuned_option=row.tuned_option,
+        option_value=value,
         edge=edges.get(value, "") if value is not None else "",
-        tuning=summary.tried(plan, row, results),
+        tuning=summary.list_tuned_values(plan, row, results),
         kind=number,
-        runs=tuple(summary.run(job, o, shlex.join(["policygrad", *plan.train_words(job)])) for job, o in runs.items()),
+        runs=tuple(
+            summary.describe_run(job, o, shlex.join(["policygrad", *plan.train_argv(job)])) for job, o in runs.items()
+        ),
         failed=tuple(failed),
-        summary=summary.summary(list(runs.values()), kind.equal, axes, kind.threshold) if runs else None,
+        summary=summary.summarise_row(list(runs.values()), kind.equal, axes, kind.threshold) if runs else None,
     )
 
 
-def _pairs(rows: Sequence[RowReport]) -> tuple[Pair, ...]:
+def _pairs(rows: Sequence[RowReport]) -> tuple[RowPair, ...]:
     """All pairs of one kind."""
     return tuple(
         _pair(a.label, b.label, a.summary.scores, b.summary.scores)
@@ -408,7 +425,9 @@ def _pairs(rows: Sequence[RowReport]) -> tuple[Pair, ...]:
     )
 
 
-def _pair(first: str, second: str, x: Mapping[str, Sequence[float]], y: Mapping[str, Sequence[float]]) -> Pair:
-    found = {name: probability_of_improvement(x[name], y[name]) for name in x}
+def _pair(first: str, second: str, x: Mapping[str, Sequence[float]], y: Mapping[str, Sequence[float]]) -> RowPair:
+    probabilities = {name: probability_of_improvement(x[name], y[name]) for name in x}
     enough = separation_by_chance(len(x["tokens"]), len(y["tokens"])) <= 1 - LEVEL
-    return Pair(first, second, found, {name: enough and not p.low <= 0.5 <= p.high for name, p in found.items()})
+    return RowPair(
+        first, second, probabilities, {name: enough and not p.low <= 0.5 <= p.high for name, p in probabilities.items()}
+    )

@@ -20,21 +20,21 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, Any, Protocol
 
-from policygrad.compare.plan import Job, Plan, names, values
+from policygrad.compare.plan import ComparisonPlan, Job, option_names, option_values
 from policygrad.errors import RunError
-from policygrad.models.loading import FLAG
+from policygrad.models.loading import TRUST_FLAG
 from policygrad.trackers.jsonl import METRICS, read_rows
-from policygrad.training.config.trust import from_words
-from policygrad.training.interrupts import WORDS, Stopping
-from policygrad.utils.filesystem import LOCKS, locked, read_json, write_atomically
+from policygrad.training.config.trust import code_in_argv
+from policygrad.training.interrupts import STOP_MESSAGE, StopController
+from policygrad.utils.filesystem import HAS_FILE_LOCKS, hold_lock, read_json, write_atomically
 
 # What a finished run's folder says: its learning curve over tokens, updates and seconds, and what it cost.
 
 AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}
 """What a curve may be drawn over. Seconds are those of rollouts and updates: evaluations, loading and checkpoints are left out."""
-LAST = 0.2
+FINAL_FRACTION = 0.2
 """The share of a run's last steps over which what it was like at its end is averaged."""
-SIGNS = {
+DIAGNOSTICS = {
     "completions/mean_length": "length",
     "completions/truncated_ratio": "truncated",
     "entropy": "entropy",
@@ -46,7 +46,7 @@ SIGNS = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """One run. The curve's lists go together; their first point is before training."""
 
     tokens: tuple[float, ...]
@@ -54,15 +54,15 @@ class Outcome:
     seconds: tuple[float, ...]
     score: tuple[float, ...]
     """Held-out means."""
-    error: float
+    score_stderr: float
     """Standard error of the last one over the held-out problems; 0 where it is not known."""
     steps: int
-    signs: Mapping[str, float] = field(default_factory=dict)
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
     """What its last steps were like: length [tokens], share cut off, entropy [nats], KL to the reference [nats a token],
     shares clipped."""
     cost: Mapping[str, float] = field(default_factory=dict)
     """CPU seconds, seconds on the clock and MiB of the whole command, evaluations included."""
-    gated: float | None = None
+    gated_fraction: float | None = None
     """Fraction of the tokens at which the gate cut or capped the weight, mean over all steps; None for a gate that does neither."""
 
     @property
@@ -78,12 +78,12 @@ class Outcome:
         return getattr(self, name)  # type: ignore[no-any-return]
 
 
-def finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     """Whether a run is at its end."""
     return (folder / "result.json").is_file()
 
 
-def read(folder: Path) -> Outcome:
+def read_outcome(folder: Path) -> RunOutcome:
     """A finished run.
 
     Raises:
@@ -97,7 +97,7 @@ def read(folder: Path) -> Outcome:
         ) from error
 
 
-def _outcome(folder: Path) -> Outcome:
+def _outcome(folder: Path) -> RunOutcome:
     result = read_json(folder / "result.json")
     rows = list[dict[str, Any]]()
     for number, (_, row) in enumerate(read_rows(folder / METRICS), 1):
@@ -105,27 +105,27 @@ def _outcome(folder: Path) -> Outcome:
             raise ValueError(f"line {number} of {METRICS} is no JSON object with a step")
         rows.append(row)
     steps = {row["step"]: row for row in rows if "tokens/sampled" in row}
-    scores = {row["step"]: row for row in rows if row.get("held_out") is not None}
+    scores = {row["step"]: row for row in rows if row.get("eval/reward") is not None}
     last = result.get("steps", max(steps, default=0))
     if 0 not in scores or last not in scores:
         raise RunError(f"{folder} has no held-out score before or after training: see the notes in {_log(folder)}")
     at = {0: (0.0, 0.0, 0.0)} | _totals(steps)
     points = sorted(step for step in scores if step in at)
     tokens, updates, seconds = zip(*(at[step] for step in points), strict=True)
-    return Outcome(
+    return RunOutcome(
         tokens=tokens,
         updates=updates,
         seconds=seconds,
-        score=tuple(float(scores[step]["held_out"]) for step in points),
-        error=float(scores[points[-1]].get("held_out_stderr") or 0.0),
+        score=tuple(float(scores[step]["eval/reward"]) for step in points),
+        score_stderr=float(scores[points[-1]].get("eval/reward_stderr") or 0.0),
         steps=int(last),
-        signs=_signs([steps[step] for step in sorted(steps)]),
-        cost=cost(folder),
-        gated=_gated(list(steps.values())),
+        diagnostics=_diagnostics([steps[step] for step in sorted(steps)]),
+        cost=read_cost(folder),
+        gated_fraction=_gated(list(steps.values())),
     )
 
 
-def cost(folder: Path) -> dict[str, float]:
+def read_cost(folder: Path) -> dict[str, float]:
     """What the run's processes took, as the runner wrote it down; empty where nobody did.
 
     Raises:
@@ -135,10 +135,10 @@ def cost(folder: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, float] = read_json(path)
-        if not all(isinstance(value, int | float) for value in found.values()):
+        costs: dict[str, float] = read_json(path)
+        if not all(isinstance(value, int | float) for value in costs.values()):
             raise ValueError("a value is no number")
-        return found
+        return costs
     except (OSError, ValueError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"{path} cannot be read: {reason}; delete it, and the seconds are counted anew") from error
@@ -160,15 +160,15 @@ def _totals(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[float, fl
     return totals
 
 
-def _signs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _diagnostics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Means over the last fifth of the steps, of those metrics that they have."""
-    tail = rows[-math.ceil(LAST * len(rows)) :] if rows else ()
-    found = {}
-    for metric, name in SIGNS.items():
+    tail = rows[-math.ceil(FINAL_FRACTION * len(rows)) :] if rows else ()
+    means = {}
+    for metric, name in DIAGNOSTICS.items():
         values = [row[metric] for row in tail if row.get(metric) is not None]
         if values:
-            found[name] = sum(values) / len(values)
-    return found
+            means[name] = sum(values) / len(values)
+    return means
 
 
 def _gated(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -178,17 +178,17 @@ def _gated(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 PROGRAM = (sys.executable, "-P", "-m", "policygrad")
 """-P: without it modules of the current folder would hide the standard library's, as `python -m` puts that folder first."""
-SAID = 12
+LOG_TAIL_LINES = 12
 """Lines of a failed run's log that are shown."""
-LEAVES = ("checkpoints", "completions.jsonl", "model")
+REMOVABLE_OUTPUTS = ("checkpoints", "completions.jsonl", "model")
 """What a run of a tuning seed leaves out when it is done; a reported one only its checkpoints."""
 
 
 class Runner(Protocol):
     """Does one run. Anything with these two methods can stand in for the processes."""
 
-    def __call__(self, words: Sequence[str], folder: Path) -> None:
-        """Begins or goes on with the run of `policygrad WORDS` in `folder`, until it is finished or `stop` is called.
+    def __call__(self, argv: Sequence[str], folder: Path) -> None:
+        """Begins or goes on with the run of `policygrad WORDS` in `writable_folder`, until it is finished or `stop` is called.
 
         Raises:
             RunError: it failed; with the end of what it said.
@@ -200,7 +200,7 @@ class Runner(Protocol):
         ...
 
 
-class Processes:
+class SubprocessRunner:
     """A process per run, each with its share of the cores. program: what stands before the words of `policygrad`. allow: code
     that files of the runs may name, besides what their words name."""
 
@@ -209,44 +209,44 @@ class Processes:
         self._live: set[subprocess.Popen[bytes]] = set()
         self._lock, self._stopping = Lock(), False
 
-    def __call__(self, words: Sequence[str], folder: Path) -> None:
+    def __call__(self, argv: Sequence[str], folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_name(folder.name + ".lock"), wait=lambda: not self._stopping) as lock:
-            if finished(folder):  # by a process that outlived the comparison that began it
+        with hold_lock(folder.with_name(folder.name + ".lock"), wait=lambda: not self._stopping) as lock:
+            if is_finished(folder):  # by a process that outlived the comparison that began it
                 return
             if folder.exists() and not (folder / "run.toml").exists():  # killed before it was anything
                 shutil.rmtree(folder)
-            go_on = (folder / "run.toml").exists()
-            named = (*from_words(words), *values(words, "--sampler.folder")) if go_on else ()
+            resumes = (folder / "run.toml").exists()
+            named = (*code_in_argv(argv), *option_values(argv, "--sampler.folder")) if resumes else ()
             allow = sorted({*self.allow, *named})  # the run's file permits nothing itself
-            permitted = ["--allow", *allow] if allow else []
-            if go_on and FLAG in names(words):
-                permitted += [FLAG]
-            command = ["train", "--resume", str(folder)] if go_on else [*words, "--output", str(folder)]
+            permitted = ["--allow-code", *allow] if allow else []
+            if resumes and TRUST_FLAG in option_names(argv):
+                permitted += [TRUST_FLAG]
+            command = ["train", "--resume", str(folder)] if resumes else [*argv, "--output", str(folder)]
             command += permitted
             log = folder.with_name(folder.name + ".log")
             code = self._process([*command, "--plain"], folder, log, lock)
-        if not finished(folder) and not self._stopping:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-SAID:])
+        if not is_finished(folder) and not self._stopping:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
             how = f"ended with code {code}" if code else "was stopped before its end"
             raise RunError(f"policygrad {shlex.join(command)} {how}:\n{tail}")
 
-    def _process(self, words: Sequence[str], folder: Path, log: Path, lock: IO[bytes]) -> int:
+    def _process(self, argv: Sequence[str], folder: Path, log: Path, lock: IO[bytes]) -> int:
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        command, began = [*self.program, *words], time.perf_counter()
-        with log.open("ab") as said:
+        command, started = [*self.program, *argv], time.perf_counter()
+        with log.open("ab") as output:
             with self._lock:
                 if self._stopping:
                     return 0
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
                     start_new_session=True,  # Ctrl-C is ours to pass on, once
                     pass_fds=(lock.fileno(),)
-                    if LOCKS
+                    if HAS_FILE_LOCKS
                     else (),  # held for as long as the run lives, whatever becomes of us
                 )
                 self._live.add(process)
@@ -255,14 +255,14 @@ class Processes:
             finally:
                 with self._lock:
                     self._live.discard(process)
-        _add_cost(folder, used | {"seconds": time.perf_counter() - began}, self.threads)
+        _add_cost(folder, used | {"seconds": time.perf_counter() - started}, self.threads)
         return process.returncode
 
     def stop(self) -> None:
         """The first time runs end after the step at hand, with a checkpoint; the second time at once."""
         with self._lock:
-            again, self._stopping = self._stopping, True
-            number = getattr(signal, "SIGKILL", signal.SIGTERM) if again else signal.SIGTERM
+            repeated, self._stopping = self._stopping, True
+            number = getattr(signal, "SIGKILL", signal.SIGTERM) if repeated else signal.SIGTERM
             for (
                 process
             ) in self._live:  # Popen's own terminate would look for its end, which is being waited for elsewhere
@@ -282,15 +282,15 @@ def _wait(process: subprocess.Popen[bytes]) -> dict[str, float]:
 
 def _add_cost(folder: Path, used: dict[str, float], threads: int) -> None:
     """Of a run that was stopped and gone on with, seconds add up."""
-    before = cost(folder)
+    before = read_cost(folder)
     rounded = {name: round(before.get(name, 0.0) + value, 1) for name, value in used.items()}
     rounded |= {"threads": threads, "processes": before.get("processes", 0) + 1}
     write_atomically(folder.with_name(folder.name + ".cost.json"), json.dumps(rounded) + "\n")
 
 
-def tidy(folder: Path, *, tuning: bool) -> None:
+def clean_run_folder(folder: Path, *, tuning: bool) -> None:
     """Takes away what a finished run is not needed for any more: of hundreds of runs it would fill a disk."""
-    for name in LEAVES if tuning else LEAVES[:1]:
+    for name in REMOVABLE_OUTPUTS if tuning else REMOVABLE_OUTPUTS[:1]:
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -300,7 +300,7 @@ def tidy(folder: Path, *, tuning: bool) -> None:
 
 # Runs what a plan asks for and is not there yet, some at a time; what is finished is not run again.
 
-LOOK = 0.2
+POLL_SECONDS = 0.2
 """Seconds between looks at whether Ctrl-C was pressed."""
 
 
@@ -308,7 +308,7 @@ LOOK = 0.2
 class Results:
     """What has come of a plan so far."""
 
-    outcomes: Mapping[Job, Outcome]
+    outcomes: Mapping[Job, RunOutcome]
     failures: Mapping[Job, str]
     """What a run that failed said last."""
     chosen: Mapping[str, float | None]
@@ -318,43 +318,43 @@ class Results:
 
 
 @dataclass
-class Work:
+class ComparisonRun:
     """A comparison under way."""
 
-    plan: Plan
+    plan: ComparisonPlan
     folder: Path
     runner: Runner
     jobs: int
     """Runs at a time."""
-    say: Callable[[str], None]
-    outcomes: dict[Job, Outcome] = field(default_factory=dict)
+    print_line: Callable[[str], None]
+    outcomes: dict[Job, RunOutcome] = field(default_factory=dict)
     failures: dict[Job, str] = field(default_factory=dict)
 
-    def do(self) -> Results:
+    def run(self) -> Results:
         """The runs that choose, then those that are reported at what was chosen."""
-        with Stopping() as stopping:
-            going = self._all(self.plan.tuning(), stopping)
-            chosen = choose(self.plan, self.outcomes) if going else {}
-            going = going and self._all(self.plan.reported(chosen), stopping)
-        return Results(self.outcomes, self.failures, chosen, stopped=not going)
+        with StopController() as stopping:
+            completed = self._run_jobs(self.plan.tuning_jobs(), stopping)
+            chosen = choose_values(self.plan, self.outcomes) if completed else {}
+            completed = completed and self._run_jobs(self.plan.reported_jobs(chosen), stopping)
+        return Results(self.outcomes, self.failures, chosen, stopped=not completed)
 
-    def _all(self, jobs: Sequence[Job], stopping: Stopping) -> bool:
+    def _run_jobs(self, jobs: Sequence[Job], stopping: StopController) -> bool:
         """False when it was stopped before the end."""
-        todo = [job for job in jobs if not self._known(job)]
+        todo = [job for job in jobs if not self._load_finished(job)]
         if jobs:
-            self.say(f"{len(todo)} of {len(jobs)} {'tuning ' if jobs[0].tuning else ''}runs to do")
+            self.print_line(f"{len(todo)} of {len(jobs)} {'tuning ' if jobs[0].is_tuning else ''}runs to do")
         with ThreadPoolExecutor(self.jobs) as pool:
             left = {pool.submit(self._one, job): job for job in todo}
             took: list[float] = []
-            told = False
+            announced = False
             try:
                 while left:
-                    done, _ = wait(left, timeout=LOOK, return_when=FIRST_COMPLETED)
+                    done, _ = wait(left, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
                     for future in done:
                         self._collect(future, left.pop(future), took, len(left))
-                    if stopping.asked and not told:
-                        told = True
-                        self.say(WORDS)
+                    if stopping.requested and not announced:
+                        announced = True
+                        self.print_line(STOP_MESSAGE)
                         for future in left:
                             future.cancel()
                         self.runner.stop()
@@ -363,29 +363,29 @@ class Work:
                     future.cancel()
                 self.runner.stop()
                 raise
-        return not stopping.asked
+        return not stopping.requested
 
-    def _known(self, job: Job) -> bool:
+    def _load_finished(self, job: Job) -> bool:
         """Whether the run is there already; what it says is then read."""
         folder = self.folder / job.folder
-        if not finished(folder):
+        if not is_finished(folder):
             return False
         self._read(job, folder)
         return True
 
     def _read(self, job: Job, folder: Path) -> None:
         try:
-            self.outcomes[job] = read(folder)
+            self.outcomes[job] = read_outcome(folder)
         except RunError as error:
             self.failures[job] = str(error)
 
     def _one(self, job: Job) -> float:
         """Seconds that it took."""
-        folder, began = self.folder / job.folder, time.perf_counter()
-        self.runner(self.plan.train_words(job), folder)
-        if finished(folder):
-            tidy(folder, tuning=job.tuning)
-        return time.perf_counter() - began
+        folder, started = self.folder / job.folder, time.perf_counter()
+        self.runner(self.plan.train_argv(job), folder)
+        if is_finished(folder):
+            clean_run_folder(folder, tuning=job.is_tuning)
+        return time.perf_counter() - started
 
     def _collect(self, future: Future[float], job: Job, took: list[float], left: int) -> None:
         """A run is over, one way or another."""
@@ -396,41 +396,43 @@ class Work:
             seconds = future.result()
         except RunError as error:
             self.failures[job] = str(error)
-            self.say(f"{job}: failed\n{error}")
+            self.print_line(f"{job}: failed\n{error}")
             return
-        if not finished(folder):  # stopped, and to be gone on with
+        if not is_finished(folder):  # stopped, and to be gone on with
             return
         self._read(job, folder)
         if job in self.failures:
-            self.say(f"{job}: {self.failures[job]}")
+            self.print_line(f"{job}: {self.failures[job]}")
             return
         took.append(seconds)
-        found = self.outcomes[job]
-        ahead = f"  {left} left, about {_span(statistics.fmean(took) * left / self.jobs)}" if left else ""
-        score = f"{found.before:.3f} -> {found.after:.3f}"
-        self.say(
-            f"{job}: {score}  {found.tokens[-1]:,.0f} tokens  {found.updates[-1]:.0f} updates  {seconds:.0f} s{ahead}"
+        outcome = self.outcomes[job]
+        remaining = f"  {left} left, about {_span(statistics.fmean(took) * left / self.jobs)}" if left else ""
+        score = f"{outcome.before:.3f} -> {outcome.after:.3f}"
+        self.print_line(
+            f"{job}: {score}  {outcome.tokens[-1]:,.0f} tokens  {outcome.updates[-1]:.0f} updates  {seconds:.0f} s{remaining}"
         )
 
 
-def mean_final(plan: Plan, label: str, value: float, found: Mapping[Job, Outcome]) -> float | None:
+def mean_final_score(
+    plan: ComparisonPlan, label: str, value: float, outcomes: Mapping[Job, RunOutcome]
+) -> float | None:
     """A value's mean final score over the tuning seeds; None where a run is missing."""
     jobs = [Job(label, value, seed) for seed in plan.tuning_seeds]
-    return statistics.fmean(found[job].after for job in jobs) if all(job in found for job in jobs) else None
+    return statistics.fmean(outcomes[job].after for job in jobs) if all(job in outcomes for job in jobs) else None
 
 
-def choose(plan: Plan, found: Mapping[Job, Outcome]) -> dict[str, float | None]:
+def choose_values(plan: ComparisonPlan, outcomes: Mapping[Job, RunOutcome]) -> dict[str, float | None]:
     """Each row's value: the best mean final score over the tuning seeds; of equals the smaller. A value of which a run failed
     is out."""
     chosen: dict[str, float | None] = {}
     for row in plan.rows:
-        if not row.tuned:
+        if not row.is_tuned:
             chosen[row.label] = row.grid[0] if row.grid else None
             continue
-        means = {value: mean_final(plan, row.label, value, found) for value in sorted(row.grid)}
-        there = {value: mean for value, mean in means.items() if mean is not None}
-        if there:
-            chosen[row.label] = max(there, key=lambda value: (there[value], -value))
+        means = {value: mean_final_score(plan, row.label, value, outcomes) for value in sorted(row.grid)}
+        complete = {value: mean for value, mean in means.items() if mean is not None}
+        if complete:
+            chosen[row.label] = max(complete, key=lambda value: (complete[value], -value))
     return chosen
 
 

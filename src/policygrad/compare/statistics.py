@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
-LEVEL, REPS = 0.95, 2000
+LEVEL, NUM_RESAMPLES = 0.95, 2000
 
 
 @dataclass(frozen=True)
@@ -43,36 +43,36 @@ def interquartile_mean(scores: ArrayLike) -> Any:
 
 
 @lru_cache(maxsize=8)
-def resampled(runs: int, tasks: int, reps: int = REPS, seed: int = 0) -> NDArray[np.int64]:
+def resample_indices(runs: int, tasks: int, reps: int = NUM_RESAMPLES, seed: int = 0) -> NDArray[np.int64]:
     """[reps, runs, tasks] run numbers: within every task its own runs are drawn anew, with replacement (stratified)."""
     return np.random.default_rng(seed).integers(0, runs, (reps, runs, tasks))
 
 
-def interval(statistics: ArrayLike, level: float = LEVEL) -> tuple[Any, Any]:
+def percentile_interval(statistics: ArrayLike, level: float = LEVEL) -> tuple[Any, Any]:
     """The percentile interval over the first axis, that of the replications."""
     tail = 100 * (1 - level) / 2
     low, high = np.percentile(np.asarray(statistics, dtype=np.float64), [tail, 100 - tail], axis=0)
     return low, high
 
 
-def estimate(scores: ArrayLike, reps: int = REPS, seed: int = 0) -> Estimate:
+def estimate_iqm(scores: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
     """The interquartile mean over all runs and tasks, and its stratified percentile interval. scores: [runs, tasks] or [runs]."""
     table = _table(scores)
-    drawn = resampled(table.shape[0], table.shape[1], reps, seed)
-    replicated = interquartile_mean(table[drawn, np.arange(table.shape[1])].reshape(reps, -1))
-    low, high = interval(replicated)
+    indices = resample_indices(table.shape[0], table.shape[1], reps, seed)
+    replicated = interquartile_mean(table[indices, np.arange(table.shape[1])].reshape(reps, -1))
+    low, high = percentile_interval(replicated)
     return Estimate(float(interquartile_mean(table.ravel())), float(low), float(high))
 
 
-def band(curves: ArrayLike, reps: int = REPS, seed: int = 0) -> tuple[Floats, Floats, Floats]:
+def bootstrap_band(curves: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> tuple[Floats, Floats, Floats]:
     """(interquartile mean, low, high), each [points], of curves [runs, points]; whole runs are drawn, intervals are pointwise."""
     table = np.asarray(curves, dtype=np.float64)
-    drawn = resampled(table.shape[0], 1, reps, seed)[:, :, 0]
-    low, high = interval(interquartile_mean(np.swapaxes(table[drawn], 1, 2)))
+    indices = resample_indices(table.shape[0], 1, reps, seed)[:, :, 0]
+    low, high = percentile_interval(interquartile_mean(np.swapaxes(table[indices], 1, 2)))
     return interquartile_mean(table.T), low, high
 
 
-def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = REPS, seed: int = 0) -> Estimate:
+def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
     """P(X > Y): per task the share of pairs in which a run of X is above one of Y, a tie counting ½ (Mann and Whitney's U over
     n·m), then the mean over tasks. Source: Agarwal et al. 2021, sec. 4.
 
@@ -83,14 +83,14 @@ def probability_of_improvement(x: ArrayLike, y: ArrayLike, reps: int = REPS, see
         raise ValueError(f"scores on {a.shape[1]} tasks cannot be compared with scores on {b.shape[1]}")
     wins = np.where(a[:, None] > b[None], 1.0, np.where(a[:, None] == b[None], 0.5, 0.0))  # [n, m, tasks]
     tasks = np.arange(a.shape[1])
-    first = resampled(a.shape[0], a.shape[1], reps, seed)
-    second = resampled(b.shape[0], b.shape[1], reps, seed + 1)  # apart from the first
+    first = resample_indices(a.shape[0], a.shape[1], reps, seed)
+    second = resample_indices(b.shape[0], b.shape[1], reps, seed + 1)  # apart from the first
     replicated = wins[first[:, :, None], second[:, None], tasks].mean(axis=(1, 2, 3))
-    low, high = interval(replicated)
+    low, high = percentile_interval(replicated)
     return Estimate(float(wins.mean()), float(low), float(high))
 
 
-def paired_difference(x: ArrayLike, y: ArrayLike, reps: int = REPS, seed: int = 0) -> Estimate:
+def paired_difference(x: ArrayLike, y: ArrayLike, reps: int = NUM_RESAMPLES, seed: int = 0) -> Estimate:
     """Mean of x − y over problems that both were measured on, and its percentile interval: problems are drawn, each with both of
     its values, so that how hard a problem is cancels out. Source: Efron and Tibshirani 1993, ch. 13; for the pairs, Koehn 2004
     (Statistical Significance Tests for Machine Translation Evaluation, EMNLP).
@@ -101,7 +101,7 @@ def paired_difference(x: ArrayLike, y: ArrayLike, reps: int = REPS, seed: int = 
     if a.shape != b.shape or a.ndim != 1 or not len(a):
         raise ValueError(f"pairs are values of the same problems, not of {a.shape} and {b.shape}")
     difference = a - b
-    low, high = interval(difference[resampled(len(a), 1, reps, seed)[:, :, 0]].mean(axis=1))
+    low, high = percentile_interval(difference[resample_indices(len(a), 1, reps, seed)[:, :, 0]].mean(axis=1))
     return Estimate(float(difference.mean()), float(low), float(high))
 
 
@@ -121,17 +121,17 @@ def fewest_runs(level: float = LEVEL) -> int:
     return runs
 
 
-def at(xs: ArrayLike, ys: ArrayLike, x: ArrayLike) -> Any:
+def interpolate(xs: ArrayLike, ys: ArrayLike, x: ArrayLike) -> Any:
     """A curve between its points, linearly; xs ascending."""
     points, heights = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     return np.interp(np.asarray(x, dtype=np.float64), points, heights)
 
 
 def mean_height(xs: ArrayLike, ys: ArrayLike, end: float) -> float:
-    """The area under a curve from its first point to `end`, over its width: the score an average moment of the run had."""
+    """The area under a curve from its first point to `kill_trees`, over its width: the score an average moment of the run had."""
     points, heights = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     inside = points < end
-    points, heights = np.append(points[inside], end), np.append(heights[inside], at(points, heights, end))
+    points, heights = np.append(points[inside], end), np.append(heights[inside], interpolate(points, heights, end))
     width = end - points[0]
     return float(np.trapezoid(heights, points) / width) if width > 0 else float(heights[0])
 
@@ -149,9 +149,9 @@ def first_crossing(xs: ArrayLike, ys: ArrayLike, level: float) -> float | None:
     return float(points[i - 1] + share * (points[i] - points[i - 1]))
 
 
-def median_crossing(found: list[float | None]) -> float | None:
+def median_crossing(crossings: list[float | None]) -> float | None:
     """The median with a run that never arrives as later than any other: None where that is half of them or more."""
-    ordered = sorted(np.inf if x is None else x for x in found)
+    ordered = sorted(np.inf if x is None else x for x in crossings)
     middle = len(ordered) // 2
     value = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
     return None if np.isinf(value) else float(value)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Advantage, State
-from policygrad.core.batch import Batch, required
+from policygrad.core.batch import Batch, require_field
 from policygrad.core.masked import Groups
-from policygrad.core.metrics import Metric, Metrics, mean_of
+from policygrad.core.metrics import Metric, Metrics, masked_mean
 from policygrad.errors import ConfigError
 
 
@@ -27,21 +27,21 @@ def reward_to_go(batch: Batch) -> Tensor:
     """`G_t` [B, T]: where every chain starts. Zero at unsampled positions and for completions without a reward."""
     psi = batch.reward[:, None].expand(batch.mask.shape)
     if batch.token_reward is not None:
-        psi = psi + masked.to_go(masked.masked(batch.token_reward, batch.mask))
-    return masked.masked(psi, batch.mask)
+        psi = psi + masked.reverse_cumsum(masked.apply_mask(batch.token_reward, batch.mask))
+    return masked.apply_mask(psi, batch.mask)
 
 
-def totals(batch: Batch) -> Tensor:
+def total_rewards(batch: Batch) -> Tensor:
     """`R_i` [B]: reward plus the sum of token rewards; 0 for completions that do not count."""
     total = batch.reward
     if batch.token_reward is not None:
-        total = total + masked.masked(batch.token_reward, batch.mask).sum(1)
-    return masked.masked(total, batch.counted)
+        total = total + masked.apply_mask(batch.token_reward, batch.mask).sum(1)
+    return masked.apply_mask(total, batch.counted)
 
 
-def no_spread(batch: Batch) -> Tensor:
+def is_constant_group(batch: Batch) -> Tensor:
     """[B] bool; completions of a group whose totals are all equal (max R = min R), or that has one member: Ψ = 0."""
-    return Groups(batch.group, batch.counted).no_spread(totals(batch))
+    return Groups(batch.group, batch.counted).is_constant(total_rewards(batch))
 
 
 def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
@@ -49,9 +49,9 @@ def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
 
     A completion without a counted sibling gets Ψ = 0 at every token: nothing to compare it with, token rewards or not.
     """
-    exact = torch.where(no_spread(batch) & batch.counted, totals(batch), baseline)
+    exact = torch.where(is_constant_group(batch) & batch.counted, total_rewards(batch), baseline)
     siblings = Groups(batch.group, batch.counted).size - batch.counted.long()
-    return masked.masked(psi - exact[:, None], batch.mask & (siblings > 0)[:, None])
+    return masked.apply_mask(psi - exact[:, None], batch.mask & (siblings > 0)[:, None])
 
 
 @dataclass(frozen=True)
@@ -74,33 +74,33 @@ class RunningMean(Advantage):
     def formula(self) -> str:
         return "R − b,  b = running mean of past rewards"
 
-    def init(self) -> State:
+    def init_state(self) -> State:
         return {"mean": 0.0, "count": 0}
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """b ← b + (mean R − b)·(1 − decay)/(1 − decay^n): the exponential mean without its start-up bias."""
         if not bool(batch.counted.any()):
             return state
         mean, count = state["mean"], state["count"] + 1
-        new = float(masked.mean(totals(batch), batch.counted))
+        new = float(masked.mean(total_rewards(batch), batch.counted))
         rate = (1 - self.decay) / (1 - self.decay**count)
         return {"mean": mean + rate * (new - mean), "count": count}
 
-    def at(self, state: State) -> Centred:
-        return Centred(self.decay, state["mean"])
+    def with_state(self, state: State) -> FrozenRunningMean:
+        return FrozenRunningMean(self.decay, state["mean"])
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.masked(psi, batch.mask)
+        return masked.apply_mask(psi, batch.mask)
 
 
 @dataclass(frozen=True)
-class Centred(RunningMean):
+class FrozenRunningMean(RunningMean):
     """A running mean at one rollout: Ψ = R_i − baseline."""
 
     baseline: float = 0.0
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.masked(psi - self.baseline, batch.mask)
+        return masked.apply_mask(psi - self.baseline, batch.mask)
 
 
 @dataclass(frozen=True)
@@ -112,26 +112,26 @@ class BatchMean(Advantage):
         return "R − mean_batch"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        total = totals(batch)
-        exact = torch.where(masked.no_spread(total, batch.counted), total, masked.mean(total, batch.counted))
-        return masked.masked(psi - exact[:, None], batch.mask)
+        total = total_rewards(batch)
+        exact = torch.where(masked.is_constant(total, batch.counted), total, masked.mean(total, batch.counted))
+        return masked.apply_mask(psi - exact[:, None], batch.mask)
 
 
 @dataclass(frozen=True)
 class LeaveOneOut(Advantage):
     """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline does not see R_i. Source: Ahmadian et al. 2024."""
 
-    group_statistic: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
         return "R_i − mean_{j≠i} R_j"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        groups, total = Groups(batch.group, batch.counted), totals(batch)
+        groups, total = Groups(batch.group, batch.counted), total_rewards(batch)
         # A completion that is masked from the gradient but counts in the statistics is among its siblings' others.
-        others = (groups.size - batch.counted.long()).clamp(min=1)
-        return _subtract(psi, (groups.sum(total) - total) / others, batch)
+        num_siblings = (groups.size - batch.counted.long()).clamp(min=1)
+        return _subtract(psi, (groups.sum(total) - total) / num_siblings, batch)
 
 
 Norm = Literal["exact", "length"]
@@ -152,7 +152,7 @@ class OptimalBaseline(Advantage):
     length = |o|, which ‖s‖² grows with when tokens' scores are orthogonal and of one size (Hao et al. 2025, OPO)."""
     leave_one_out: bool = True
     """Over the siblings only, so unbiased. False = the plug-in Σ_j n_j R_j / Σ_j n_j as published: it sees R_i, so it is biased."""
-    group_statistic: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.norm not in get_args(Norm):
@@ -163,7 +163,7 @@ class OptimalBaseline(Advantage):
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         """Lengths are known; only the exact norms ask something of a learner."""
-        return frozenset({"score_norm"} if self.norm == "exact" else ())
+        return frozenset({"grad_logp_sq_norm"} if self.norm == "exact" else ())
 
     @property
     def formula(self) -> str:
@@ -171,37 +171,37 @@ class OptimalBaseline(Advantage):
         return f"R_i − Σ_{over} n_j R_j/Σ_{over} n_j,  n = {n}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        groups, total, n = Groups(batch.group, batch.counted), totals(batch).double(), self._weights(batch)
-        over = groups.others if self.leave_one_out else groups.sum
-        count, whole = over(torch.ones_like(total)), over(n)
+        groups, total, n = Groups(batch.group, batch.counted), total_rewards(batch).double(), self._weights(batch)
+        over = groups.sum_excluding_self if self.leave_one_out else groups.sum
+        count, total_weight = over(torch.ones_like(total)), over(n)
         plain = over(total) / count.clamp(min=1)  # scores of norm 0 all around: no reward weighs more than another
-        weighted = over(n * total) / torch.where(whole > 0, whole, 1)
-        return _subtract(psi, torch.where(whole > 0, weighted, plain).to(psi.dtype), batch)
+        weighted = over(n * total) / torch.where(total_weight > 0, total_weight, 1)
+        return _subtract(psi, torch.where(total_weight > 0, weighted, plain).to(psi.dtype), batch)
 
     def _weights(self, batch: Batch) -> Tensor:
         """n [B] in float64. A completion that counts in the statistics but is masked from the gradient adds no score: n = 0."""
         if self.norm == "length":
             return batch.lengths.double()
-        if batch.score_norm is None:
+        if batch.grad_logp_sq_norm is None:
             raise ConfigError(
-                "OptimalBaseline needs Batch.score_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
+                "OptimalBaseline needs Batch.grad_logp_sq_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
                 "(learner.evaluate with algorithm.needs), or use OptimalBaseline(norm='length')"
             )
-        return masked.masked(batch.score_norm.double(), batch.mask.any(1))
+        return masked.apply_mask(batch.grad_logp_sq_norm.double(), batch.mask.any(1))
 
 
 @dataclass(frozen=True)
 class GroupMean(Advantage):
     """Ψ = R_i − mean_g = (G−1)/G of leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2."""
 
-    group_statistic: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
         return "R_i − mean_g"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return _subtract(psi, Groups(batch.group, batch.counted).mean(totals(batch)), batch)
+        return _subtract(psi, Groups(batch.group, batch.counted).mean(total_rewards(batch)), batch)
 
 
 @dataclass(frozen=True)
@@ -213,16 +213,16 @@ class GroupStd(Advantage):
 
     eps: float = 1e-4
     ddof: int = 1
-    group_statistic: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
         return f"/(std_g + {self.eps:g})"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        scale = Groups(batch.group, batch.counted).std(totals(batch), self.ddof) + self.eps
-        scale = torch.where(no_spread(batch), torch.ones_like(scale), scale)  # rounding is not spread
-        return masked.masked(psi / scale[:, None], batch.mask)
+        scale = Groups(batch.group, batch.counted).std(total_rewards(batch), self.ddof) + self.eps
+        scale = torch.where(is_constant_group(batch), torch.ones_like(scale), scale)  # rounding is not spread
+        return masked.apply_mask(psi / scale[:, None], batch.mask)
 
 
 @dataclass(frozen=True)
@@ -246,12 +246,12 @@ class BatchStd(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         if self.of == "rewards":
-            x, keep = totals(batch), batch.counted
+            x, keep = total_rewards(batch), batch.counted
         else:
-            x, keep = masked.first(psi, batch.mask), batch.mask.any(1)
+            x, keep = masked.first_valid(psi, batch.mask), batch.mask.any(1)
         scale = masked.std(x, keep, self.ddof) + self.eps
-        scale = torch.where(masked.no_spread(x, keep), torch.ones_like(scale), scale)  # rounding is not spread
-        return masked.masked(psi / scale, batch.mask)
+        scale = torch.where(masked.is_constant(x, keep), torch.ones_like(scale), scale)  # rounding is not spread
+        return masked.apply_mask(psi / scale, batch.mask)
 
 
 # LEVER 1: baselines that come from outside the group: a constant, and the reward of the greedy completion.
@@ -272,8 +272,8 @@ class GreedyBaseline(Advantage):
         return "R − R(ō),  ō the greedy completion"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        baseline = required(batch.baseline, self, "baseline").to(psi.dtype)[:, None]
-        return masked.masked(psi - baseline, batch.mask & baseline.isfinite())
+        baseline = require_field(batch.baseline, self, "baseline").to(psi.dtype)[:, None]
+        return masked.apply_mask(psi - baseline, batch.mask & baseline.isfinite())
 
 
 @dataclass(frozen=True)
@@ -296,14 +296,14 @@ class ConstantBaseline(Advantage):
         return f"− {self.value:g}" if self.value >= 0 else f"+ {-self.value:g}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.masked(psi - self.value, batch.mask & batch.counted[:, None])
+        return masked.apply_mask(psi - self.value, batch.mask & batch.counted[:, None])
 
 
 # LEVER 1 for other objectives than the mean reward: the likelihood of success, pass@k, the likelihood of what is accepted.
 
 
 @dataclass(frozen=True)
-class OverGroupMean(Advantage):
+class DivideByGroupMean(Advantage):
     """Ψ ← Ψ/mean_g. After `GroupMean`: (R_i − mean_g)/mean_g, maximum likelihood of success.
 
     For rewards of 0 and 1 and p the probability of success, log p = −Σ_k (1 − p)^k/k, so ∇log p = Σ_k 1/k ∇pass@k. The mean
@@ -316,23 +316,23 @@ class OverGroupMean(Advantage):
         ConfigError: a reward below 0, of a completion that counts.
     """
 
-    group_statistic: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
         return "/mean_g,  0 where mean_g ≤ 0"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        total = totals(batch)
+        total = total_rewards(batch)
         if bool((below := total < 0).any()):
             row = int(below.nonzero()[0])
             raise ConfigError(
-                f"OverGroupMean follows the likelihood of success, and the reward of row {row} is {float(total[row]):g}: give a "
+                f"DivideByGroupMean follows the likelihood of success, and the reward of row {row} is {float(total[row]):g}: give a "
                 "reward of 0 or more, such as 1 for what is right and else 0, or take an algorithm for any reward, such as grpo"
             )
         mean = Groups(batch.group, batch.counted).mean(total)
         some = mean > 0
-        return masked.masked(psi / torch.where(some, mean, 1)[:, None], batch.mask & some[:, None])
+        return masked.apply_mask(psi / torch.where(some, mean, 1)[:, None], batch.mask & some[:, None])
 
 
 @dataclass(frozen=True)
@@ -351,8 +351,8 @@ class PassAtK(Advantage):
     normalise: bool = True
     """Over σ. False: the difference alone, G/k times the unbiased gradient of pass@k less a baseline of the group itself.
     That one is of Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
-    group_statistic: ClassVar[bool] = True
-    starts: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -364,7 +364,7 @@ class PassAtK(Advantage):
         return f"(E[max of {self.k} | i among them] − R̄){over},  R̄, σ of the max of {self.k} of the group"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        total, counted = totals(batch), batch.counted
+        total, counted = total_rewards(batch), batch.counted
         size = Groups(batch.group, counted).size
         out = torch.zeros_like(total)
         for n in sorted({n for n in size[counted].tolist() if n >= self.k}):
@@ -372,32 +372,32 @@ class PassAtK(Advantage):
             rows = rows[total[rows].argsort(stable=True)]
             rows = rows[batch.group[rows].argsort(stable=True)].view(-1, n)  # [groups, n], rewards ascending
             out[rows] = self._of(total[rows])
-        return masked.masked(out[:, None], batch.mask)
+        return masked.apply_mask(out[:, None], batch.mask)
 
     def _of(self, reward: Tensor) -> Tensor:
         """[groups, n], rewards ascending along a row: the j-th is the largest of C(j−1, k−1) of the C(n, k) subsets."""
         n, k = reward.shape[1], self.k
 
-        def shares(place: int, among: int, whole: int) -> Tensor:
+        def shares(place: int, among: int, total: int) -> Tensor:
             """[n] C(j − place, among)/whole, j = 1 … n."""
-            return reward.new_tensor([comb(j - place, among) / whole if j >= place else 0.0 for j in range(1, n + 1)])
+            return reward.new_tensor([comb(j - place, among) / total if j >= place else 0.0 for j in range(1, n + 1)])
 
         largest, with_i = shares(1, k - 1, comb(n, k)), comb(n - 1, k - 1)
         mean = (reward @ largest)[:, None]
-        own = reward * shares(1, k - 1, with_i)
+        as_largest = reward * shares(1, k - 1, with_i)
         above = reward * shares(2, k - 2, with_i) if k > 1 else torch.zeros_like(reward)
-        psi = own + masked.to_go(above) - above - mean
+        psi = as_largest + masked.reverse_cumsum(above) - above - mean
         if self.normalise:
             psi = psi / (((reward - mean) ** 2 @ largest).sqrt()[:, None] + self.eps)
         one_maximum = reward[:, k - 1] >= reward[:, -1]
-        return masked.masked(psi, ~one_maximum[:, None])
+        return masked.apply_mask(psi, ~one_maximum[:, None])
 
 
 Keep = Literal["right", "best"]
 
 
 @dataclass(frozen=True)
-class Accepted(Advantage):
+class RejectionSampling(Advantage):
     """Ψ = 1 for a completion that is kept, else 0: rejection sampling, the likelihood of what was accepted.
 
     Source: Xiong et al. 2025, arXiv:2504.11343 (right ones); Dong et al. 2023 (RAFT), arXiv:2304.06767 (the best of each prompt).
@@ -406,16 +406,16 @@ class Accepted(Advantage):
     keep: Keep = "right"
     """right: R_i ≥ threshold; best: R_i ≥ max_g R, all of them where several are."""
     threshold: float = 1.0
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.keep not in get_args(Keep):
             raise ConfigError(
-                f"Accepted.keep must be 'right' (R_i ≥ threshold) or 'best' (the best of each prompt), not {self.keep!r}"
+                f"RejectionSampling.keep must be 'right' (R_i ≥ threshold) or 'best' (the best of each prompt), not {self.keep!r}"
             )
 
     @property
-    def group_statistic(self) -> bool:  # type: ignore[override]
+    def uses_group_statistics(self) -> bool:  # type: ignore[override]
         """The best of one prompt's samples is a comparison of them."""
         return self.keep == "best"
 
@@ -424,9 +424,9 @@ class Accepted(Advantage):
         return f"1 where R ≥ {f'{self.threshold:g}' if self.keep == 'right' else 'max_g R'}, else 0"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        total, counted = totals(batch), batch.counted
+        total, counted = total_rewards(batch), batch.counted
         enough: float | Tensor = self.threshold if self.keep == "right" else Groups(batch.group, counted).max(total)
-        return masked.masked(((total >= enough) & counted).to(total.dtype)[:, None], batch.mask)
+        return masked.apply_mask(((total >= enough) & counted).to(total.dtype)[:, None], batch.mask)
 
 
 # LEVER 1 with several rewards: each compared within its group before they are added up.
@@ -448,8 +448,8 @@ class RewardZScores(Advantage):
     eps: float = 1e-4
     ddof: int = 1
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
-    starts: ClassVar[bool] = True
-    group_statistic: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
@@ -462,7 +462,7 @@ class RewardZScores(Advantage):
         return f"Σ_k w_k (r_k − mean_g r_k)/(std_g r_k + {self.eps:g})"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        rewards = required(batch.rewards, self, "rewards")
+        rewards = require_field(batch.rewards, self, "rewards")
         if batch.token_reward is not None:
             raise ConfigError(
                 "RewardZScores reads one number per completion and reward function, and Batch.token_reward would be left out: "
@@ -472,13 +472,13 @@ class RewardZScores(Advantage):
         total = torch.zeros_like(batch.reward)
         for k, weight in enumerate(weights):
             total = total + weight * self._zscore(rewards[:, k], batch).to(total.dtype)
-        return masked.masked(total[:, None].expand(batch.mask.shape), batch.mask)
+        return masked.apply_mask(total[:, None].expand(batch.mask.shape), batch.mask)
 
     def _zscore(self, r: Tensor, batch: Batch) -> Tensor:
-        known = batch.counted & ~r.isnan()
-        groups = Groups(batch.group, known)
+        has_reward = batch.counted & ~r.isnan()
+        groups = Groups(batch.group, has_reward)
         scaled = (r - groups.mean(r)) / (groups.std(r, self.ddof) + self.eps)
-        return masked.masked(scaled, known & ~groups.no_spread(r))
+        return masked.apply_mask(scaled, has_reward & ~groups.is_constant(r))
 
 
 # Learning from a teacher: what another model says of the tokens that the policy sampled.
@@ -499,7 +499,7 @@ class TeacherLogRatio(Advantage):
     discount: float = 0.0
     """In [0, 1]; how much of the KL to come a token answers for."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_old"})
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
     reads_reward: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -516,12 +516,12 @@ class TeacherLogRatio(Advantage):
         return f"{scale}Σ_{{s≥t}} {self.discount:g}^{{s−t}}·log(π_ref/π_old)_s"
 
     def _log_ratio(self, batch: Batch) -> Tensor:
-        teacher, old = (required(getattr(batch, name), self, name) for name in ("logp_ref", "logp_old"))
-        return (masked.masked(teacher, batch.mask) - masked.masked(old, batch.mask)).to(batch.reward.dtype)
+        teacher, old = (require_field(getattr(batch, name), self, name) for name in ("logp_ref", "logp_old"))
+        return (masked.apply_mask(teacher, batch.mask) - masked.apply_mask(old, batch.mask)).to(batch.reward.dtype)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        return self.coefficient * masked.discounted(self._log_ratio(batch), batch.mask, self.discount)
+        return self.coefficient * masked.discounted_reverse_cumsum(self._log_ratio(batch), batch.mask, self.discount)
 
     def report(self, batch: Batch) -> Metrics:
         """teacher/kl: KL(π_old‖π_T) in nats a token, from the samples."""
-        return {"teacher/kl": mean_of(-self._log_ratio(batch), batch.mask)} if bool(batch.mask.any()) else {}
+        return {"teacher/kl": masked_mean(-self._log_ratio(batch), batch.mask)} if bool(batch.mask.any()) else {}

@@ -17,7 +17,7 @@ from policygrad.errors import ConfigError
 
 
 def _spread(per_completion: Tensor, mask: Tensor) -> Tensor:
-    return masked.masked(per_completion[:, None].expand(mask.shape), mask)
+    return masked.apply_mask(per_completion[:, None].expand(mask.shape), mask)
 
 
 def _completions(mask: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class GroupTokenMean(Aggregation):
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         groups = Groups(group, mask.any(1))
         tokens = groups.sum(mask.sum(1)).clamp(min=1)
-        return _spread(1 / (max(1, groups.number) * tokens).to(torch.float64), mask)
+        return _spread(1 / (max(1, groups.num_nonempty) * tokens).to(torch.float64), mask)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class FixedLength(Aggregation):
 
     Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2.
 
-    length None: the batch's width T; a trainer sets its generation budget (`Algorithm.with_budget`).
+    length None: the batch's width T; a trainer sets its generation budget (`Algorithm.with_max_tokens`).
     """
 
     length: int | None = None

@@ -27,50 +27,52 @@ from policygrad.core.base import (
     UpdateRule,
 )
 from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.filters import applied, reweight
+from policygrad.core.filters import apply_filter, reweight_kept
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
-from policygrad.core.outputs import blame, is_finite, per_token, same_batch
-from policygrad.core.terms import mixed, told
-from policygrad.core.updates import FirstOrder
-from policygrad.core.validation import ROLES, check, check_demonstrations, check_rewards
+from policygrad.core.outputs import check_per_token, check_same_batch, explain_nonfinite, is_finite
+from policygrad.core.terms import describe_policy_share, scale_by_policy_share
+from policygrad.core.updates import GradientSteps
+from policygrad.core.validation import ROLES, check_demonstrations, check_rewards, validate_algorithm
 from policygrad.errors import ConfigError, NumericsError
 
 # c: what each token weighs, over one whole update: an aggregation of the tokens that count, times `Batch.weight`.
 
 
-def coefficients(batch: Batch, aggregate: Aggregation, mask: Tensor) -> Tensor:
+def token_coefficients(batch: Batch, aggregate: Aggregation, mask: Tensor) -> Tensor:
     """c [B, T] of the tokens that `mask` [B, T] counts, in it and in its denominators."""
-    c = per_token(aggregate(mask, batch.group), aggregate, mask).to(batch.reward.dtype)
-    return c if batch.weight is None else c * masked.masked(batch.weight, batch.mask)
+    c = check_per_token(aggregate(mask, batch.group), aggregate, mask).to(batch.reward.dtype)
+    return c if batch.weight is None else c * masked.apply_mask(batch.weight, batch.mask)
 
 
-def of_term(batch: Batch, term: Term | LossTerm, aggregate: Aggregation, gate: Gate, policy: Tensor) -> Tensor:
+def term_coefficients(
+    batch: Batch, term: Term | LossTerm, aggregate: Aggregation, gate: Gate, policy: Tensor
+) -> Tensor:
     """c^m [B, T] of a term: the policy's, unless it has an aggregation or tokens of its own."""
-    where, mask = term.where(batch), taken(batch, term)
-    alike = batch.demonstration is None or ("demonstration" in term.needs) is ("demonstration" in gate.needs)
-    if where is None and term.aggregate is None and alike:
+    where, mask = term.token_mask(batch), averaged_tokens(batch, term)
+    same_tokens = batch.demonstration is None or ("demonstration" in term.needs) is ("demonstration" in gate.needs)
+    if where is None and term.aggregation is None and same_tokens:
         return policy
-    return coefficients(batch, term.aggregate or aggregate, mask if where is None else mask & where)
+    return token_coefficients(batch, term.aggregation or aggregate, mask if where is None else mask & where)
 
 
-def taken(batch: Batch, part: Part) -> Tensor:
+def averaged_tokens(batch: Batch, part: Part) -> Tensor:
     """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
-    return batch.mask if "demonstration" in part.needs else batch.own
+    return batch.mask if "demonstration" in part.needs else batch.policy_tokens
 
 
 # The equation of an algorithm in words: each symbol with what is put in.
 
 
-def written(a: Algorithm) -> dict[str, str]:
+def describe_equation(a: Algorithm) -> dict[str, str]:
     """Symbol -> formula."""
     chain = "R"
-    for link in a.psi:
-        chain = linked(chain, link)
-    lines = {"Ψ": chain + told(a.terms), "w": a.gate.formula, "c": a.aggregate.formula}
+    for link in a.advantage:
+        chain = append_link(chain, link)
+    lines = {"Ψ": chain + describe_policy_share(a.terms), "w": a.gate.formula, "c": a.aggregation.formula}
     if a.ratio is not None:
         lines["r"] = a.ratio.formula
-    if a.behaviour == "sampler":
+    if a.old_policy == "sampler":
         lines["π_old"] = "μ, as the sampler says"
     if a.critic is not None:
         lines["V"] = a.critic.formula
@@ -78,16 +80,16 @@ def written(a: Algorithm) -> dict[str, str]:
         lines["r_φ"] = a.reward_model.formula
     for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
         for part in getattr(a, name):
-            key = "mask" if name == "corrections" and not part.weighs_sampler else label
+            key = "mask" if name == "corrections" and not part.corrects_sampler else label
             lines[key] = f"{lines[key]};  {part.formula}" if key in lines else part.formula
-    lines["step"] = a.step.formula
+    lines["step"] = a.update_rule.formula
     return lines
 
 
-def linked(chain: str, link: Advantage) -> str:
+def append_link(chain: str, link: Advantage) -> str:
     """The chain so far with one link more."""
     formula = link.formula
-    if formula == type(link).__name__ and not link.starts:  # a part of one's own that does not say
+    if formula == type(link).__name__ and not link.starts_chain:  # a part of one's own that does not say
         return f"{formula}({chain})"
     if formula.startswith("/"):
         return f"({chain}){formula}"
@@ -106,13 +108,13 @@ class Algorithm:
 
     name: str = "custom"
     """What it is called in logs."""
-    psi: tuple[Advantage, ...] = ()
+    advantage: tuple[Advantage, ...] = ()
     """Lever 1: the chain from the reward to Ψ; empty = the reward itself."""
     ratio: Ratio | None = None
     """Lever 2: the importance ratio; None = on-policy, r = 1."""
     gate: Gate = OnPolicy()
     """Lever 2: what the ratio lets through."""
-    aggregate: Aggregation = SequenceSum()
+    aggregation: Aggregation = SequenceSum()
     """How tokens are averaged over the update."""
     terms: tuple[Term | LossTerm, ...] = ()
     """Additive score and loss terms: KL, entropy."""
@@ -122,7 +124,7 @@ class Algorithm:
     """Which completions take part: dynamic sampling, overlong mask."""
     corrections: tuple[Correction, ...] = ()
     """Factors on w for a sampler that is not π_old."""
-    step: UpdateRule = field(default_factory=FirstOrder)
+    update_rule: UpdateRule = field(default_factory=GradientSteps)
     """How the parameters move."""
     critic: Critic | None = None
     """V, for the advantages that need values."""
@@ -132,23 +134,23 @@ class Algorithm:
     """π_ref, for the parts that need it."""
     samples_per_prompt: int = 8
     """G, the default group size."""
-    behaviour: Literal["recomputed", "sampler"] = "recomputed"
+    old_policy: Literal["learner", "sampler"] = "learner"
     """π_old: recomputed = by the learner, with a correction for π_old/μ where the samples are older than the weights; sampler =
     μ, what the engine says, so that the ratio itself weighs old samples."""
 
     def __post_init__(self) -> None:
-        check(self)
+        validate_algorithm(self)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """(field, part), in the order of the data's way."""
         return ((name, part) for name, _, part in self._keyed())
 
-    def keyed(self) -> Iterator[tuple[str, Part]]:
-        """(field and position as in `psi.0`, part), in the same order."""
+    def named_parts(self) -> Iterator[tuple[str, Part]]:
+        """(field and position as in `advantage.0`, part), in the same order."""
         return ((key, part) for _, key, part in self._keyed())
 
     def _keyed(self) -> Iterator[tuple[str, str, Any]]:
-        """(field, field and position as in `psi.0`, part)."""
+        """(field, field and position as in `advantage.0`, part)."""
         for name in ROLES:
             value = getattr(self, name)
             if isinstance(value, tuple):
@@ -157,7 +159,7 @@ class Algorithm:
                 yield name, name, value
 
     @property
-    def declared(self) -> frozenset[str]:
+    def all_needs(self) -> frozenset[str]:
         """The Batch fields that the parts say they read."""
         return frozenset[str]().union(*(part.needs for _, part in self.parts()))
 
@@ -165,21 +167,21 @@ class Algorithm:
     def needs(self) -> frozenset[str]:
         """The Batch fields a learner must fill: what the parts declare, and logp_old when a rollout feeds several updates;
         not where π_old is the sampler, which has said it."""
-        filled = self.declared - {"selected"}
-        if self.behaviour == "sampler":
+        filled = self.all_needs - {"selected"}
+        if self.old_policy == "sampler":
             return filled - {"logp_old"}
-        return filled | ({"logp_old"} if self.step.updates > 1 else frozenset())
+        return filled | ({"logp_old"} if self.update_rule.updates > 1 else frozenset())
 
     @property
-    def selecting(self) -> Part | None:
-        """The part that chooses among all tokens of an update (`Part.select`), if there is one."""
+    def token_selector(self) -> Part | None:
+        """The part that chooses among all tokens of an update (`Part.select_tokens`), if there is one."""
         return next((part for _, part in self.parts() if "selected" in part.needs), None)
 
     @property
     def reads_reward(self) -> bool:
         """Whether a part learns from rewards, so that a run needs some; a distillation does not."""
-        learned = bool(self.filters or self.critic or self.reward_model) or not self.psi
-        return learned or any(link.reads_reward for link in self.psi)
+        learned = bool(self.filters or self.critic or self.reward_model) or not self.advantage
+        return learned or any(link.reads_reward for link in self.advantage)
 
     @property
     def filter_needs(self) -> frozenset[str]:
@@ -192,31 +194,31 @@ class Algorithm:
         return frozenset[str]().union(*(term.forward_needs for term in self.terms))
 
     @property
-    def select_needs(self) -> frozenset[str]:
+    def selection_needs(self) -> frozenset[str]:
         """The Forward fields beyond logp that the choice among an update's tokens reads, without graph."""
-        return frozenset() if self.selecting is None else self.selecting.select_needs - {"logp"}
+        return frozenset() if self.token_selector is None else self.token_selector.forward_needs - {"logp"}
 
-    def filtered(self, batch: Batch, *, refilled: bool = False) -> Batch:
+    def apply_filters(self, batch: Batch, *, refilled: bool = False) -> Batch:
         """The batch after the filters, which look at the task's score. Raises ConfigError for a field that one needs and lacks.
 
         refilled: a rollout has sampled others in the place of what a refilling filter drops; what it still drops could not be
         refilled, so it gets weight 0 and the rest more.
         """
         for part in self.filters:
-            if refilled and part.refill:
-                dropped = part.dropped(batch)
-                batch = reweight(batch, dropped) if bool(dropped.any()) else batch
+            if refilled and part.refills:
+                dropped = part.find_dropped(batch)
+                batch = reweight_kept(batch, dropped) if bool(dropped.any()) else batch
             else:
-                batch = applied(part, batch)
+                batch = apply_filter(part, batch)
         return batch
 
-    def shaped(self, batch: Batch) -> Batch:
+    def shape_rewards(self, batch: Batch) -> Batch:
         """The batch after reward shaping."""
         for part in self.shaping:
-            batch = same_batch(part(batch), part, batch)
+            batch = check_same_batch(part(batch), part, batch)
         return batch
 
-    def advantages(self, batch: Batch, shaped: Batch | None = None) -> Tensor:
+    def compute_advantages(self, batch: Batch, shaped: Batch | None = None) -> Tensor:
         """Ψ [B, T]: reward shaping and the chain of lever 1; 0 off the mask. Computed once per rollout, before splitting.
 
         shaped: the batch after `shaped`, here and below, where a caller has it already.
@@ -228,10 +230,10 @@ class Algorithm:
         """
         check_rewards(batch)
         check_demonstrations(self, batch)
-        psi = reward_to_go(shaped := shaped or self.shaped(batch))
-        for link in self.psi:
-            psi = per_token(link(psi, shaped), link, shaped.mask)
-        psi = masked.masked(mixed(psi, self.terms), batch.mask)
+        psi = reward_to_go(shaped := shaped or self.shape_rewards(batch))
+        for link in self.advantage:
+            psi = check_per_token(link(psi, shaped), link, shaped.mask)
+        psi = masked.apply_mask(scale_by_policy_share(psi, self.terms), batch.mask)
         if not is_finite(psi, batch.mask):
             raise self._not_finite(batch, shaped)
         return psi
@@ -242,44 +244,46 @@ class Algorithm:
         for i, part in enumerate(self.shaping):
             after = part(before)
             if not is_finite(reward_to_go(after), batch.mask):
-                return NumericsError(blame(part, f"shaping.{i}", before, part.needs), part=type(part).__name__)
+                return NumericsError(
+                    explain_nonfinite(part, f"shaping.{i}", before, part.needs), part=type(part).__name__
+                )
             before = after
         psi = reward_to_go(shaped)
-        for i, link in enumerate(self.psi):
+        for i, link in enumerate(self.advantage):
             psi = link(psi, shaped)
             if not is_finite(psi, batch.mask):
-                return NumericsError(blame(link, f"psi.{i}", shaped, link.needs), part=type(link).__name__)
+                return NumericsError(explain_nonfinite(link, f"psi.{i}", shaped, link.needs), part=type(link).__name__)
         return NumericsError(
             f"the advantages of {self.name} are NaN or infinite, though no part makes them so when called again"
         )
 
-    def with_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
+    def add_critic_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
         """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
         if self.critic is None:
             return batch
-        return replace(batch, returns=self.critic.targets(shaped or self.shaped(batch)))
+        return replace(batch, returns=self.critic.targets(shaped or self.shape_rewards(batch)))
 
-    def corrected(self, weight: Tensor, batch: Batch, psi: Tensor) -> Tensor:
+    def apply_corrections(self, weight: Tensor, batch: Batch, psi: Tensor) -> Tensor:
         """w times the corrections [B, T]."""
         for correction in self.corrections:
-            weight = weight * per_token(correction(batch, psi), correction, batch.mask)
+            weight = weight * check_per_token(correction(batch, psi), correction, batch.mask)
         return weight
 
     def coefficients(self, batch: Batch) -> Tensor:
         """c [B, T] of the policy term over one whole update, `batch.weight` included; 0 off the mask."""
-        return coefficients(batch, self.aggregate, taken(batch, self.gate))
+        return token_coefficients(batch, self.aggregation, averaged_tokens(batch, self.gate))
 
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """(c, c^1, c^2, …): the policy's coefficients and those of each term."""
         policy = self.coefficients(batch)
-        return (policy, *(of_term(batch, term, self.aggregate, self.gate, policy) for term in self.terms))
+        return (policy, *(term_coefficients(batch, term, self.aggregation, self.gate, policy) for term in self.terms))
 
-    def init(self) -> State:
+    def init_state(self) -> State:
         """What the parts remember before the first rollout, by field and position; JSON can hold it, and a checkpoint does."""
-        made = {key: part.init() for _, key, part in self._keyed()}
+        made = {key: part.init_state() for _, key, part in self._keyed()}
         return {key: state for key, state in made.items() if state is not None}
 
-    def update(
+    def update_state(
         self,
         state: State,
         batch: Batch,
@@ -287,37 +291,40 @@ class Algorithm:
         shaped: Batch | None = None,
     ) -> State:
         """The memory after a rollout: `batch` as its updates saw it, and what they measured. Data in, data out."""
-        seen, parts = shaped or self.at(state).shaped(batch), {key: part for _, key, part in self._keyed()}
-        return {key: parts[key].update(memory, seen, metrics or {}) for key, memory in state.items()}
+        seen, parts = (
+            shaped or self.with_state(state).shape_rewards(batch),
+            {key: part for _, key, part in self._keyed()},
+        )
+        return {key: parts[key].update_state(memory, seen, metrics or {}) for key, memory in state.items()}
 
-    def at(self, state: State) -> Algorithm:
+    def with_state(self, state: State) -> Algorithm:
         """The algorithm for one rollout: each part as it is with its memory (a running mean, an adaptive β).
 
         Raises:
             ConfigError: the memory of other parts.
         """
-        if state.keys() != (known := self.init().keys()):
+        if state.keys() != (expected := self.init_state().keys()):
             raise ConfigError(
                 f"this state holds the memory of {', '.join(state) or 'no part'}, and in {self.name} "
-                f"{', '.join(known) or 'no part'} has one: begin anew with algorithm.init()"
+                f"{', '.join(expected) or 'no part'} has one: begin anew with algorithm.init_state()"
             )
-        return self._map(lambda key, part: part.at(state[key]) if key in state else part)
+        return self._map_parts(lambda key, part: part.with_state(state[key]) if key in state else part)
 
     def report(self, batch: Batch) -> Metrics:
         """What the parts have to say about a rollout (the range of a λ that follows the lengths)."""
         return merge(*(part.report(batch) for _, part in self.parts()))
 
-    def with_budget(self, max_tokens: int) -> Algorithm:
+    def with_max_tokens(self, max_tokens: int) -> Algorithm:
         """The same with every open `length` set to the generation budget (fixed length, soft overlong penalty)."""
 
         def fill(key: str, part: Any) -> Any:
-            if key.startswith("terms.") and part.aggregate is not None:
-                part = replace(part, aggregate=fill("aggregate", part.aggregate))
+            if key.startswith("terms.") and part.aggregation is not None:
+                part = replace(part, aggregation=fill("aggregation", part.aggregation))
             return replace(part, length=max_tokens) if part.length is None else part
 
-        return self._map(fill)
+        return self._map_parts(fill)
 
-    def _map(self, change: Callable[[str, Any], Any]) -> Algorithm:
+    def _map_parts(self, change: Callable[[str, Any], Any]) -> Algorithm:
         changed: dict[str, Any] = {}
         for name, key, part in self._keyed():
             new = change(key, part)
@@ -326,4 +333,4 @@ class Algorithm:
 
     def equation(self) -> Mapping[str, str]:
         """The equation's symbols with what this algorithm puts in: for `show` and `--dry-run`."""
-        return written(self)
+        return describe_equation(self)

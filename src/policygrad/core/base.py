@@ -4,7 +4,7 @@ A part of one's own inherits the base of its role (`class Tent(pg.Gate)`) and ov
 inherit declares all of it. Both are looked at when an `Algorithm` is built (`roles.py`), never found out later.
 
 A part with a memory keeps it apart from its settings, as a plain dict that JSON can hold: `init` makes it, `update` moves it
-after each rollout, and `at` gives the part as it is with that memory, for one rollout.
+after each rollout, and `interpolate` gives the part as it is with that memory, for one rollout.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ class Part:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """The fields of `Batch` it reads beyond mask, group and reward: a learner or a rollout fills them."""
-    group_statistic: ClassVar[bool] = False
+    uses_group_statistics: ClassVar[bool] = False
     """Whether it compares the samples of one prompt, which is refused where there is one, or they are all equal."""
-    select_needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `Forward` that `select` reads of the policy as it is: a pass of its own where there are any."""
+    forward_needs: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `Forward` that `select_rows` reads of the policy as it is: a pass of its own where there are any."""
     length: int | None = 0
-    """Tokens; None = open, so that a run sets its generation budget (`Algorithm.with_budget`). 0 = it has no such length."""
+    """Tokens; None = open, so that a run sets its generation budget (`Algorithm.with_max_tokens`). 0 = it has no such length."""
 
     @property
     def formula(self) -> str:
         """What it puts into the equation, in a line."""
         return type(self).__name__
 
-    def init(self) -> State | None:
+    def init_state(self) -> State | None:
         """What it remembers before the first rollout; None = it has no memory."""
         return None
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """The memory after a rollout, `batch` after shaping, and what its updates measured."""
         return state
 
-    def at(self, state: State) -> Self:
+    def with_state(self, state: State) -> Self:
         """The part with its memory put in."""
         return self
 
     def report(self, batch: Batch) -> Metrics:
-        """What it has to say about a rollout, beside what `measure` tells."""
+        """What it has to say about a rollout, beside what `measure_rollout` tells."""
         return {}
 
-    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """[B, T] bool; the tokens it chooses among all of one update, for a part whose `needs` name `selected`. Asked once per
+    def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+        """[B, T] bool; the tokens it chooses among all of one update, for a part whose `needs` name `select_step_tokens`. Asked once per
         update, before the update is split, so that no micro-batch and no rank has a choice of its own. `out` is the policy as
         it is now, without graph; None where `select_needs` is empty."""
         raise NotImplementedError(f"{type(self).__name__} reads Batch.selected, and has no select(out, batch, psi)")
@@ -64,7 +64,7 @@ class Part:
 class Advantage(Part):
     """One link of the chain that makes Ψ; the first link receives the reward to go."""
 
-    starts: ClassVar[bool] = False
+    starts_chain: ClassVar[bool] = False
     """Whether it starts from the rewards and ignores the Ψ it is given, so that it must come first."""
     reads_reward: ClassVar[bool] = True
     """Whether it reads rewards. A run whose advantages read none needs no reward function."""
@@ -95,9 +95,9 @@ class Gate(Part):
 
     on_policy: ClassVar[bool] = False
     """Whether it takes no ratio: true only while π_θ = π_old."""
-    token_ratio: ClassVar[bool] = False
+    requires_token_ratio: ClassVar[bool] = False
     """Whether it reads the tokens' own ratios, so that no other ratio fits."""
-    whole_groups: ClassVar[bool] = False
+    requires_full_groups: ClassVar[bool] = False
     """Whether a token's weight depends on its group's other tokens, so that no micro-batch may split a group."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Gate(Part):
 class Correction(Part):
     """A factor on w: for a sampler μ that is not π_old, or a mask on tokens."""
 
-    weighs_sampler: ClassVar[bool] = True
+    corrects_sampler: ClassVar[bool] = True
     """Whether it accounts for μ ≠ π_old, so that samples older than the weights need no other correction. A mask does not."""
 
     @abstractmethod
@@ -136,24 +136,24 @@ class Aggregation(Part):
         ...
 
 
-class Additive(Part):
+class ObjectiveTerm(Part):
     """What `Term` and `LossTerm` have in common: coefficients of their own, or those of the policy."""
 
     forward_needs: ClassVar[frozenset[str]] = frozenset()
     """The fields of `Forward` it reads beyond logp: entropy, values, kl_old, kl_ref."""
-    constrains: ClassVar[str | None] = None
+    constrained_kl: ClassVar[str | None] = None
     """'kl_old' for a penalty that holds π_θ near π_old."""
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     """None = as the policy's tokens are averaged."""
-    mixture: float = 0.0
+    mixture_weight: float = 0.0
     """Its share of a mixture, (1 − μ)·J + μ·its own: the policy's term has what all shares leave of 1. 0 = it comes on top."""
 
-    def where(self, batch: Batch) -> Tensor | None:
+    def token_mask(self, batch: Batch) -> Tensor | None:
         """[B, T] or [B, 1] bool: the tokens that count, in it and in its denominators; None = all."""
         return None
 
 
-class Term(Additive):
+class Term(ObjectiveTerm):
     """An additive score term k, under stop-gradient."""
 
     @abstractmethod
@@ -167,7 +167,7 @@ class Term(Additive):
         ...
 
 
-class LossTerm(Additive):
+class LossTerm(ObjectiveTerm):
     """What is no multiple of ∇log π_θ: an additive term with a graph of its own (exact entropy)."""
 
     @abstractmethod
@@ -188,25 +188,25 @@ class Shaping(Part):
 class Filter(Part):
     """Which completions take part, by the task's score."""
 
-    rounds: int = 1
+    sampling_rounds: int = 1
     """Rounds of sampling, of the step's prompts each, that a step may take."""
-    carry: bool = False
+    keep_leftovers: bool = False
     """Whether groups that a refilled step has no room for begin the next one."""
-    refill: bool = False
+    refills: bool = False
     """Whether a group whose completions are all `dropped` is set aside and another prompt sampled in its place: the filter is
     not called then, and what cannot be refilled is given weight 0."""
 
-    resting: frozenset[int] = frozenset()
-    """The prompts, by their `Batch.example`, that a rollout shall pass over."""
-    level: int | None = None
+    excluded_examples: frozenset[int] = frozenset()
+    """The prompts, by their `Batch.example_id`, that a rollout shall pass over."""
+    task_level: int | None = None
     """How difficult a rollout's prompts shall be, from 0 on, of a task that has levels; None = as the task makes them."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with another `mask`, `in_statistics` or `weight`."""
+        """The batch with another `mask`, `in_statistics` or `count_chars`."""
         ...
 
-    def dropped(self, batch: Batch) -> Tensor:
+    def find_dropped(self, batch: Batch) -> Tensor:
         """[B] bool; the completions it takes out."""
         return batch.mask.any(1) & ~self(batch).mask.any(1)
 
@@ -226,7 +226,7 @@ class UpdateRule(Part):
         ...
 
     @property
-    def value_updates(self) -> int:
+    def critic_updates(self) -> int:
         """Optimiser steps of the critic per rollout, where there is one: together with the policy's."""
         return self.updates
 

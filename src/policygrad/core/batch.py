@@ -14,7 +14,7 @@ from policygrad.errors import ConfigError
 PER_TOKEN = (
     "mask",
     "tokens",
-    "depth",
+    "positions",
     "logp_old",
     "logp_ref",
     "logp_sampler",
@@ -26,7 +26,7 @@ PER_TOKEN = (
     "weight",
     "version",
     "entropy",
-    "anchor",
+    "turn_state",
     "selected",
 )
 PER_COMPLETION = (
@@ -35,15 +35,15 @@ PER_COMPLETION = (
     "bootstrap",
     "truncated",
     "in_statistics",
-    "score_norm",
-    "example",
+    "grad_logp_sq_norm",
+    "example_id",
     "level",
     "levels",
     "baseline",
     "demonstration",
 )
 _BOOL = ("step_end", "selected", "truncated", "in_statistics", "demonstration")
-_INTEGER = ("depth", "version", "anchor", "example", "level", "levels")
+_INTEGER = ("positions", "version", "turn_state", "example_id", "level", "levels")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ class Batch:
     """[B, T] int64; the completion's token ids."""
     prompts: tuple[Tensor, ...] | None = None
     """One row of token ids per group; with `tokens` it is what a learner needs."""
-    depth: Tensor | None = None
+    positions: Tensor | None = None
     """[B, T] int64; how many tokens stood before each where it was read or sampled, the prompt's included; None = the prompt's and
     all before it in the row. Where it falls back, a chat template wrote the conversation anew: the token follows the last one
     before it of a depth less by one, and what stands between is not seen. Whatever counts completions counts the row once."""
@@ -98,18 +98,18 @@ class Batch:
     """[B] bool; stopped by the token budget, not by the policy."""
     in_statistics: Tensor | None = None
     """[B] bool; counts in group statistics. None = the completions whose mask has a True."""
-    score_norm: Tensor | None = None
+    grad_logp_sq_norm: Tensor | None = None
     """[B] ‖∇_θ log π_θ(o)‖², the squared norm of the completion's score; 0 where the mask is all False."""
     entropy: Tensor | None = None
     """[B, T] nats, of π_old before each token, exact over the vocabulary."""
     selected: Tensor | None = None
-    """[B, T] bool; the tokens that a part has chosen among all of an update (`Part.select`)."""
-    anchor: Tensor | None = None
+    """[B, T] bool; the tokens that a part has chosen among all of an update (`Part.select_tokens`)."""
+    turn_state: Tensor | None = None
     """[B, T] int64; the state that a token's turn began in: equal within a group = the same state."""
-    example: Tensor | None = None
+    example_id: Tensor | None = None
     """[B] int64; which of the task's examples a completion answers, the same whenever it comes again."""
     level: Tensor | None = None
-    """[B] int64; how difficult, from 0 on, the task was to make the prompt (`Filter.level`)."""
+    """[B] int64; how difficult, from 0 on, the task was to make the prompt (`Filter.task_level`)."""
     levels: Tensor | None = None
     """[B] int64; the number of levels that the task has."""
     baseline: Tensor | None = None
@@ -117,9 +117,9 @@ class Batch:
     demonstration: Tensor | None = None
     """[B] bool; True = not the policy's own: written by someone else, or sampled long ago. Its `logp_sampler` is what that one
     says, 0 where nobody does. None = all are the policy's."""
-    experts: Tensor | None = None
+    routed_experts: Tensor | None = None
     """[B, T, layers, k] integers; the experts that sampled: where a mixture sent each token when it was read, -1 = not read."""
-    prompt_experts: tuple[Tensor, ...] = ()
+    prompt_routed_experts: tuple[Tensor, ...] = ()
     """[P, layers, k] of each group's prompt, with `experts`."""
     rewards: Tensor | None = None
     """[B, K] what each reward function said, before its weight; `reward` is their weighted sum."""
@@ -157,9 +157,9 @@ class Batch:
                 if value is not None and value.dtype != dtype:
                     way_out = "bool() converts 0/1" if dtype == torch.bool else "long() converts it"
                     raise ConfigError(f"Batch.{name} must be {word}, not {value.dtype}: {name}.{way_out}")
-        if self.experts is not None and self.experts.shape[:2] != self.mask.shape:
+        if self.routed_experts is not None and self.routed_experts.shape[:2] != self.mask.shape:
             raise ConfigError(
-                f"Batch.experts has shape {list(self.experts.shape)}, expected [B, T, layers, k], [B, T] = {list(self.mask.shape)}"
+                f"Batch.routed_experts has shape {list(self.routed_experts.shape)}, expected [B, T, layers, k], [B, T] = {list(self.mask.shape)}"
             )
         if self.rewards is not None:
             named, weighed, shape = len(self.reward_names), len(self.reward_weights), list(self.rewards.shape)
@@ -175,7 +175,7 @@ class Batch:
         return self.mask.any(1) if self.in_statistics is None else self.in_statistics
 
     @property
-    def own(self) -> Tensor:
+    def policy_tokens(self) -> Tensor:
         """[B, T] bool; what the policy itself sampled: the mask without demonstrations."""
         return self.mask if self.demonstration is None else self.mask & ~self.demonstration[:, None]
 
@@ -185,7 +185,7 @@ class Batch:
         return self.mask.sum(1)
 
     def select(self, rows: Tensor) -> Batch:
-        """The completions at `rows` (indices or a bool mask [B]); `prompts` stays whole, since `group` points into it."""
+        """The completions at `count_embedding_rows` (indices or a bool mask [B]); `prompts` stays whole, since `group` points into it."""
         return self._map(lambda value: value[rows])
 
     def to(self, device: torch.device | str) -> Batch:
@@ -215,11 +215,11 @@ class Forward:
     """[B, T] nats, exact KL(π_θ‖π_ref) over the vocabulary."""
 
 
-def required(value: Tensor | None, part: object, name: str) -> Tensor:
-    """The batch field `name`, or an error that says which part asked for it."""
+def require_field(value: Tensor | None, part: object, name: str) -> Tensor:
+    """The batch field `option_name`, or an error that says which part asked for it."""
     if value is None:
         raise ConfigError(
-            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate` does), or drop the part"
+            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate_control` does), or drop the part"
         )
     return value
 

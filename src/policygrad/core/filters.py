@@ -9,17 +9,17 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from policygrad.core.advantages import no_spread
+from policygrad.core.advantages import is_constant_group
 from policygrad.core.base import Filter, State
-from policygrad.core.batch import Batch, required
+from policygrad.core.batch import Batch, require_field
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Max, Mean, Metric, Metrics
-from policygrad.core.outputs import same_batch
+from policygrad.core.outputs import check_same_batch
 from policygrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class DropNoSpread(Filter):
+class DropZeroVariance(Filter):
     """Dynamic sampling: drop groups whose rewards are all equal (all right, all wrong). Source: Yu et al. 2025 (DAPO), eq. 11.
 
     mode 'refill': keep sampling until the step is full, at most `max_rounds` times the step's prompts; then reweight and report.
@@ -29,16 +29,16 @@ class DropNoSpread(Filter):
 
     mode: Literal["refill", "reweight", "drop"] = "refill"
     max_rounds: int = 4
-    carry: bool = True
+    keep_leftovers: bool = True
     """With refill: groups with spread that a full step has no room for begin the next one; π_old/μ corrects for older weights.
     False = they are thrown away, and every sample is the policy's own."""
-    group_statistic: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.mode not in ("refill", "reweight", "drop"):
-            raise ConfigError(f"DropNoSpread.mode must be 'refill', 'reweight' or 'drop', not {self.mode!r}")
+            raise ConfigError(f"DropZeroVariance.mode must be 'refill', 'reweight' or 'drop', not {self.mode!r}")
         if self.max_rounds < 1:
-            raise ConfigError(f"DropNoSpread.max_rounds must be at least 1, not {self.max_rounds}")
+            raise ConfigError(f"DropZeroVariance.max_rounds must be at least 1, not {self.max_rounds}")
 
     @property
     def formula(self) -> str:
@@ -50,41 +50,41 @@ class DropNoSpread(Filter):
         return f"groups with max R = min R are dropped{how}"
 
     @property
-    def refill(self) -> bool:  # type: ignore[override]
+    def refills(self) -> bool:  # type: ignore[override]
         return self.mode == "refill"
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return self.max_rounds if self.refill else 1
+    def sampling_rounds(self) -> int:  # type: ignore[override]
+        return self.max_rounds if self.refills else 1
 
-    def dropped(self, batch: Batch) -> Tensor:
-        return no_spread(batch)
+    def find_dropped(self, batch: Batch) -> Tensor:
+        return is_constant_group(batch)
 
     def __call__(self, batch: Batch) -> Batch:
-        dropped = self.dropped(batch)
+        dropped = self.find_dropped(batch)
         if self.mode == "reweight":
-            return reweight(batch, dropped)
+            return reweight_kept(batch, dropped)
         counted = batch.counted & ~dropped
         return replace(batch, mask=batch.mask & ~dropped[:, None], in_statistics=counted)
 
 
-def applied(part: Filter, batch: Batch) -> Batch:
+def apply_filter(part: Filter, batch: Batch) -> Batch:
     """The batch after one filter. Raises ConfigError for a field that it needs and the batch lacks."""
     for name in sorted(part.needs):
-        required(getattr(batch, name), part, name)
-    return same_batch(part(batch), part, batch)
+        require_field(getattr(batch, name), part, name)
+    return check_same_batch(part(batch), part, batch)
 
 
-def reweight(batch: Batch, dropped: Tensor) -> Batch:
+def reweight_kept(batch: Batch, dropped: Tensor) -> Batch:
     """Weight 0 for the dropped [B], 1/(1 − f) for the rest; the denominators stay those of the unfiltered step.
 
     f is the fraction of completions dropped, among those with a sampled token: groups of unequal size (a completion whose
     reward failed, an overlong mask before) count by what is left of them.
     """
     in_denominators = batch.mask.any(1)
-    kept = in_denominators & ~dropped
-    rest = in_denominators.sum().to(batch.reward.dtype) / kept.sum().clamp(min=1)  # 1/(1 − f)
-    weight = (rest * ~dropped)[:, None].expand(batch.mask.shape)
+    remaining = in_denominators & ~dropped
+    scale = in_denominators.sum().to(batch.reward.dtype) / remaining.sum().clamp(min=1)  # 1/(1 − f)
+    weight = (scale * ~dropped)[:, None].expand(batch.mask.shape)
     return replace(batch, weight=weight if batch.weight is None else batch.weight * weight)
 
 
@@ -112,9 +112,9 @@ class MaskTruncated(Filter):
         )
 
 
-SEEDS = 1_000_003
+SEED_STRIDE = 1_000_003
 """Rollouts until a seed's random numbers are the next one's: a generator takes 32 bits."""
-Choice = Literal["random", "spread"]
+Choice = Literal["random", "max_variance"]
 Statistics = Literal["all", "kept"]
 
 
@@ -145,9 +145,11 @@ class Downsample(Filter):
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ConfigError(f"Downsample.keep must be at least 1 completion, not {self.keep}")
-        for name, value, known in (("by", self.by, Choice), ("statistics", self.statistics, Statistics)):
-            if value not in get_args(known):
-                raise ConfigError(f"Downsample.{name} must be {' or '.join(map(repr, get_args(known)))}, not {value!r}")
+        for name, value, choices in (("by", self.by, Choice), ("statistics", self.statistics, Statistics)):
+            if value not in get_args(choices):
+                raise ConfigError(
+                    f"Downsample.{name} must be {' or '.join(map(repr, get_args(choices)))}, not {value!r}"
+                )
         if self.seed < 0:
             raise ConfigError(f"Downsample.seed must be at least 0, not {self.seed}")
 
@@ -157,32 +159,34 @@ class Downsample(Filter):
         over = "statistics over all, × N/G" if self.statistics == "all" else "the others as if not sampled"
         return f"G = {self.keep} of a group's N, {which}; {over}"
 
-    def init(self) -> State:
+    def init_state(self) -> State:
         return {"rollouts": 0}
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         return {"rollouts": state["rollouts"] + 1}
 
-    def at(self, state: State) -> Downsampling:
-        return Downsampling(self.keep, self.by, self.statistics, self.seed, state["rollouts"])
+    def with_state(self, state: State) -> FrozenDownsample:
+        return FrozenDownsample(self.keep, self.by, self.statistics, self.seed, state["rollouts"])
 
-    def chosen(self, batch: Batch, rollout: int = 0) -> Tensor:
+    def choose(self, batch: Batch, rollout: int = 0) -> Tensor:
         """[B] bool."""
-        generator = torch.Generator().manual_seed((self.seed * SEEDS + rollout) % 2**32)
+        generator = torch.Generator().manual_seed((self.seed * SEED_STRIDE + rollout) % 2**32)
         order = torch.rand(len(batch.group), generator=generator).argsort().to(batch.group.device)
         order = order[batch.mask.any(1)[order]]
         chosen = torch.zeros_like(batch.group, dtype=torch.bool)
         for group in set(batch.group[order].tolist()):
             rows = order[batch.group[order] == group]
-            chosen[rows[most_spread(batch.reward[rows], self.keep)] if self.by == "spread" else rows[: self.keep]] = (
-                True
-            )
+            chosen[
+                rows[max_variance_subset(batch.reward[rows], self.keep)]
+                if self.by == "max_variance"
+                else rows[: self.keep]
+            ] = True
         return chosen
 
     def __call__(self, batch: Batch) -> Batch:
-        return self._kept(batch, self.chosen(batch))
+        return self._apply_choice(batch, self.choose(batch))
 
-    def _kept(self, batch: Batch, chosen: Tensor) -> Batch:
+    def _apply_choice(self, batch: Batch, chosen: Tensor) -> Batch:
         if self.statistics == "kept":
             return replace(batch, mask=batch.mask & chosen[:, None], in_statistics=batch.counted & chosen)
         groups, zero = Groups(batch.group, batch.mask.any(1)), torch.zeros_like(batch.reward)
@@ -192,16 +196,16 @@ class Downsample(Filter):
 
 
 @dataclass(frozen=True)
-class Downsampling(Downsample):
+class FrozenDownsample(Downsample):
     """A down-sampling at one rollout."""
 
     rollout: int = 0
 
     def __call__(self, batch: Batch) -> Batch:
-        return self._kept(batch, self.chosen(batch, self.rollout))
+        return self._apply_choice(batch, self.choose(batch, self.rollout))
 
 
-def most_spread(reward: Tensor, keep: int) -> Tensor:
+def max_variance_subset(reward: Tensor, keep: int) -> Tensor:
     """[min(keep, n)] indices of the subset of reward [n] with the largest variance: k lowest and keep − k highest ones.
 
     Of the keep + 1 such subsets the best is the best of all subsets: Xu et al. 2025 (PODS), lemma 3.1.
@@ -217,7 +221,7 @@ def most_spread(reward: Tensor, keep: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DemonstrationsApart(Filter):
+class SeparateDemonstrations(Filter):
     """Demonstrations take no part in a group's statistics: samples are compared with samples."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
@@ -227,7 +231,7 @@ class DemonstrationsApart(Filter):
         return "demonstrations out of the statistics"
 
     def __call__(self, batch: Batch) -> Batch:
-        shown = required(batch.demonstration, self, "demonstration")
+        shown = require_field(batch.demonstration, self, "demonstration")
         return replace(batch, in_statistics=batch.counted & ~shown)
 
 
@@ -237,7 +241,7 @@ class DemonstrationsApart(Filter):
 class Curriculum(Filter):
     """A filter that takes nothing out of a batch: a rollout passes its prompts over before anything is drawn."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"example"})
+    needs: ClassVar[frozenset[str]] = frozenset({"example_id"})
 
     def __call__(self, batch: Batch) -> Batch:
         return batch
@@ -247,7 +251,7 @@ class Curriculum(Filter):
 class NoPositiveResampling(Curriculum):
     """A prompt whose completions reach a mean reward of `threshold` is not sampled again, in this epoch or a later one.
 
-    Its memory is {"solved": the numbers of those prompts} (`Batch.example`). It takes nothing out of a batch: a rollout passes
+    Its memory is {"solved": the numbers of those prompts} (`Batch.example_id`). It takes nothing out of a batch: a rollout passes
     its prompts over before anything is drawn. Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
@@ -264,36 +268,36 @@ class NoPositiveResampling(Curriculum):
     def formula(self) -> str:
         return f"prompts with mean_g R ≥ {self.threshold:g} do not come again"
 
-    def init(self) -> State:
+    def init_state(self) -> State:
         return {"solved": []}
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the rewards of all that the policy sampled for a prompt, filtered or not; one that failed counts as 0."""
-        solved = (number for number, rate in _rates(batch, self).items() if rate >= self.threshold)
+        solved = (number for number, rate in _pass_rates(batch, self).items() if rate >= self.threshold)
         return {"solved": sorted({*state["solved"], *solved})}
 
-    def at(self, state: State) -> Resting:
-        return Resting(self.threshold, frozenset(state["solved"]))
+    def with_state(self, state: State) -> FrozenSolvedFilter:
+        return FrozenSolvedFilter(self.threshold, frozenset(state["solved"]))
 
 
 @dataclass(frozen=True)
-class Resting(NoPositiveResampling):
+class FrozenSolvedFilter(NoPositiveResampling):
     """The same at one rollout: the prompts that rest."""
 
     solved: frozenset[int] = frozenset()
 
     @property
-    def resting(self) -> frozenset[int]:  # type: ignore[override]
+    def excluded_examples(self) -> frozenset[int]:  # type: ignore[override]
         return self.solved
 
     def report(self, batch: Batch) -> Metrics:
-        """prompts/resting: how many."""
-        return {"prompts/resting": Max(float(len(self.solved)))}
+        """prompts/excluded: how many."""
+        return {"prompts/excluded": Max(float(len(self.solved)))}
 
 
 @dataclass(frozen=True)
 class PassRateBand(Curriculum):
-    """A prompt whose completions' mean reward is not between `low` and `high` rests for `rest` rollouts, and each time in a row
+    """A prompt whose completions' mean reward is not between `low` and `high` rests for `policy_share` rollouts, and each time in a row
     that it is found outside twice as long, `longest` at most: what is solved and what is too hard comes again, seldom.
 
     Its memory is {"rollouts": how many there were, "outside": {number of a prompt: [the rollout with which it may come again, how
@@ -306,54 +310,52 @@ class PassRateBand(Curriculum):
 
     low: float = 0.0
     high: float = 1.0
-    rest: int = 4
-    longest: int = 256
+    cooldown: int = 4
+    max_cooldown: int = 256
 
     def __post_init__(self) -> None:
         if not self.low < self.high:
             raise ConfigError(f"PassRateBand.low must be below PassRateBand.high, not {self.low} and {self.high}")
-        if not 1 <= self.rest <= self.longest:
+        if not 1 <= self.cooldown <= self.max_cooldown:
             raise ConfigError(
-                f"PassRateBand.rest is a number of rollouts from 1 to longest, not {self.rest} with longest {self.longest}"
+                f"PassRateBand.cooldown is a number of rollouts from 1 to longest, not {self.cooldown} with longest {self.max_cooldown}"
             )
 
     @property
     def formula(self) -> str:
-        return (
-            f"prompts without {self.low:g} < mean_g R < {self.high:g} rest for {self.rest}, {2 * self.rest}, … rollouts"
-        )
+        return f"prompts without {self.low:g} < mean_g R < {self.high:g} rest for {self.cooldown}, {2 * self.cooldown}, … rollouts"
 
-    def init(self) -> State:
+    def init_state(self) -> State:
         return {"rollouts": 0, "outside": {}}
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the rewards of all that the policy sampled for a prompt, filtered or not; one that failed counts as 0."""
         now, outside = state["rollouts"] + 1, dict(state["outside"])
-        for number, rate in _rates(batch, self).items():
+        for number, rate in _pass_rates(batch, self).items():
             _, times = outside.pop(str(number), (0, 0))
             if not self.low < rate < self.high:
-                outside[str(number)] = [now + min(self.rest * 2**times, self.longest), times + 1]
+                outside[str(number)] = [now + min(self.cooldown * 2**times, self.max_cooldown), times + 1]
         return {"rollouts": now, "outside": outside}
 
-    def at(self, state: State) -> Waiting:
+    def with_state(self, state: State) -> FrozenPassRateFilter:
         now = state["rollouts"]
         waiting = frozenset(int(number) for number, (until, _) in state["outside"].items() if until > now)
-        return Waiting(self.low, self.high, self.rest, self.longest, waiting)
+        return FrozenPassRateFilter(self.low, self.high, self.cooldown, self.max_cooldown, waiting)
 
 
 @dataclass(frozen=True)
-class Waiting(PassRateBand):
+class FrozenPassRateFilter(PassRateBand):
     """The same at one rollout: the prompts that rest."""
 
     outside: frozenset[int] = frozenset()
 
     @property
-    def resting(self) -> frozenset[int]:  # type: ignore[override]
+    def excluded_examples(self) -> frozenset[int]:  # type: ignore[override]
         return self.outside
 
     def report(self, batch: Batch) -> Metrics:
-        """prompts/resting: how many."""
-        return {"prompts/resting": Max(float(len(self.outside)))}
+        """prompts/excluded: how many."""
+        return {"prompts/excluded": Max(float(len(self.outside)))}
 
 
 @dataclass(frozen=True)
@@ -388,17 +390,20 @@ class MovingLevel(Curriculum):
     def formula(self) -> str:
         return f"a level up at mean R ≥ {self.up:g} over {self.rollouts} rollouts, down at ≤ {self.down:g}"
 
-    def init(self) -> State:
+    def init_state(self) -> State:
         return {"level": self.start, "rates": []}
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the rewards of all that the policy sampled at the level, filtered or not; one that failed counts as 0."""
-        level, last = required(batch.level, self, "level"), int(required(batch.levels, self, "levels").max()) - 1
+        level, last = (
+            require_field(batch.level, self, "level"),
+            int(require_field(batch.levels, self, "levels").max()) - 1,
+        )
         now = min(state["level"], last)
-        there = (level == now) if batch.demonstration is None else (level == now) & ~batch.demonstration
-        if not there.any():
+        at_level = (level == now) if batch.demonstration is None else (level == now) & ~batch.demonstration
+        if not at_level.any():
             return {"level": now, "rates": list(state["rates"])}
-        rates = [*state["rates"], float(batch.reward[there].double().mean())][-self.rollouts :]
+        rates = [*state["rates"], float(batch.reward[at_level].double().mean())][-self.rollouts :]
         if len(rates) < self.rollouts:
             return {"level": now, "rates": rates}
         mean = sum(rates) / len(rates)
@@ -406,31 +411,35 @@ class MovingLevel(Curriculum):
         moved = min(max(moved, 0), last)
         return {"level": moved, "rates": rates if moved == now else []}
 
-    def at(self, state: State) -> AtLevel:
-        return AtLevel(self.up, self.down, self.rollouts, self.start, state["level"])
+    def with_state(self, state: State) -> FrozenLevelFilter:
+        return FrozenLevelFilter(self.up, self.down, self.rollouts, self.start, state["level"])
 
 
 @dataclass(frozen=True)
-class AtLevel(MovingLevel):
+class FrozenLevelFilter(MovingLevel):
     """The same at one rollout: the level."""
 
-    now: int = 0
+    current_level: int = 0
 
     @property
-    def level(self) -> int:  # type: ignore[override]
-        return self.now
+    def task_level(self) -> int:  # type: ignore[override]
+        return self.current_level
 
     def report(self, batch: Batch) -> Metrics:
         """prompts/level: the prompts', a mean."""
-        level = required(batch.level, self, "level").double()
+        level = require_field(batch.level, self, "level").double()
         return {"prompts/level": Mean(float(level.sum()), float(len(level)))}
 
 
-def _rates(batch: Batch, part: Curriculum) -> dict[int, float]:
+def _pass_rates(batch: Batch, part: Curriculum) -> dict[int, float]:
     """The mean reward of what the policy sampled, by the prompt's number."""
-    example = required(batch.example, part, "example")
-    own = torch.ones_like(batch.reward, dtype=torch.bool) if batch.demonstration is None else ~batch.demonstration
-    numbers, index = torch.unique(example[own], return_inverse=True)
+    example = require_field(batch.example_id, part, "example_id")
+    is_sampled = (
+        torch.ones_like(batch.reward, dtype=torch.bool) if batch.demonstration is None else ~batch.demonstration
+    )
+    numbers, index = torch.unique(example[is_sampled], return_inverse=True)
     count = torch.bincount(index, minlength=len(numbers))
-    rate = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, index, batch.reward[own].double()) / count
+    rate = (
+        torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, index, batch.reward[is_sampled].double()) / count
+    )
     return dict(zip(numbers.tolist(), rate.tolist(), strict=True))

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Advantage
-from policygrad.core.batch import Batch, required
-from policygrad.core.masked import positive, unit
+from policygrad.core.batch import Batch, require_field
+from policygrad.core.masked import check_positive, check_unit_interval
 from policygrad.core.metrics import Max, Mean, Metrics, Min
 from policygrad.errors import ConfigError
 
-NEEDS = frozenset({"values"})
+VALUE_FIELDS = frozenset({"values"})
 
 
 def _needs(bootstrap: bool) -> frozenset[str]:
-    return NEEDS | {"bootstrap"} if bootstrap else NEEDS
+    return VALUE_FIELDS | {"bootstrap"} if bootstrap else VALUE_FIELDS
 
 
 def _cut_off(bootstrap: bool) -> str:
@@ -38,14 +38,14 @@ def _cut_off(bootstrap: bool) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class CompactTokens:
     """A batch's sampled tokens moved to the left, so that the next action is the next column."""
 
     reward: Tensor
     """[B, N] per token, the terminal reward on the last one."""
     value: Tensor
     """[B, N]."""
-    after: Tensor
+    next_value: Tensor
     """[B, N] V_{t'}: the next token's value; after the last one 0 or the bootstrap."""
     mask: Tensor
     """[B, N] which columns are tokens."""
@@ -53,26 +53,26 @@ class Packed:
     """[B, T] where each column came from."""
 
     @classmethod
-    def of(cls, batch: Batch, part: object, bootstrap: bool = False) -> Packed:
+    def of(cls, batch: Batch, part: object, bootstrap: bool = False) -> CompactTokens:
         """Raises ConfigError when the batch has no values, or no `bootstrap` where it is asked for."""
         if bootstrap:
-            required(batch.bootstrap, part, "bootstrap")
-        values = masked.masked(required(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
+            require_field(batch.bootstrap, part, "bootstrap")
+        values = masked.apply_mask(require_field(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
         order = torch.sort((~batch.mask).int(), dim=1, stable=True).indices
         mask = batch.mask.gather(1, order)
         last = mask & (torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1)
-        reward = masked.masked(batch.reward[:, None].expand(mask.shape), last)
+        reward = masked.apply_mask(batch.reward[:, None].expand(mask.shape), last)
         if batch.token_reward is not None:
-            reward = reward + masked.masked(batch.token_reward, batch.mask).gather(1, order)
+            reward = reward + masked.apply_mask(batch.token_reward, batch.mask).gather(1, order)
         value = values.gather(1, order)
         after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
         if batch.bootstrap is not None:
             after = torch.where(last, batch.bootstrap[:, None].to(value.dtype), after)
         return cls(reward, value, after, mask, order)
 
-    def back(self, x: Tensor) -> Tensor:
+    def scatter_back(self, x: Tensor) -> Tensor:
         """Columns back to their positions [B, T]; 0 elsewhere."""
-        return torch.zeros_like(x).scatter(1, self.order, masked.masked(x, self.mask))
+        return torch.zeros_like(x).scatter(1, self.order, masked.apply_mask(x, self.mask))
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class NStep(Advantage):
     gamma: float = 1.0
     bootstrap: bool = False
     """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma)
+        check_unit_interval(self, gamma=self.gamma)
         if self.n < 0:
             raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
 
@@ -105,20 +105,20 @@ class NStep(Advantage):
         return sums + _cut_off(self.bootstrap)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        p = Packed.of(batch, self, self.bootstrap)
+        p = CompactTokens.of(batch, self, self.bootstrap)
         width = p.mask.shape[1]
         if self.n == 0 or self.n >= width:
-            return p.back(masked.recursion(_delta(p, self.gamma), p.mask, self.gamma))
+            return p.scatter_back(masked.reverse_recursion(_delta(p, self.gamma), p.mask, self.gamma))
         delta = _delta(p, self.gamma)
         padded = torch.cat([delta, delta.new_zeros(len(delta), self.n)], 1)
         total = torch.zeros_like(delta)
         for k in range(self.n):  # the values in between cancel: Σ_{k<n} γ^k δ_{t+k} is the n-step advantage
             total = total + self.gamma**k * padded[:, k : k + width]
-        return p.back(total)
+        return p.scatter_back(total)
 
 
-def _delta(p: Packed, gamma: float) -> Tensor:
-    return masked.masked(p.reward + gamma * p.after - p.value, p.mask)
+def _delta(p: CompactTokens, gamma: float) -> Tensor:
+    return masked.apply_mask(p.reward + gamma * p.next_value - p.value, p.mask)
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class GAE(Advantage):
     lam: float = 0.95
     bootstrap: bool = False
     """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma, lam=self.lam)
+        check_unit_interval(self, gamma=self.gamma, lam=self.lam)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -144,8 +144,8 @@ class GAE(Advantage):
         return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  {delta}" + _cut_off(self.bootstrap)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        p = Packed.of(batch, self, self.bootstrap)
-        return p.back(masked.recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam))
+        p = CompactTokens.of(batch, self, self.bootstrap)
+        return p.scatter_back(masked.reverse_recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam))
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ class LengthAdaptiveGAE(Advantage):
     gamma: float = 1.0
     bootstrap: bool = False
     """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma)
-        positive(self, alpha=self.alpha)
+        check_unit_interval(self, gamma=self.gamma)
+        check_positive(self, alpha=self.alpha)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -187,8 +187,8 @@ class LengthAdaptiveGAE(Advantage):
         return ends | {"lambda/mean": Mean(lam.sum(), float(len(lam)))}
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        p = Packed.of(batch, self, self.bootstrap)
-        return p.back(masked.recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam(batch)))
+        p = CompactTokens.of(batch, self, self.bootstrap)
+        return p.scatter_back(masked.reverse_recursion(_delta(p, self.gamma), p.mask, self.gamma * self.lam(batch)))
 
 
 @dataclass(frozen=True)
@@ -207,4 +207,4 @@ class Whiten(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         centred = psi - masked.mean(psi, batch.mask)
         scale = (masked.std(psi, batch.mask, 1) ** 2 + self.eps).rsqrt()
-        return masked.masked(centred * scale, batch.mask & ~masked.no_spread(psi, batch.mask))
+        return masked.apply_mask(centred * scale, batch.mask & ~masked.is_constant(psi, batch.mask))

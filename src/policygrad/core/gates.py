@@ -1,6 +1,6 @@
 """LEVER 2, second half: the gate w(r, Ψ), under stop-gradient. Every gate's w at r = 1 is 1.
 
-A gate knows its `weight` w and its `value`, the paper's objective per token; the derivative of the value in
+A gate knows its `count_chars` w and its `value`, the paper's objective per token; the derivative of the value in
 log π_θ is w·Ψ. Where the paper writes `Ψ log π_θ`, the value is `Ψ(1 + log r)`: the same up to a constant of θ,
 and Ψ at r = 1.
 """
@@ -16,10 +16,17 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Gate
-from policygrad.core.batch import Batch, Forward, required
-from policygrad.core.masked import not_negative, positive
-from policygrad.core.ratios import SELECTED, bounded_exp, check_share, chosen, covariance, policy_now
-from policygrad.core.terms import log_ratio, shown
+from policygrad.core.batch import Batch, Forward, require_field
+from policygrad.core.masked import check_non_negative, check_positive
+from policygrad.core.ratios import (
+    SELECTED,
+    bounded_exp,
+    check_fraction,
+    covariance,
+    require_policy_output,
+    selected_tokens,
+)
+from policygrad.core.terms import demonstration_mask, log_ratio
 from policygrad.errors import ConfigError
 
 
@@ -66,7 +73,7 @@ class Clip(Gate):
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        not_negative(self, low=self.low, high=self.high)
+        check_non_negative(self, low=self.low, high=self.high)
 
     @property
     def formula(self) -> str:
@@ -109,7 +116,7 @@ class DualClip(Clip):
 
 
 @dataclass(frozen=True)
-class WeightCap(Gate):
+class ClippedImportance(Gate):
     """w = clip(r, low, high), **absolute** bounds, not offsets; no token loses its gradient. low = 0 means no lower bound.
 
     Source: MiniMax-M1 2025 (CISPO), eq. 4 and 5.
@@ -121,7 +128,7 @@ class WeightCap(Gate):
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 <= self.high:
             raise ConfigError(
-                f"WeightCap bounds are absolute and must hold 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, "
+                f"ClippedImportance bounds are absolute and must hold 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, "
                 f"high = {self.high}; an offset ε_high is written high = 1 + ε_high"
             )
 
@@ -141,7 +148,7 @@ class WeightCap(Gate):
 
 
 @dataclass(frozen=True)
-class SoftGate(Gate):
+class SigmoidGate(Gate):
     """w = 4p(1 − p)r with p = σ(τ(r − 1)), τ = tau_pos where Ψ > 0, else tau_neg: the value is σ(τ(r − 1))·4/τ·Ψ.
 
     Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
@@ -151,7 +158,7 @@ class SoftGate(Gate):
     tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
-        positive(self, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
+        check_positive(self, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
 
     @property
     def formula(self) -> str:
@@ -173,7 +180,7 @@ class SoftGate(Gate):
 
 
 @dataclass(frozen=True)
-class Unweighted(Gate):
+class UnitWeight(Gate):
     """w = 1 whatever the ratio: the likelihood of what another policy sampled, weighed by Ψ; on-policy, REINFORCE.
 
     Unlike `OnPolicy` it is meant for several updates per rollout and for old samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is its own
@@ -192,7 +199,7 @@ class Unweighted(Gate):
 
 
 @dataclass(frozen=True)
-class Taper(Gate):
+class TaperedImportance(Gate):
     """w = 1 where Ψ ≥ 0, min(r, 1) where Ψ < 0: what is right is imitated, what is wrong fades as the policy leaves it.
 
     The value is Ψ(1 + log r), and Ψr where Ψ < 0 and r ≤ 1: bounded above, where unweighted failures drive log π to −∞.
@@ -228,7 +235,7 @@ class PolicyShaping(Clip):
     """
 
     gamma: float = 0.1
-    token_ratio: ClassVar[bool] = True
+    requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration", "logp_old", "logp_sampler"})
 
     def __post_init__(self) -> None:
@@ -242,32 +249,32 @@ class PolicyShaping(Clip):
 
     def _logit(self, ratio: Tensor, batch: Batch) -> Tensor:
         """log(x/γ), whose logistic function is f(x)."""
-        old = masked.masked(required(batch.logp_old, self, "logp_old"), batch.mask)
-        wrote = masked.masked(required(batch.logp_sampler, self, "logp_sampler"), batch.mask)
+        old = masked.apply_mask(require_field(batch.logp_old, self, "logp_old"), batch.mask)
+        wrote = masked.apply_mask(require_field(batch.logp_sampler, self, "logp_sampler"), batch.mask)
         return ratio.log() + (old - wrote) - math.log(self.gamma)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        own, where = super().weight(ratio, psi, batch), shown(batch, self)
+        clipped, where = super().weight(ratio, psi, batch), demonstration_mask(batch, self)
         if not bool(where.any()):
-            return own
+            return clipped
         z = self._logit(ratio, batch)
-        return torch.where(where, torch.sigmoid(z) * torch.sigmoid(-z), own)
+        return torch.where(where, torch.sigmoid(z) * torch.sigmoid(-z), clipped)
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        own, where = super().value(ratio, psi, batch), shown(batch, self)
+        clipped, where = super().value(ratio, psi, batch), demonstration_mask(batch, self)
         if not bool(where.any()):
-            return own
-        return torch.where(where, torch.sigmoid(self._logit(ratio, batch)) * psi, own)
+            return clipped
+        return torch.where(where, torch.sigmoid(self._logit(ratio, batch)) * psi, clipped)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where it cuts, among what the policy sampled."""
         below, above = super().clipped(ratio, psi, batch)
-        return below & ~shown(batch, self), above & ~shown(batch, self)
+        return below & ~demonstration_mask(batch, self), above & ~demonstration_mask(batch, self)
 
 
 # Gates that hold the policy near by another measure than the token's ratio: its divergence, its log, a completion's mean.
 #
-# As in `gates.py`, each knows its `weight` w, 1 at r = 1, and its `value`, whose derivative in log π_θ is w·Ψ.
+# As in `gates.py`, each knows its `count_chars` w, 1 at r = 1, and its `value`, whose derivative in log π_θ is w·Ψ.
 
 Divergence = Literal["tv", "kl"]
 _NEVER_ZERO = 1e-8
@@ -286,10 +293,10 @@ class GeometricMean(Gate):
 
     low: float = 0.4
     high: float = 0.4
-    token_ratio: ClassVar[bool] = True
+    requires_token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        positive(self, low=self.low, high=self.high)
+        check_positive(self, low=self.low, high=self.high)
 
     @property
     def formula(self) -> str:
@@ -305,12 +312,12 @@ class GeometricMean(Gate):
         """(g_i at each token, where a token is clipped)."""
         below, above = self.clipped(ratio, psi, batch)
         change = torch.where(below, -self.low, torch.where(above, self.high, ratio.log()))
-        mean = masked.masked(change, batch.mask).sum(1) / batch.lengths.clamp(min=1)
+        mean = masked.apply_mask(change, batch.mask).sum(1) / batch.lengths.clamp(min=1)
         return bounded_exp(mean)[:, None].expand(ratio.shape), below | above
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         mean, cut = self._mean(ratio, psi, batch)
-        return masked.masked(mean, ~cut)
+        return masked.apply_mask(mean, ~cut)
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return self._mean(ratio, psi, batch)[0] * psi
@@ -328,14 +335,14 @@ class DivergenceClip(Gate):
     measure: Divergence = "tv"
     delta: float = 0.15
     """0.15 of total variation; the authors give the binary KL 0.05."""
-    token_ratio: ClassVar[bool] = True
+    requires_token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.measure not in get_args(Divergence):
             raise ConfigError(
                 f"DivergenceClip.measure must be 'tv' (|π_θ − π_old|) or 'kl' (binary, in nats), not {self.measure!r}"
             )
-        positive(self, delta=self.delta)
+        check_positive(self, delta=self.delta)
         if self.measure == "tv" and self.delta >= 1:
             raise ConfigError(
                 f"DivergenceClip.delta must be below 1 for 'tv', not {self.delta}: no total variation is more"
@@ -350,7 +357,7 @@ class DivergenceClip(Gate):
         """D [B, T]; 0 where π_old is the policy itself."""
         if batch.logp_old is None:
             return torch.zeros_like(ratio)
-        old = masked.masked(batch.logp_old, batch.mask).to(ratio.dtype)
+        old = masked.apply_mask(batch.logp_old, batch.mask).to(ratio.dtype)
         now = (old + ratio.log()).clamp(max=0)  # rounding must not make a probability of more than 1
         q, p = old.exp(), now.exp()
         if self.measure == "tv":
@@ -364,7 +371,7 @@ class DivergenceClip(Gate):
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         below, above = self.clipped(ratio, psi, batch)
-        return masked.masked(ratio, ~(below | above))
+        return masked.apply_mask(ratio, ~(below | above))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         """M·r·Ψ with the mask M under stop-gradient: a masked token counts 0."""
@@ -386,7 +393,7 @@ class GammaKernel(Gate):
     lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
-        positive(self, k_pos=self.k_pos, lambda_pos=self.lambda_pos, k_neg=self.k_neg, lambda_neg=self.lambda_neg)
+        check_positive(self, k_pos=self.k_pos, lambda_pos=self.lambda_pos, k_neg=self.k_neg, lambda_neg=self.lambda_neg)
 
     @property
     def formula(self) -> str:
@@ -417,7 +424,7 @@ class LogClip(Gate):
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        positive(self, low=self.low, high=self.high)
+        check_positive(self, low=self.low, high=self.high)
         if self.low >= 1:
             raise ConfigError(f"LogClip.low must be below 1, not {self.low}: log(1 − low) is the lower bound of log r")
 
@@ -435,15 +442,15 @@ class LogClip(Gate):
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         change = ratio.log()
-        held = change.clamp(math.log1p(-self.low), math.log1p(self.high))
-        return torch.minimum(psi * change, psi * held) + psi
+        bounded = change.clamp(math.log1p(-self.low), math.log1p(self.high))
+        return torch.minimum(psi * change, psi * bounded) + psi
 
 
 # Gates that choose among all tokens of an update: the fewest to leave out, or some of those that cost most entropy.
 
 
 @dataclass(frozen=True)
-class SecondMoment(Gate):
+class SecondMomentFilter(Gate):
     """w = r, or 0 for the fewest tokens whose leaving brings the mean of (log r)² down to τ.
 
     Only tokens whose ratio has moved as Ψ pushes (Ψ > 0 and r > 1, Ψ < 0 and r < 1) are counted in that mean and can be left
@@ -452,13 +459,13 @@ class SecondMoment(Gate):
 
     threshold: float = 0.04
     """τ, nats²."""
-    token_ratio: ClassVar[bool] = True
+    requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
-    select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < math.inf:
-            raise ConfigError(f"SecondMoment.threshold must be at least 0 nats² and finite, not {self.threshold}")
+            raise ConfigError(f"SecondMomentFilter.threshold must be at least 0 nats² and finite, not {self.threshold}")
 
     @property
     def formula(self) -> str:
@@ -466,9 +473,9 @@ class SecondMoment(Gate):
             f"r, or 0 for the fewest tokens with mean (log r)² ≤ {self.threshold:g} over the others that moved with Ψ"
         )
 
-    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+    def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """The tokens that are left out."""
-        change = log_ratio(policy_now(out, self), batch.logp_old, batch.mask).double()
+        change = log_ratio(require_policy_output(out, self), batch.logp_old, batch.mask).double()
         pushed = batch.mask & (((psi > 0) & (change > 0)) | ((psi < 0) & (change < 0)))
         square = change**2
         ordered = square[pushed].sort().values
@@ -478,11 +485,11 @@ class SecondMoment(Gate):
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """What is left out: (below, above) r = 1, both [B, T] bool."""
-        cut = chosen(batch, self)
+        cut = selected_tokens(batch, self)
         return cut & (psi < 0), cut & (psi > 0)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.masked(ratio, ~chosen(batch, self))
+        return masked.apply_mask(ratio, ~selected_tokens(batch, self))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return self.weight(ratio, psi, batch) * psi
@@ -500,49 +507,51 @@ class ClipCov(Gate):
     low: float = 1.0
     """As published the ratio is not clipped from below: 1 − low = 0."""
     high: float = 1.0
-    share: float = 2e-4
+    fraction: float = 2e-4
     """Of all tokens of the update; at least one, where the band has one."""
-    least: float = 1.0
-    most: float = 5.0
-    token_ratio: ClassVar[bool] = True
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
-    select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
 
     def __post_init__(self) -> None:
         Clip(self.low, self.high)
-        check_share(self, self.share)
-        if not self.least < self.most:
-            raise ConfigError(f"ClipCov needs least < most, not {self.least} and {self.most}: the band of covariances")
+        check_fraction(self, self.fraction)
+        if not self.cov_low < self.cov_high:
+            raise ConfigError(
+                f"ClipCov needs least < most, not {self.cov_low} and {self.cov_high}: the band of covariances"
+            )
 
     @property
     def formula(self) -> str:
-        band = f"{self.least:g}<cov(log π_θ, Ψ)<{self.most:g}"
-        return f"{self._clip.formula}, or at {self.share:g} of all tokens, some of those with {band}"
+        band = f"{self.cov_low:g}<cov(log π_θ, Ψ)<{self.cov_high:g}"
+        return f"{self._clip.formula}, or at {self.fraction:g} of all tokens, some of those with {band}"
 
     @property
     def _clip(self) -> Clip:
         return Clip(self.low, self.high)
 
-    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+    def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """The tokens that are left out; those that the ratio leaves out already are not drawn."""
-        logp = masked.masked(policy_now(out, self), batch.mask)
+        logp = masked.apply_mask(require_policy_output(out, self), batch.mask)
         ratio = bounded_exp(log_ratio(logp, batch.logp_old, batch.mask))
         below, above = self._clip.clipped(ratio, psi, batch)
         cov = covariance(logp, psi, batch.mask)
-        band = batch.mask & (cov > self.least) & (cov < self.most) & ~(below | above)
-        ordered, count = cov[band].sort().values, max(1, int(self.share * int(batch.mask.sum())))
+        band = batch.mask & (cov > self.cov_low) & (cov < self.cov_high) & ~(below | above)
+        ordered, count = cov[band].sort().values, max(1, int(self.fraction * int(batch.mask.sum())))
         every = torch.arange(min(count, len(ordered)), device=cov.device, dtype=torch.float64) + 0.5
-        drawn = ordered[(every * (len(ordered) / max(1, len(every)))).long()]
-        return band & torch.isin(cov, drawn)
+        sampled = ordered[(every * (len(ordered) / max(1, len(every)))).long()]
+        return band & torch.isin(cov, sampled)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where the ratio or the choice cuts, by Ψ's sign: (below, above), both [B, T] bool."""
         below, above = self._clip.clipped(ratio, psi, batch)
-        cut = chosen(batch, self)
+        cut = selected_tokens(batch, self)
         return below | (cut & (psi < 0)), above | (cut & (psi > 0))
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.masked(self._clip.weight(ratio, psi, batch), ~chosen(batch, self))
+        return masked.apply_mask(self._clip.weight(ratio, psi, batch), ~selected_tokens(batch, self))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return masked.masked(self._clip.value(ratio, psi, batch), ~chosen(batch, self))
+        return masked.apply_mask(self._clip.value(ratio, psi, batch), ~selected_tokens(batch, self))

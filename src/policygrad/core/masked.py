@@ -11,56 +11,56 @@ from torch import Tensor
 from policygrad.errors import ConfigError
 
 
-def masked(x: Tensor, mask: Tensor) -> Tensor:
+def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
     """`x` where the mask is True, 0 elsewhere; unlike `x * mask` it drops NaN and inf."""
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def to_go(x: Tensor) -> Tensor:
+def reverse_cumsum(x: Tensor) -> Tensor:
     """[B, T] -> [B, T]: the sum over this position and all later ones."""
     return x.flip(1).cumsum(1).flip(1)
 
 
-def discounted(x: Tensor, mask: Tensor, rate: float) -> Tensor:
+def discounted_reverse_cumsum(x: Tensor, mask: Tensor, rate: float) -> Tensor:
     """[B, T] -> [B, T]: Σ_{s ≥ t} rate^{s − t} x_s over the True positions, which alone count as steps; 0 elsewhere."""
-    x = masked(x, mask)
+    x = apply_mask(x, mask)
     if rate in (0, 1):
-        return masked(to_go(x), mask) if rate else x
-    return recursion(x, mask, rate)
+        return apply_mask(reverse_cumsum(x), mask) if rate else x
+    return reverse_recursion(x, mask, rate)
 
 
-def recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
-    """As `discounted`, one step after the other whatever the rate, a number, one per completion [B] or one per step [B, T]: sums
-    of float32 that run through `to_go` are rounded otherwise."""
-    x = masked(x, mask)
+def reverse_recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
+    """As `compare_discounted`, one step after the other whatever the rate, a number, one per completion [B] or one per step [B, T]: sums
+    of float32 that run through `reverse_cumsum` are rounded otherwise."""
+    x = apply_mask(x, mask)
     total, columns = torch.zeros_like(x[:, :1]).sum(1), list[Tensor]()
     for t in reversed(range(x.shape[1])):
         now = rate[:, t] if isinstance(rate, Tensor) and rate.ndim == 2 else rate
         total = torch.where(mask[:, t], x[:, t] + now * total, total)
         columns.append(total)
-    return masked(torch.stack(columns[::-1], 1), mask) if columns else x
+    return apply_mask(torch.stack(columns[::-1], 1), mask) if columns else x
 
 
-def first(x: Tensor, mask: Tensor) -> Tensor:
+def first_valid(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> [B]: the value at the first True position of a row, 0 in a row without one."""
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0])
     index = mask.int().argmax(1, keepdim=True)
-    return masked(x.gather(1, index).squeeze(1), mask.any(1))
+    return apply_mask(x.gather(1, index).squeeze(1), mask.any(1))
 
 
 def mean(x: Tensor, keep: Tensor) -> Tensor:
     """Mean over the True positions; 0 when there are none."""
-    return masked(x, keep).sum() / keep.sum().clamp(min=1)
+    return apply_mask(x, keep).sum() / keep.sum().clamp(min=1)
 
 
 def std(x: Tensor, keep: Tensor, ddof: int) -> Tensor:
     """Standard deviation over the True positions; 0 when there are not more than `ddof`."""
-    squares = masked((x - mean(x, keep)) ** 2, keep).sum()
+    squares = apply_mask((x - mean(x, keep)) ** 2, keep).sum()
     return (squares / (keep.sum() - ddof).clamp(min=1)).sqrt()
 
 
-def no_spread(x: Tensor, keep: Tensor) -> Tensor:
+def is_constant(x: Tensor, keep: Tensor) -> Tensor:
     """[] bool: max = min over the True positions, or there are none. Of equal numbers the standard deviation need not be 0."""
     low, high = (x.masked_fill(~keep, end) for end in (torch.inf, -torch.inf))
     return low.amin() >= high.amax() if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
@@ -76,17 +76,17 @@ class Groups:
     def sum(self, x: Tensor) -> Tensor:
         """Σ over the group; integers and bools are counted in int64."""
         x = x if x.is_floating_point() else x.long()
-        total = x.new_zeros(self.n).index_add_(0, self.index, masked(x, self.keep))
+        total = x.new_zeros(self.n).index_add_(0, self.index, apply_mask(x, self.keep))
         return total[self.index]
 
-    def others(self, x: Tensor) -> Tensor:
+    def sum_excluding_self(self, x: Tensor) -> Tensor:
         """Σ over the group's other completions, added up without x_i: the whole less x_i would lose what x_i dwarfs."""
         size = torch.bincount(self.index, minlength=self.n)
         order = self.index.argsort(stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device) - (size.cumsum(0) - size)[self.index[order]]
         table = x.new_zeros(self.n, int(size.max()) if self.n else 0)
-        table[self.index, place] = masked(x, self.keep)
+        table[self.index, place] = apply_mask(x, self.keep)
         before, after = (torch.nn.functional.pad(t, (1, 0))[:, :-1].cumsum(1) for t in (table, table.flip(1)))
         return (before + after.flip(1))[self.index, place]
 
@@ -96,7 +96,7 @@ class Groups:
         return self.sum(self.keep)
 
     @property
-    def number(self) -> int:
+    def num_nonempty(self) -> int:
         """Groups with at least one counted completion."""
         return int(self.index[self.keep].unique().numel())
 
@@ -106,14 +106,14 @@ class Groups:
 
     def std(self, x: Tensor, ddof: int) -> Tensor:
         """Standard deviation over the group; 0 when it has not more than `ddof` members."""
-        return (self.sum((masked(x, self.keep) - self.mean(x)) ** 2) / (self.size - ddof).clamp(min=1)).sqrt()
+        return (self.sum((apply_mask(x, self.keep) - self.mean(x)) ** 2) / (self.size - ddof).clamp(min=1)).sqrt()
 
     def max(self, x: Tensor) -> Tensor:
         """The largest of the group; −inf for a group without counted completions."""
         high = x.new_full((self.n,), -torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amax")
         return high[self.index]
 
-    def no_spread(self, x: Tensor) -> Tensor:
+    def is_constant(self, x: Tensor) -> Tensor:
         """[B] bool; max = min over the group's counted completions: never a test on the standard deviation."""
         low = x.new_full((self.n,), torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amin")
         high = x.new_full((self.n,), -torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amax")
@@ -122,32 +122,32 @@ class Groups:
 
 # What a part's number may be: each refusal names the part, its field, the range and the value.
 
-MOST = 10**6
+MAX_REPEATS = 10**6
 """Epochs, minibatches or rounds of one rollout: thousands of times what anybody takes, and still an end."""
 
 
-def not_negative(part: object, **values: float) -> None:
+def check_non_negative(part: object, **values: float) -> None:
     """Raises ConfigError for a field below 0, or NaN; infinity bounds nothing, and is allowed."""
-    _check(part, values, lambda x: x >= 0, "at least 0")
+    _check_range(part, values, lambda x: x >= 0, "at least 0")
 
 
-def positive(part: object, **values: float) -> None:
+def check_positive(part: object, **values: float) -> None:
     """Raises ConfigError for a field that is not above 0, or not finite."""
-    _check(part, values, lambda x: 0 < x < math.inf, "above 0 and finite")
+    _check_range(part, values, lambda x: 0 < x < math.inf, "above 0 and finite")
 
 
-def unit(part: object, **values: float) -> None:
+def check_unit_interval(part: object, **values: float) -> None:
     """Raises ConfigError for a field outside [0, 1]."""
-    _check(part, values, lambda x: 0 <= x <= 1, "in [0, 1]")
+    _check_range(part, values, lambda x: 0 <= x <= 1, "in [0, 1]")
 
 
-def count(part: object, **values: int) -> None:
-    """Raises ConfigError for a number of repetitions below 1, or beyond `MOST`."""
-    _check(part, values, lambda x: x >= 1, "at least 1")
-    _check(part, values, lambda x: x <= MOST, f"at most {MOST:,}")
+def check_count(part: object, **values: int) -> None:
+    """Raises ConfigError for a number of repetitions below 1, or beyond `MAX_EPOCHS`."""
+    _check_range(part, values, lambda x: x >= 1, "at least 1")
+    _check_range(part, values, lambda x: x <= MAX_REPEATS, f"at most {MAX_REPEATS:,}")
 
 
-def _check(part: object, values: Mapping[str, float], holds: Callable[[float], bool], said: str) -> None:
+def _check_range(part: object, values: Mapping[str, float], holds: Callable[[float], bool], requirement: str) -> None:
     for name, value in values.items():
         if not holds(value):
-            raise ConfigError(f"{type(part).__name__}.{name} must be {said}, not {value}")
+            raise ConfigError(f"{type(part).__name__}.{name} must be {requirement}, not {value}")

@@ -78,15 +78,17 @@ class EffectiveSize:
     """
 
     total: Number
-    squares: Number
+    sum_of_squares: Number
     count: Number
 
     def __or__(self, other: EffectiveSize) -> EffectiveSize:
-        return EffectiveSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+        return EffectiveSize(
+            self.total + other.total, self.sum_of_squares + other.sum_of_squares, self.count + other.count
+        )
 
     @property
     def value(self) -> float:
-        bound = float(self.count) * float(self.squares)
+        bound = float(self.count) * float(self.sum_of_squares)
         return float(self.total) ** 2 / bound if bound else 1.0
 
 
@@ -112,7 +114,7 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
     return merged
 
 
-def mean_of(x: Tensor, where: Tensor) -> Mean:
+def masked_mean(x: Tensor, where: Tensor) -> Mean:
     """Mean of x [B, T] over the True positions."""
     return Mean(torch.where(where, x, 0).to(torch.float64).sum(), where.to(torch.float64).sum())
 

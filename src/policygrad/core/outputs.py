@@ -19,7 +19,7 @@ _CAUSES = {
 }
 
 
-def per_token(value: Tensor, part: object, mask: Tensor, method: str = "") -> Tensor:
+def check_per_token(value: Tensor, part: object, mask: Tensor, method: str = "") -> Tensor:
     """Return `value`, what a part returned for the tokens of a batch with this mask [B, T].
 
     Raises:
@@ -42,7 +42,7 @@ def per_token(value: Tensor, part: object, mask: Tensor, method: str = "") -> Te
     return value
 
 
-def same_batch(value: Batch, part: object, batch: Batch) -> Batch:
+def check_same_batch(value: Batch, part: object, batch: Batch) -> Batch:
     """Return `value`, what a filter or reward shaping made of `batch`.
 
     Raises:
@@ -67,17 +67,17 @@ def _kind(value: object) -> str:
 
 def is_finite(value: Tensor, mask: Tensor) -> bool:
     """Whether every number [B, T] on the mask is finite. Waits for the device."""
-    return bool(masked.masked(value, mask).isfinite().all())
+    return bool(masked.apply_mask(value, mask).isfinite().all())
 
 
-def blame(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:
+def explain_nonfinite(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:
     """Describe a part that returned NaN or infinity: the field of the batch that made it so, or that none did.
 
     Args:
         place: the field of the algorithm that holds it.
         reads: names of the `Batch` fields that it may have read.
     """
-    said = f"{type(part).__name__} in {place} returned NaN or infinite numbers"
+    message = f"{type(part).__name__} in {place} returned NaN or infinite numbers"
     for name in sorted(set(reads)):
         value = getattr(batch, name)
         if value is None or not value.is_floating_point():
@@ -85,5 +85,5 @@ def blame(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:
         where = batch.mask if name in PER_TOKEN else batch.mask.any(1) if name in PER_COMPLETION else None
         if where is not None and not is_finite(value, where):
             cause = _CAUSES.get(name, "correct whatever fills it")
-            return f"{said}, as Batch.{name}, which it reads, holds such numbers: {cause}"
-    return f"{said} although all that it reads is finite: check it for a division by 0, a log of 0 or an overflow"
+            return f"{message}, as Batch.{name}, which it reads, holds such numbers: {cause}"
+    return f"{message} although all that it reads is finite: check it for a division by 0, a log of 0 or an overflow"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Advantage
-from policygrad.core.batch import Batch, required
-from policygrad.core.gae import Packed
+from policygrad.core.batch import Batch, require_field
+from policygrad.core.gae import CompactTokens
 from policygrad.core.masked import Groups
 from policygrad.errors import ConfigError
 
@@ -39,8 +39,8 @@ class ProcessReward(Advantage):
     """Whether the completion's reward is part of the last step's.
     False = process supervision alone, as published: the outcome is measured, and does not enter Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
-    starts: ClassVar[bool] = True
-    group_statistic: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
@@ -60,15 +60,15 @@ class ProcessReward(Advantage):
         steps = Groups(batch.group[completion], torch.ones_like(completion, dtype=torch.bool))
         scaled = (r - steps.mean(r)) / (steps.std(r, self.ddof) + self.eps)
         siblings = Groups(batch.group, end.any(1)).size[completion] - 1
-        scaled = torch.where(steps.no_spread(r) | (siblings == 0), torch.zeros_like(r), scaled)
+        scaled = torch.where(steps.is_constant(r) | (siblings == 0), torch.zeros_like(r), scaled)
         normalised = torch.zeros_like(reward).masked_scatter(end, scaled)
-        return masked.masked(masked.to_go(normalised), batch.mask)
+        return masked.apply_mask(masked.reverse_cumsum(normalised), batch.mask)
 
     def _rewards(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(step ends of the completions that count [B, T], rewards there [B, T])."""
         counts = (batch.counted & batch.mask.any(1))[:, None]
-        end = required(batch.step_end, self, "step_end") & batch.mask & counts
-        dense = masked.masked(required(batch.token_reward, self, "token_reward"), batch.mask & counts)
+        end = require_field(batch.step_end, self, "step_end") & batch.mask & counts
+        dense = masked.apply_mask(require_field(batch.token_reward, self, "token_reward"), batch.mask & counts)
         for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
             raise ConfigError(
                 f"ProcessReward: completion {row} counts and has no True in Batch.step_end; end its last step"
@@ -81,7 +81,7 @@ class ProcessReward(Advantage):
         if not self.outcome:
             return end, dense
         last = end & (end.cumsum(1) == end.sum(1, keepdim=True))
-        return end, dense + masked.masked(batch.reward[:, None].expand(end.shape), last)
+        return end, dense + masked.apply_mask(batch.reward[:, None].expand(end.shape), last)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PrefixValue(Advantage):
 
     samples: int = 9
     needs: ClassVar[frozenset[str]] = frozenset({"step_end"})
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
     samples_values: ClassVar[bool] = True
     """Tells a rollout to estimate `Batch.values`, so that no critic has to."""
 
@@ -110,12 +110,12 @@ class PrefixValue(Advantage):
         return f"Σ_{{step}} r + V(next step) − V(this step),  V from {self.samples} completions of the prefix"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        p = Packed.of(batch, self)
-        end = (required(batch.step_end, self, "step_end") & batch.mask).gather(1, p.order)
+        p = CompactTokens.of(batch, self)
+        end = (require_field(batch.step_end, self, "step_end") & batch.mask).gather(1, p.order)
         step = end.cumsum(1) - end.long()  # steps that ended before this token
-        delta = masked.masked(p.reward + p.after - p.value, p.mask)  # within a step the values cancel
+        delta = masked.apply_mask(p.reward + p.next_value - p.value, p.mask)  # within a step the values cancel
         total = torch.zeros_like(delta).scatter_add(1, step, delta)
-        return p.back(total.gather(1, step))
+        return p.scatter_back(total.gather(1, step))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class ImplicitProcess(Advantage):
 
     gamma: float = 1.0
     needs: ClassVar[frozenset[str]] = frozenset({"implicit_reward"})
-    group_statistic: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1:
@@ -141,9 +141,11 @@ class ImplicitProcess(Advantage):
         return f"+ Σ_{{s≥t}} {discount}(r_φ(o_s) − mean_{{j≠i}} r̄_φ(o_j))"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        process = masked.masked(required(batch.implicit_reward, self, "implicit_reward"), batch.mask).to(psi.dtype)
-        groups = Groups(batch.group, kept := batch.counted & batch.mask.any(1))
-        others = groups.size - kept.long()
-        baseline = groups.others(process.sum(1) / batch.lengths.clamp(min=1)) / others.clamp(min=1)
-        centred = masked.masked(process - baseline[:, None], batch.mask & (others > 0)[:, None])
-        return psi + masked.discounted(centred, batch.mask, self.gamma)
+        process = masked.apply_mask(require_field(batch.implicit_reward, self, "implicit_reward"), batch.mask).to(
+            psi.dtype
+        )
+        groups = Groups(batch.group, counts := batch.counted & batch.mask.any(1))
+        num_siblings = groups.size - counts.long()
+        baseline = groups.sum_excluding_self(process.sum(1) / batch.lengths.clamp(min=1)) / num_siblings.clamp(min=1)
+        centred = masked.apply_mask(process - baseline[:, None], batch.mask & (num_siblings > 0)[:, None])
+        return psi + masked.discounted_reverse_cumsum(centred, batch.mask, self.gamma)

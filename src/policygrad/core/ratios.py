@@ -15,7 +15,7 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Correction, Ratio
-from policygrad.core.batch import Batch, Forward, required
+from policygrad.core.batch import Batch, Forward, require_field
 from policygrad.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ class Token(Ratio):
         return "r_t = π_θ(o_t)/π_old(o_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        return bounded_exp(masked.masked(log_ratio, mask))
+        return bounded_exp(masked.apply_mask(log_ratio, mask))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sequence(Ratio):
         return "s_i = exp(mean_t log r_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        log_ratio = masked.masked(log_ratio, mask)
+        log_ratio = masked.apply_mask(log_ratio, mask)
         mean = log_ratio.sum(1) / mask.sum(1).clamp(min=1)
         return bounded_exp(mean)[:, None].expand(log_ratio.shape)
 
@@ -75,20 +75,23 @@ class SequenceProduct(Ratio):
         return "Π_t r_t"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        log_ratio = masked.masked(log_ratio, mask)
+        log_ratio = masked.apply_mask(log_ratio, mask)
         return bounded_exp(log_ratio.sum(1))[:, None].expand(log_ratio.shape)
 
 
 # Corrections for a sampler μ that is not π_old: factors on w from ρ = π_old/μ, per token or per completion (the product).
 
 Level = Literal["token", "sequence"]
-NEEDS = frozenset({"logp_old", "logp_sampler"})
+SAMPLER_FIELDS = frozenset({"logp_old", "logp_sampler"})
 
 
 def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
     """ρ [B, T]; at level 'sequence' the product over the completion, at each of its tokens."""
-    old, sampled = required(batch.logp_old, part, "logp_old"), required(batch.logp_sampler, part, "logp_sampler")
-    gap = masked.masked(old - sampled, batch.own)  # what others wrote no sampler of ours drew: ρ = 1
+    old, sampled = (
+        require_field(batch.logp_old, part, "logp_old"),
+        require_field(batch.logp_sampler, part, "logp_sampler"),
+    )
+    gap = masked.apply_mask(old - sampled, batch.policy_tokens)  # what others wrote no sampler of ours drew: ρ = 1
     return bounded_exp(gap if level == "token" else gap.sum(1, keepdim=True).expand(gap.shape))
 
 
@@ -103,7 +106,7 @@ class TruncatedIS(Correction):
 
     cap: float = 2.0
     level: Level = "token"
-    needs: ClassVar[frozenset[str]] = NEEDS
+    needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
         _check(self, self.level)
@@ -125,7 +128,7 @@ class MaskedIS(Correction):
     low: float = 0.5
     high: float = 5.0
     level: Level = "token"
-    needs: ClassVar[frozenset[str]] = NEEDS
+    needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
         _check(self, self.level)
@@ -141,29 +144,29 @@ class MaskedIS(Correction):
         return torch.where((rho >= self.low) & (rho <= self.high), rho, torch.zeros_like(rho))
 
 
-# Choosing among all tokens of an update: what the parts with a `select` have in common.
+# Choosing among all tokens of an update: what the parts with a `select_rows` have in common.
 #
-# `select` is asked once per update, under the policy as it is then, and what it says is `Batch.selected`, whatever the update is
+# `select_rows` is asked once per update, under the policy as it is then, and what it says is `Batch.selected`, whatever the update is
 # split into. A choice depends on numbers alone, never on the order of the tokens: what is equal is chosen together,
-# except by `largest`, which takes an exact number.
+# except by `exact_top_k_mask`, which takes an exact number.
 
 SELECTED = frozenset({"selected"})
 
 
-def check_share(part: object, share: float) -> None:
+def check_fraction(part: object, fraction: float) -> None:
     """Raises ConfigError unless it is a share of something."""
-    if not 0 < share <= 1:
+    if not 0 < fraction <= 1:
         raise ConfigError(
-            f"{type(part).__name__}.share must be above 0 and at most 1, not {share}: a share of the tokens"
+            f"{type(part).__name__}.share must be above 0 and at most 1, not {fraction}: a share of the tokens"
         )
 
 
-def chosen(batch: Batch, part: object) -> Tensor:
-    """[B, T] bool; what `part` has selected."""
-    return required(batch.selected, part, "selected")
+def selected_tokens(batch: Batch, part: object) -> Tensor:
+    """[B, T] bool; what `slice_box` has selected."""
+    return require_field(batch.selected, part, "selected")
 
 
-def policy_now(out: Forward | None, part: object, name: str = "logp") -> Tensor:
+def require_policy_output(out: Forward | None, part: object, name: str = "logp") -> Tensor:
     """A field of the policy's forward pass as it is now [B, T]."""
     value = None if out is None else getattr(out, name)
     if value is None:
@@ -174,15 +177,15 @@ def policy_now(out: Forward | None, part: object, name: str = "logp") -> Tensor:
     return value  # type: ignore[no-any-return]
 
 
-def highest(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """[B, T] bool; the `count` largest of x on the mask, and what equals the least of them."""
+def top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """[B, T] bool; the `set_cached_length` largest of x on the mask, and what equals the least of them."""
     if not bool(mask.any()):
         return mask
     return mask & (x >= x[mask].topk(min(count, int(mask.sum()))).values[-1])
 
 
-def largest(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Choose exactly `count` of the largest x on the mask, or all of it where it has fewer: [B, T] bool. Of equals, the first."""
+def exact_top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Choose exactly `set_cached_length` of the largest x on the mask, or all of it where it has fewer: [B, T] bool. Of equals, the first."""
     order = x[mask].sort(descending=True, stable=True).indices
     among = torch.zeros_like(x[mask], dtype=torch.bool)
     among[order[:count]] = True
@@ -194,7 +197,7 @@ def covariance(logp: Tensor, psi: Tensor, mask: Tensor) -> Tensor:
 
     Source: Cui et al. 2025, arXiv:2505.22617, sec. 4.
     """
-    return masked.masked((logp - masked.mean(logp, mask)) * (psi - masked.mean(psi, mask)), mask)
+    return masked.apply_mask((logp - masked.mean(logp, mask)) * (psi - masked.mean(psi, mask)), mask)
 
 
 # Corrections that are masks: which tokens learn. They say nothing of a sampler that is not π_old.
@@ -208,12 +211,12 @@ class HighEntropy(Correction):
     from when the rollout was evaluated. Source: Wang et al. 2025 (80/20), arXiv:2506.01939, sec. 5.
     """
 
-    share: float = 0.2
+    fraction: float = 0.2
     of: Literal["current", "old"] = "current"
-    weighs_sampler: ClassVar[bool] = False
+    corrects_sampler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_share(self, self.share)
+        check_fraction(self, self.fraction)
         if self.of not in ("current", "old"):
             raise ConfigError(
                 f"HighEntropy.of must be 'current' (π_θ at each update) or 'old' (π_old), not {self.of!r}"
@@ -224,17 +227,21 @@ class HighEntropy(Correction):
         return SELECTED | ({"entropy"} if self.of == "old" else frozenset())
 
     @property
-    def select_needs(self) -> frozenset[str]:  # type: ignore[override]
+    def forward_needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({"entropy"} if self.of == "current" else ())
 
     @property
     def formula(self) -> str:
-        return f"× 1 at the {self.share:g} of tokens of highest entropy of {'π_θ' if self.of == 'current' else 'π_old'}, else 0"
+        return f"× 1 at the {self.fraction:g} of tokens of highest entropy of {'π_θ' if self.of == 'current' else 'π_old'}, else 0"
 
-    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+    def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """The tokens that learn: those at or above the quantile 1 − share."""
-        entropy = required(batch.entropy, self, "entropy") if self.of == "old" else policy_now(out, self, "entropy")
-        return highest(entropy, batch.mask, 1 + int(self.share * (int(batch.mask.sum()) - 1)))
+        entropy = (
+            require_field(batch.entropy, self, "entropy")
+            if self.of == "old"
+            else require_policy_output(out, self, "entropy")
+        )
+        return top_k_mask(entropy, batch.mask, 1 + int(self.fraction * (int(batch.mask.sum()) - 1)))
 
     def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
-        return chosen(batch, self).to(psi.dtype)
+        return selected_tokens(batch, self).to(psi.dtype)

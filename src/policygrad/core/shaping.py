@@ -12,8 +12,8 @@ from torch import Tensor
 
 from policygrad.core import kl_controllers, masked
 from policygrad.core.base import Shaping, State
-from policygrad.core.batch import Batch, required
-from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapted
+from policygrad.core.batch import Batch, require_field
+from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapt_beta
 from policygrad.core.metrics import Metric
 from policygrad.errors import ConfigError
 
@@ -56,24 +56,24 @@ class KLInReward(AdaptiveBeta, Shaping):
                 f"KLInReward.level must be 'token' (at each token the KL to go) or 'sequence' (the completion's whole KL at every "
                 f"token), not {self.level!r}"
             )
-        kl_controllers.check(self)
+        kl_controllers.check_beta(self)
 
     @property
     def formula(self) -> str:
         at = "r_t −= {}·(log π_old − log π_ref)" if self.level == "token" else "R −= {}·Σ_t (log π_old − log π_ref)"
-        return at.format(f"{self.beta:g}") + kl_controllers.told(self)
+        return at.format(f"{self.beta:g}") + kl_controllers.describe_target(self)
 
     def _u(self, batch: Batch) -> Tensor:
-        return required(batch.logp_old, self, "logp_old") - required(batch.logp_ref, self, "logp_ref")
+        return require_field(batch.logp_old, self, "logp_old") - require_field(batch.logp_ref, self, "logp_ref")
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the mean of u over the rollout's sampled tokens."""
         if not batch.mask.any():
             return state
-        return adapted(self, state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
+        return adapt_beta(self, state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
 
     def __call__(self, batch: Batch) -> Batch:
-        penalty = masked.masked(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
+        penalty = masked.apply_mask(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
         if self.level == "sequence":
             return replace(batch, reward=batch.reward + penalty.sum(1))
         return replace(batch, token_reward=penalty if batch.token_reward is None else batch.token_reward + penalty)

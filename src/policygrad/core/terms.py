@@ -12,20 +12,20 @@ from torch import Tensor
 
 from policygrad.core import kl_controllers, masked
 from policygrad.core.aggregation import TokenMean
-from policygrad.core.base import Additive, Aggregation, LossTerm, State, Term
-from policygrad.core.batch import Batch, Forward, required
-from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapted
-from policygrad.core.masked import unit
+from policygrad.core.base import Aggregation, LossTerm, ObjectiveTerm, State, Term
+from policygrad.core.batch import Batch, Forward, require_field
+from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapt_beta
+from policygrad.core.masked import check_unit_interval
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.core.ratios import (
     SELECTED,
     bounded_exp,
     bounded_expm1,
-    check_share,
-    chosen,
+    check_fraction,
     covariance,
-    largest,
-    policy_now,
+    exact_top_k_mask,
+    require_policy_output,
+    selected_tokens,
 )
 from policygrad.errors import ConfigError
 
@@ -34,8 +34,8 @@ KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
 
 def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
     """log(π_θ/π_old) [B, T], without graph; 0 where π_old is the policy itself."""
-    logp = masked.masked(logp.detach(), mask)
-    return torch.zeros_like(logp) if old is None else logp - masked.masked(old, mask)
+    logp = masked.apply_mask(logp.detach(), mask)
+    return torch.zeros_like(logp) if old is None else logp - masked.apply_mask(old, mask)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class KLToReference(AdaptiveBeta, Term):
     """Nats a sampled token: β is adapted after each rollout so that its `kl` (r·k3, the mean over its updates) stays near."""
     rule: Rule | None = None
     """How β adapts to the target; proportional where it is left open."""
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
     def __post_init__(self) -> None:
@@ -71,20 +71,20 @@ class KLToReference(AdaptiveBeta, Term):
             )
         if self.form not in get_args(KLForm):
             raise ConfigError(f"KLToReference.form must be one of {', '.join(get_args(KLForm))}, not {self.form!r}")
-        kl_controllers.check(self)
+        kl_controllers.check_beta(self)
 
     @property
     def formula(self) -> str:
         d = {"k2": "u", "k3": "(1 − e^{−u})", "r*k1": "r(u + 1)", "r*k3": "r·u"}[self.form]
-        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{kl_controllers.told(self)}"
+        return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{kl_controllers.describe_target(self)}"
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the KL that the rollout's updates measured (`kl`)."""
-        return adapted(self, state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
+        return adapt_beta(self, state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
 
     def _u_and_r(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        reference = masked.masked(required(batch.logp_ref, self, "logp_ref"), batch.mask)
-        u = masked.masked(out.logp.detach(), batch.mask) - reference
+        reference = masked.apply_mask(require_field(batch.logp_ref, self, "logp_ref"), batch.mask)
+        u = masked.apply_mask(out.logp.detach(), batch.mask) - reference
         return u, bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Entropy(Term):
     """
 
     eta: float = 0.01
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def formula(self) -> str:
@@ -118,7 +118,7 @@ class Entropy(Term):
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         r = bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask))
-        return -self.eta * r * masked.masked(out.logp.detach(), batch.mask)
+        return -self.eta * r * masked.apply_mask(out.logp.detach(), batch.mask)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return self.score(out, batch, psi)
@@ -136,20 +136,20 @@ class KLToOld(AdaptiveBeta, Term):
     """Nats a sampled token: β is adapted after each rollout so that the KL its updates end at stays near."""
     rule: Rule | None = None
     """How β adapts to the target; doubling where it is left open."""
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
-    constrains: ClassVar[str | None] = "kl_old"
+    constrained_kl: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
-        kl_controllers.check(self)
+        kl_controllers.check_beta(self)
 
     @property
     def formula(self) -> str:
-        return f"{self.beta:g}·(1 − r){kl_controllers.told(self)}"
+        return f"{self.beta:g}·(1 − r){kl_controllers.describe_target(self)}"
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the KL at which the updates ended (`kl_old/last`)."""
-        return after_updates(self, state, metrics)
+        return adapt_beta_after_updates(self, state, metrics)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return -self.beta * bounded_expm1(log_ratio(out.logp, batch.logp_old, batch.mask))
@@ -159,13 +159,13 @@ class KLToOld(AdaptiveBeta, Term):
         return -self.beta * (bounded_expm1(change) - change)
 
 
-def after_updates(part: AdaptiveBeta, state: State, metrics: Mapping[str, Metric]) -> State:
+def adapt_beta_after_updates(part: AdaptiveBeta, state: State, metrics: Mapping[str, Metric]) -> State:
     """The next β of a penalty on KL(π_old‖π_θ): from the β of a rollout's last round, where an update rule reports one, by the
     KL at which the updates ended."""
     if "kl_old/last" not in metrics:
         return state
-    used = metrics.get(f"{kl_controllers.metric_name(part)}/last")
-    return adapted(part, state["beta"] if used is None else used.value, metrics["kl_old/last"].value, "doubling")
+    used = metrics.get(f"{kl_controllers.beta_metric_name(part)}/last")
+    return adapt_beta(part, state["beta"] if used is None else used.value, metrics["kl_old/last"].value, "doubling")
 
 
 @dataclass(frozen=True)
@@ -177,21 +177,21 @@ class PositiveNLL(Term):
 
     mu: float = 0.1
     threshold: float = 1.0
-    aggregate: Aggregation | None = field(default_factory=TokenMean)
+    aggregation: Aggregation | None = field(default_factory=TokenMean)
 
     @property
     def formula(self) -> str:
         return f"{self.mu:g} where R ≥ {self.threshold:g}"
 
-    def where(self, batch: Batch) -> Tensor:
+    def token_mask(self, batch: Batch) -> Tensor:
         """[B, 1] bool; the completions whose tokens count, in k and in its denominators."""
         return (batch.reward >= self.threshold)[:, None]
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return self.mu * self.where(batch).expand(batch.mask.shape).to(batch.reward.dtype)
+        return self.mu * self.token_mask(batch).expand(batch.mask.shape).to(batch.reward.dtype)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return self.score(out, batch, psi) * masked.masked(out.logp.detach(), batch.mask)
+        return self.score(out, batch, psi) * masked.apply_mask(out.logp.detach(), batch.mask)
 
 
 # Loss terms: what is no multiple of ∇log π_θ at the sampled tokens and so has a graph of its own, exact over the vocabulary.
@@ -199,8 +199,8 @@ class PositiveNLL(Term):
 # All take the states as the rollout visited them: their gradient is that of each state's distribution, the visitation frozen.
 
 
-def computed(value: Tensor | None, part: object, name: str) -> Tensor:
-    """The field `name` of a forward pass, or an error that says which part asked for it."""
+def require_output(value: Tensor | None, part: object, name: str) -> Tensor:
+    """The field `option_name` of a forward pass, or an error that says which part asked for it."""
     if value is None:
         raise ConfigError(
             f"{type(part).__name__} needs Forward.{name}, which is None: give `surrogate` a Forward(logp, {name}=…) with graph, "
@@ -217,7 +217,7 @@ class ExactEntropy(LossTerm):
     """
 
     eta: float = 0.01
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     forward_needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
 
     @property
@@ -225,7 +225,7 @@ class ExactEntropy(LossTerm):
         return f"{self.eta:g}·∇H,  H = −Σ_a π_θ(a)·log π_θ(a)"
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return self.eta * computed(out.entropy, self, "entropy")
+        return self.eta * require_output(out.entropy, self, "entropy")
 
 
 @dataclass(frozen=True)
@@ -240,23 +240,23 @@ class ExactKLToOld(AdaptiveBeta, LossTerm):
     """Nats a sampled token: β is adapted after each rollout so that the KL its updates end at stays near."""
     rule: Rule | None = None
     """How β adapts to the target; doubling where it is left open."""
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_old"})
-    constrains: ClassVar[str | None] = "kl_old"
+    constrained_kl: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
-        kl_controllers.check(self)
+        kl_controllers.check_beta(self)
 
     @property
     def formula(self) -> str:
-        return f"−{self.beta:g}·∇KL(π_old‖π_θ) over the vocabulary{kl_controllers.told(self)}"
+        return f"−{self.beta:g}·∇KL(π_old‖π_θ) over the vocabulary{kl_controllers.describe_target(self)}"
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """By the KL at which the updates ended (`kl_old/last`)."""
-        return after_updates(self, state, metrics)
+        return adapt_beta_after_updates(self, state, metrics)
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return -self.beta * computed(out.kl_old, self, "kl_old")
+        return -self.beta * require_output(out.kl_old, self, "kl_old")
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class ExactKLToReference(LossTerm):
     """
 
     beta: float = 1.0
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
 
@@ -282,14 +282,14 @@ class ExactKLToReference(LossTerm):
         return f"−{self.beta:g}·∇KL(π_θ‖π_ref) over the vocabulary"
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return -self.beta * computed(out.kl_ref, self, "kl_ref")
+        return -self.beta * require_output(out.kl_ref, self, "kl_ref")
 
 
 # Penalties on the policy's drift from π_old: bounded in their pull, or at a few tokens only.
 
 
 @dataclass(frozen=True)
-class PolicyDrift(Term):
+class DriftPenalty(Term):
     """−β·KL(π_old‖π_θ) from the sampled tokens, with a pull that is bounded: k = −β·min(r − 1, cap).
 
     Up to r = 1 + cap it is `KLToOld`, −β(r − 1 − log r); beyond, the objective goes on with the slope it has there, so that no
@@ -298,13 +298,13 @@ class PolicyDrift(Term):
 
     beta: float = 0.001
     cap: float = 2.0
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
-    constrains: ClassVar[str | None] = "kl_old"
+    constrained_kl: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
-            raise ConfigError(f"PolicyDrift.cap must be above 0, not {self.cap}: it bounds r − 1 where r has grown")
+            raise ConfigError(f"DriftPenalty.cap must be above 0, not {self.cap}: it bounds r − 1 where r has grown")
 
     @property
     def formula(self) -> str:
@@ -336,38 +336,38 @@ class KLCov(Term):
     """
 
     beta: float = 1.0
-    share: float = 2e-3
+    fraction: float = 2e-3
     """Of all tokens of the update; at least one."""
     form: Penalty = "abs"
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = SELECTED | {"logp_old"}
-    select_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
-    constrains: ClassVar[str | None] = "kl_old"
+    forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
+    constrained_kl: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
-        check_share(self, self.share)
+        check_fraction(self, self.fraction)
         if self.form not in get_args(Penalty):
             raise ConfigError(f"KLCov.form must be 'abs' (|log r|) or 'k3' (r − 1 − log r), not {self.form!r}")
 
     @property
     def formula(self) -> str:
         k = f"−{self.beta:g}·sign(log r)" if self.form == "abs" else f"{self.beta:g}·(1 − r)"
-        return f"{k} at the {self.share:g} of tokens of highest cov(log π_θ, Ψ)"
+        return f"{k} at the {self.fraction:g} of tokens of highest cov(log π_θ, Ψ)"
 
-    def select(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
+    def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """The tokens that are held; of equal covariances the first, as many tokens are at log π = 0 late in a run."""
-        cov = covariance(masked.masked(policy_now(out, self), batch.mask), psi, batch.mask)
-        return largest(cov, batch.mask, max(1, int(self.share * int(batch.mask.sum()))))
+        cov = covariance(masked.apply_mask(require_policy_output(out, self), batch.mask), psi, batch.mask)
+        return exact_top_k_mask(cov, batch.mask, max(1, int(self.fraction * int(batch.mask.sum()))))
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
         k = -change.sign() if self.form == "abs" else -bounded_expm1(change)
-        return self.beta * masked.masked(k, chosen(batch, self))
+        return self.beta * masked.apply_mask(k, selected_tokens(batch, self))
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
         kl = change.abs() if self.form == "abs" else bounded_expm1(change) - change
-        return -self.beta * masked.masked(kl, chosen(batch, self))
+        return -self.beta * masked.apply_mask(kl, selected_tokens(batch, self))
 
 
 # Completions that the policy did not sample (`Batch.demonstration`), and the term that imitates them.
@@ -376,9 +376,9 @@ class KLCov(Term):
 # such a part refuses a batch that has some.
 
 
-def shown(batch: Batch, part: object) -> Tensor:
+def demonstration_mask(batch: Batch, part: object) -> Tensor:
     """[B, 1] bool; the demonstrations. Raises ConfigError for a batch that does not say which those are."""
-    return required(batch.demonstration, part, "demonstration")[:, None]
+    return require_field(batch.demonstration, part, "demonstration")[:, None]
 
 
 @dataclass(frozen=True)
@@ -392,79 +392,83 @@ class DemonstrationNLL(Term):
 
     mu: float = 0.1
     """The share of what is shown; of what is sampled there is 1 − μ."""
-    phi: bool = True
-    aggregate: Aggregation | None = field(default_factory=TokenMean)
-    final: float | None = None
+    token_weighting: bool = True
+    aggregation: Aggregation | None = field(default_factory=TokenMean)
+    final_mu: float | None = None
     """Where μ goes from `mu`, along half a cosine; None = it stays."""
-    rollouts: int = 200
+    decay_rollouts: int = 200
     """After which μ is `final`."""
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
 
     def __post_init__(self) -> None:
-        unit(self, mu=self.mu)
-        if self.final is not None:
-            unit(self, final=self.final)
-        if self.rollouts < 1:
-            raise ConfigError(f"DemonstrationNLL.rollouts must be at least 1, not {self.rollouts}")
+        check_unit_interval(self, mu=self.mu)
+        if self.final_mu is not None:
+            check_unit_interval(self, final=self.final_mu)
+        if self.decay_rollouts < 1:
+            raise ConfigError(f"DemonstrationNLL.decay_rollouts must be at least 1, not {self.decay_rollouts}")
 
     @property
-    def mixture(self) -> float:  # type: ignore[override]
+    def mixture_weight(self) -> float:  # type: ignore[override]
         return self.mu
 
     @property
     def formula(self) -> str:
-        mu = f"{self.mu:g}" if self.final is None else "μ"
-        where = f"{mu}·{'p(1 − p)' if self.phi else '1'} on demonstrations" + (",  p = π_θ" if self.phi else "")
+        mu = f"{self.mu:g}" if self.final_mu is None else "μ"
+        where = f"{mu}·{'p(1 − p)' if self.token_weighting else '1'} on demonstrations" + (
+            ",  p = π_θ" if self.token_weighting else ""
+        )
         return where + (
-            "" if self.final is None else f",  μ from {self.mu:g} to {self.final:g} in {self.rollouts} rollouts"
+            ""
+            if self.final_mu is None
+            else f",  μ from {self.mu:g} to {self.final_mu:g} in {self.decay_rollouts} rollouts"
         )
 
-    def init(self) -> State | None:
+    def init_state(self) -> State | None:
         """The rollouts done, where μ moves."""
-        return None if self.final is None else {"rollouts": 0}
+        return None if self.final_mu is None else {"rollouts": 0}
 
-    def update(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
+    def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         return {"rollouts": state["rollouts"] + 1}
 
-    def at(self, state: State) -> Self:
-        assert self.final is not None
-        done = min(1.0, state["rollouts"] / self.rollouts)
-        return replace(self, mu=self.final + (self.mu - self.final) * (1 + math.cos(math.pi * done)) / 2)
+    def with_state(self, state: State) -> Self:
+        assert self.final_mu is not None
+        done = min(1.0, state["rollouts"] / self.decay_rollouts)
+        return replace(self, mu=self.final_mu + (self.mu - self.final_mu) * (1 + math.cos(math.pi * done)) / 2)
 
     def report(self, batch: Batch) -> Metrics:
         """demonstrations/mu, where it moves."""
-        return {} if self.final is None else {"demonstrations/mu": Mean(self.mu)}
+        return {} if self.final_mu is None else {"demonstrations/mu": Mean(self.mu)}
 
-    def where(self, batch: Batch) -> Tensor:
+    def token_mask(self, batch: Batch) -> Tensor:
         """[B, 1] bool; the demonstrations, in k and in its denominators."""
-        return shown(batch, self)
+        return demonstration_mask(batch, self)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        p = masked.masked(out.logp.detach(), batch.mask).clamp(max=0).exp()
-        weight = p * (1 - p) if self.phi else torch.ones_like(p)
-        return self.mu * masked.masked(weight, shown(batch, self).expand(p.shape))
+        p = masked.apply_mask(out.logp.detach(), batch.mask).clamp(max=0).exp()
+        weight = p * (1 - p) if self.token_weighting else torch.ones_like(p)
+        return self.mu * masked.apply_mask(weight, demonstration_mask(batch, self).expand(p.shape))
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        return self.score(out, batch, psi) * masked.masked(out.logp.detach(), batch.mask)
+        return self.score(out, batch, psi) * masked.apply_mask(out.logp.detach(), batch.mask)
 
 
 # Mixtures: what the terms that take a share of the objective leave to the policy's.
 
 
-def rest(terms: Iterable[Additive]) -> float:
-    """1 − Σ `Additive.mixture`: 1 where no term has one."""
-    return 1 - sum(term.mixture for term in terms)
+def policy_share(terms: Iterable[ObjectiveTerm]) -> float:
+    """1 − Σ `Additive.mixture_weight`: 1 where no term has one."""
+    return 1 - sum(term.mixture_weight for term in terms)
 
 
-def mixed(psi: Tensor, terms: Iterable[Additive]) -> Tensor:
+def scale_by_policy_share(psi: Tensor, terms: Iterable[ObjectiveTerm]) -> Tensor:
     """[B, T] -> [B, T]: Ψ times what the terms leave."""
-    left = rest(terms)
+    left = policy_share(terms)
     return psi if left == 1 else left * psi
 
 
-def told(terms: Iterable[Additive]) -> str:
+def describe_policy_share(terms: Iterable[ObjectiveTerm]) -> str:
     """What Ψ is multiplied with, for the equation; nothing where no term has a share."""
-    shared = [term for term in terms if term.mixture]
-    if any(term.init() is not None for term in shared):
+    shared = [term for term in terms if term.mixture_weight]
+    if any(term.init_state() is not None for term in shared):
         return "; × (1 − μ)"
-    return f"; × {rest(shared):g}" if shared else ""
+    return f"; × {policy_share(shared):g}" if shared else ""

@@ -12,20 +12,20 @@ from torch import Tensor
 
 from policygrad.core.base import UpdateRule
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
-from policygrad.core.updates import CurvatureProblem, SpreadProblem, asked
+from policygrad.core.updates import CurvatureProblem, ShardedProblem, require_problem
 from policygrad.errors import ConfigError
 
 Fisher = Literal["exact", "sampled"]
 Candidates = Literal["first", "best"]
-VALUE_STEPS = 5
-"""The critic's updates per rollout where `TrustRegion.value_steps` is open."""
-_SEARCH = ("backtrack", "tries", "candidates")
-Inner = Callable[[Tensor, Tensor], Tensor]
+DEFAULT_CRITIC_STEPS = 5
+"""The critic's updates per rollout where `TrustRegion.critic_steps` is open."""
+_SEARCH = ("backtrack_coeff", "backtrack_iters", "candidates")
+InnerProduct = Callable[[Tensor, Tensor], Tensor]
 """⟨a, b⟩ [] of two vectors [P]."""
 
 
 def conjugate_gradient(
-    product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, inner: Inner = torch.dot
+    product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, inner: InnerProduct = torch.dot
 ) -> tuple[Tensor, float]:
     """(x [P] with A x ≈ b, ‖b − A x‖/‖b‖) by at most `iterations` products A v with a symmetric positive definite A. inner: where
     a vector is spread over processes, which takes the shares of all.
@@ -53,8 +53,8 @@ def conjugate_gradient(
     return x, math.sqrt(float(square) / first) if first else 0.0
 
 
-def _inner(problem: CurvatureProblem) -> Inner:
-    return problem.inner if isinstance(problem, SpreadProblem) else torch.dot
+def _inner(problem: CurvatureProblem) -> InnerProduct:
+    return problem.inner_product if isinstance(problem, ShardedProblem) else torch.dot
 
 
 class _Point(NamedTuple):
@@ -84,15 +84,15 @@ class TrustRegion(UpdateRule):
     """
 
     delta: float = 0.01
-    iterations: int = 10
+    cg_iters: int = 10
     damping: float = 0.1
-    backtrack: float = 0.8
-    tries: int = 10
+    backtrack_coeff: float = 0.8
+    backtrack_iters: int = 10
     line_search: bool = True
     fisher: Fisher = "exact"
-    fisher_share: float = 1.0
+    fisher_fraction: float = 1.0
     candidates: Candidates = "first"
-    value_steps: int | None = None
+    critic_steps: int | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     uses_lr: ClassVar[bool] = False
     """δ sets the step's length."""
@@ -100,20 +100,20 @@ class TrustRegion(UpdateRule):
     def __post_init__(self) -> None:
         if not 0 < self.delta < math.inf:
             raise ConfigError(f"TrustRegion.delta must be above 0 nats a token and finite, not {self.delta}")
-        for name in ("iterations", "tries", "value_steps"):
+        for name in ("cg_iters", "backtrack_iters", "critic_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"TrustRegion.{name} must be at least 1, not {value}")
         if not 0 <= self.damping < math.inf:
             raise ConfigError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
-        if not 0 < self.fisher_share <= 1:
-            raise ConfigError(f"TrustRegion.fisher_share must be above 0 and at most 1, not {self.fisher_share}")
-        if not 0 < self.backtrack < 1:
-            raise ConfigError(f"TrustRegion.backtrack must be between 0 and 1, not {self.backtrack}")
+        if not 0 < self.fisher_fraction <= 1:
+            raise ConfigError(f"TrustRegion.fisher_fraction must be above 0 and at most 1, not {self.fisher_fraction}")
+        if not 0 < self.backtrack_coeff < 1:
+            raise ConfigError(f"TrustRegion.backtrack_coeff must be between 0 and 1, not {self.backtrack_coeff}")
         for name, kind in (("fisher", Fisher), ("candidates", Candidates)):
             if getattr(self, name) not in get_args(kind):
-                known = " or ".join(map(repr, get_args(kind)))
-                raise ConfigError(f"TrustRegion.{name} must be {known}, not {getattr(self, name)!r}")
+                choices = " or ".join(map(repr, get_args(kind)))
+                raise ConfigError(f"TrustRegion.{name} must be {choices}, not {getattr(self, name)!r}")
         changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
         if changed and not self.line_search:
             raise ConfigError(
@@ -127,8 +127,8 @@ class TrustRegion(UpdateRule):
         return 1
 
     @property
-    def value_updates(self) -> int:
-        return VALUE_STEPS if self.value_steps is None else self.value_steps
+    def critic_updates(self) -> int:
+        return DEFAULT_CRITIC_STEPS if self.critic_steps is None else self.critic_steps
 
     @property
     def formula(self) -> str:
@@ -136,13 +136,13 @@ class TrustRegion(UpdateRule):
         if not self.line_search:
             return length
         which = "the first" if self.candidates == "first" else "the best"
-        return f"{which} {self.backtrack:g}^j·{length} with L up and KL(π_old‖π_θ) ≤ {self.delta:g}"
+        return f"{which} {self.backtrack_coeff:g}^j·{length} with L up and KL(π_old‖π_θ) ≤ {self.delta:g}"
 
     def __call__(self, problem: object) -> Metrics:
-        problem = asked(problem, CurvatureProblem, self)  # type: ignore[type-abstract]
+        problem = require_problem(problem, CurvatureProblem, self)  # type: ignore[type-abstract]
         gradient, measured = problem.gradient()
         metrics = merge(measured, self._move(problem, gradient))
-        return merge(metrics, *(problem.fit() for _ in range(self.value_updates)))
+        return merge(metrics, *(problem.fit_critic() for _ in range(self.critic_updates)))
 
     def _move(self, problem: CurvatureProblem, gradient: Tensor) -> Metrics:
         inner = _inner(problem)
@@ -154,8 +154,8 @@ class TrustRegion(UpdateRule):
             return self._report(None, not_finite=1)
         x, residual, curvature = self._solve(problem, gradient)
         broken = math.isnan(residual)
-        told: Metrics = {} if broken else {"trust_region/residual": Mean(residual)}
-        solved: Metrics = told | {"grad_norm": Max(norm)}
+        residual_metric: Metrics = {} if broken else {"trust_region/residual": Mean(residual)}
+        solved: Metrics = residual_metric | {"grad_norm": Max(norm)}
         if not math.isfinite(curvature) or (broken and curvature <= 0):
             return self._report(None, not_finite=1)
         if curvature <= 0:  # rounding: no length makes the quadratic model of the KL δ
@@ -169,10 +169,10 @@ class TrustRegion(UpdateRule):
     def _solve(self, problem: CurvatureProblem, gradient: Tensor) -> tuple[Tensor, float, float]:
         """(x ≈ (F + damping)⁻¹∇L, conjugate gradient's residual, xᵀFx)."""
         sampled = self.fisher == "sampled"
-        seen = problem if self.fisher_share == 1 else problem.some(self.fisher_share)
+        seen = problem if self.fisher_fraction == 1 else problem.subsample(self.fisher_fraction)
         damped = lambda v: seen.fisher(v, sampled) + self.damping * v  # noqa: E731
         inner = _inner(problem)
-        x, residual = conjugate_gradient(damped, gradient, self.iterations, inner)
+        x, residual = conjugate_gradient(damped, gradient, self.cg_iters, inner)
         # The length is set by the KL itself: on all groups, for few of them know little curvature, and without the damping.
         return x, residual, float(inner(x, problem.fisher(x, sampled)))
 
@@ -182,8 +182,8 @@ class TrustRegion(UpdateRule):
         if not math.isfinite(before):
             return None, 1
         best, not_finite = None, 0
-        for j in range(self.tries if self.line_search else 1):
-            scale = self.backtrack**j
+        for j in range(self.backtrack_iters if self.line_search else 1):
+            scale = self.backtrack_coeff**j
             after, kl = problem.evaluate(scale * full)
             point = _Point(scale, after - before, kl, j)
             if not math.isfinite(after + kl):
@@ -199,13 +199,13 @@ class TrustRegion(UpdateRule):
 
     def _report(self, point: _Point | None, not_finite: int) -> Metrics:
         """What the search came to. `kl_old/last` is what an adaptive β reads."""
-        taken = point or _Point(0.0, 0.0, 0.0, self.tries if self.line_search else 1)
+        chosen = point or _Point(0.0, 0.0, 0.0, self.backtrack_iters if self.line_search else 1)
         metrics: Metrics = {
             "trust_region/accepted": Mean(float(point is not None)),
-            "trust_region/kl": Mean(taken.kl),
-            "trust_region/improvement": Mean(taken.improvement),
-            "trust_region/backtracks": Mean(float(taken.backtracks)),
-            "kl_old/last": Mean(taken.kl),
+            "trust_region/kl": Mean(chosen.kl),
+            "trust_region/improvement": Mean(chosen.improvement),
+            "trust_region/backtracks": Mean(float(chosen.backtracks)),
+            "kl_old/last": Mean(chosen.kl),
             ("updates/skipped" if point is None else "updates/taken"): Sum(1.0),
         }
         return metrics | ({"trust_region/nonfinite": Sum(float(not_finite))} if not_finite else {})

@@ -1,6 +1,6 @@
 """LEVER 1 along the turns of an episode: the rewards to go per turn, and what a turn was worth against its siblings'.
 
-A turn is a run of sampled tokens with one `Batch.anchor`. Its reward r_n is the sum of its token rewards, the last one's with the
+A turn is a run of sampled tokens with one `Batch.turn_state`. Its reward r_n is the sum of its token rewards, the last one's with the
 completion's `reward`. All tokens of a turn share its credit: log π(turn) is the sum of theirs.
 """
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from policygrad.core import masked
-from policygrad.core.advantages import totals
+from policygrad.core.advantages import total_rewards
 from policygrad.core.base import Advantage
-from policygrad.core.batch import Batch, required
-from policygrad.core.gae import GAE, LengthAdaptiveGAE, NStep, Packed
-from policygrad.core.masked import Groups, unit
+from policygrad.core.batch import Batch, require_field
+from policygrad.core.gae import GAE, CompactTokens, LengthAdaptiveGAE, NStep
+from policygrad.core.masked import Groups, check_unit_interval
 from policygrad.errors import ConfigError
 
 
 def turn_starts(batch: Batch, part: object) -> Tensor:
     """[B, T] bool; the first token of each turn. Raises ConfigError for a batch without anchors."""
-    mask, anchor = batch.mask, masked.masked(required(batch.anchor, part, "anchor"), batch.mask)
+    mask, anchor = batch.mask, masked.apply_mask(require_field(batch.turn_state, part, "turn_state"), batch.mask)
     before, changed = pad(mask, (1, 0))[:, :-1], anchor != pad(anchor, (1, 0))[:, :-1]
     return mask & (~before | changed)
 
@@ -37,7 +37,7 @@ class Turns:
     """[B, T] bool; each turn's first token."""
     index: Tensor
     """[B, T] int64; which of its episode's turns a sampled token belongs to, from 0."""
-    there: Tensor
+    exists: Tensor
     """[B, N] bool; turns that the episode has."""
 
     @classmethod
@@ -45,31 +45,31 @@ class Turns:
         first = turn_starts(batch, part)
         number = first.sum(1)
         most = max(1, int(number.max())) if len(number) else 1
-        there = torch.arange(most, device=number.device) < number[:, None]
-        return cls(first, (first.cumsum(1) - 1).clamp(min=0), there)
+        exists = torch.arange(most, device=number.device) < number[:, None]
+        return cls(first, (first.cumsum(1) - 1).clamp(min=0), exists)
 
     @property
     def last(self) -> Tensor:
         """[B, N] bool; each episode's last turn."""
-        return self.there & ~pad(self.there, (0, 1))[:, 1:]
+        return self.exists & ~pad(self.exists, (0, 1))[:, 1:]
 
-    def starting(self, x: Tensor) -> Tensor:
+    def at_turn_starts(self, x: Tensor) -> Tensor:
         """[B, T] -> [B, N]: x at each turn's first token; 0 where there is no turn."""
-        return x.new_zeros(self.there.shape).scatter_add(1, self.index, masked.masked(x, self.first))
+        return x.new_zeros(self.exists.shape).scatter_add(1, self.index, masked.apply_mask(x, self.first))
 
     def rewards(self, batch: Batch, part: object) -> Tensor:
         """[B, N] r_n. Raises ConfigError for a batch without token rewards."""
-        dense = masked.masked(required(batch.token_reward, part, "token_reward"), batch.mask)
-        within = dense.new_zeros(self.there.shape).scatter_add(1, self.index, dense)
-        return within + masked.masked(batch.reward[:, None].expand(within.shape), self.last)
+        dense = masked.apply_mask(require_field(batch.token_reward, part, "token_reward"), batch.mask)
+        within = dense.new_zeros(self.exists.shape).scatter_add(1, self.index, dense)
+        return within + masked.apply_mask(batch.reward[:, None].expand(within.shape), self.last)
 
     def returns(self, batch: Batch, part: object, gamma: float) -> Tensor:
         """[B, N] R_n = Σ_{m ≥ n} γ^(m−n) r_m."""
-        return masked.recursion(self.rewards(batch, part), self.there, gamma)
+        return masked.reverse_recursion(self.rewards(batch, part), self.exists, gamma)
 
-    def spread(self, x: Tensor, mask: Tensor) -> Tensor:
+    def broadcast_to_tokens(self, x: Tensor, mask: Tensor) -> Tensor:
         """[B, N] -> [B, T]: each turn's x at its tokens."""
-        return masked.masked(x.gather(1, self.index), mask)
+        return masked.apply_mask(x.gather(1, self.index), mask)
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class TurnReturn(Advantage):
 
     gamma: float = 1.0
     """Per turn."""
-    needs: ClassVar[frozenset[str]] = frozenset({"anchor", "token_reward"})
-    starts: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma)
+        check_unit_interval(self, gamma=self.gamma)
 
     @property
     def formula(self) -> str:
@@ -100,7 +100,7 @@ class TurnReturn(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         turns = Turns.of(batch, self)
-        return turns.spread(turns.returns(batch, self, self.gamma), batch.mask)
+        return turns.broadcast_to_tokens(turns.returns(batch, self, self.gamma), batch.mask)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class TurnLeaveOneOut(Advantage):
         ConfigError: a batch without anchors.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"anchor"})
-    group_statistic: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
+    uses_group_statistics: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
@@ -124,14 +124,16 @@ class TurnLeaveOneOut(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         turns, counts = Turns.of(batch, self), batch.counted
-        there = turns.there & counts[:, None]
-        row, n = there.nonzero(as_tuple=True)
-        x = turns.starting(psi)[there]
-        groups = _alike(batch.group[row], n)
-        others = groups.size - 1
-        mean = torch.where(groups.no_spread(x) & (others > 0), x, groups.others(x) / others.clamp(min=1))
-        baseline = torch.zeros_like(turns.there, dtype=psi.dtype).masked_scatter(there, mean)
-        return masked.masked(psi - turns.spread(baseline, batch.mask), batch.mask & counts[:, None])
+        exists = turns.exists & counts[:, None]
+        row, n = exists.nonzero(as_tuple=True)
+        x = turns.at_turn_starts(psi)[exists]
+        groups = _group_turns(batch.group[row], n)
+        num_siblings = groups.size - 1
+        mean = torch.where(
+            groups.is_constant(x) & (num_siblings > 0), x, groups.sum_excluding_self(x) / num_siblings.clamp(min=1)
+        )
+        baseline = torch.zeros_like(turns.exists, dtype=psi.dtype).masked_scatter(exists, mean)
+        return masked.apply_mask(psi - turns.broadcast_to_tokens(baseline, batch.mask), batch.mask & counts[:, None])
 
 
 @dataclass(frozen=True)
@@ -147,10 +149,10 @@ class TurnDiscount(Advantage):
 
     gamma: float = 0.99
     """Per turn."""
-    needs: ClassVar[frozenset[str]] = frozenset({"anchor"})
+    needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma)
+        check_unit_interval(self, gamma=self.gamma)
 
     @property
     def formula(self) -> str:
@@ -158,10 +160,10 @@ class TurnDiscount(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         index = Turns.of(batch, self).index
-        return masked.masked(psi * self.gamma ** index.to(psi.dtype), batch.mask)
+        return masked.apply_mask(psi * self.gamma ** index.to(psi.dtype), batch.mask)
 
 
-def _alike(group: Tensor, key: Tensor) -> Groups:
+def _group_turns(group: Tensor, key: Tensor) -> Groups:
     """Turns [K] of one group with one key are compared."""
     pairs = torch.stack([group.long(), key], 1)
     same = torch.unique(pairs, dim=0, return_inverse=True)[1] if len(pairs) else key
@@ -188,9 +190,9 @@ class GroupInGroup(Advantage):
     """False = F = 1, the paper's other variant."""
     eps: float = 1e-4
     ddof: int = 1
-    needs: ClassVar[frozenset[str]] = frozenset({"anchor", "token_reward"})
-    starts: ClassVar[bool] = True
-    group_statistic: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
+    starts_chain: ClassVar[bool] = True
+    uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("omega", "eps"):
@@ -203,27 +205,29 @@ class GroupInGroup(Advantage):
 
     @property
     def formula(self) -> str:
-        over, here = ("/std_g", "/std_s") if self.std else ("", "")
+        over, over_state = ("/std_g", "/std_s") if self.std else ("", "")
         return (
-            f"(R_i − mean_g){over} + {self.omega:g}·(R_n − mean_s){here},  R_n = Σ_{{m≥n}} {self.gamma:g}^(m−n) r_m, "
+            f"(R_i − mean_g){over} + {self.omega:g}·(R_n − mean_s){over_state},  R_n = Σ_{{m≥n}} {self.gamma:g}^(m−n) r_m, "
             "s the turn's state"
         )
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         turns, counts = Turns.of(batch, self), batch.counted
-        episode = masked.masked(self._relative(totals(batch), Groups(batch.group, counts)), counts)
-        returns, there = turns.returns(batch, self, self.gamma), turns.there & counts[:, None]
-        row, _ = there.nonzero(as_tuple=True)
-        state = turns.starting(required(batch.anchor, self, "anchor"))[there]
-        relative = self._relative(returns[there], _alike(batch.group[row], state))
-        step = torch.zeros_like(returns).masked_scatter(there, relative)
-        return masked.masked(episode[:, None] + self.omega * turns.spread(step, batch.mask), batch.mask)
+        episode = masked.apply_mask(self._relative(total_rewards(batch), Groups(batch.group, counts)), counts)
+        returns, exists = turns.returns(batch, self, self.gamma), turns.exists & counts[:, None]
+        row, _ = exists.nonzero(as_tuple=True)
+        state = turns.at_turn_starts(require_field(batch.turn_state, self, "turn_state"))[exists]
+        relative = self._relative(returns[exists], _group_turns(batch.group[row], state))
+        step = torch.zeros_like(returns).masked_scatter(exists, relative)
+        return masked.apply_mask(
+            episode[:, None] + self.omega * turns.broadcast_to_tokens(step, batch.mask), batch.mask
+        )
 
     def _relative(self, r: Tensor, groups: Groups) -> Tensor:
         """(r − mean)/F, 0 exactly where r does not differ."""
-        centred = masked.masked(r, groups.keep) - groups.mean(r)
+        centred = masked.apply_mask(r, groups.keep) - groups.mean(r)
         scaled = centred / (groups.std(r, self.ddof) + self.eps) if self.std else centred
-        return masked.masked(scaled, ~groups.no_spread(r))
+        return masked.apply_mask(scaled, ~groups.is_constant(r))
 
 
 # LEVER 1 with a critic, along the turns of an episode: GAE over turns, over tokens with a reward for each turn, over both.
@@ -231,7 +235,7 @@ class GroupInGroup(Advantage):
 # A turn's reward stands at its last token, and γ per turn discounts there alone, so that a long turn costs nothing. What γ < 1 per
 # turn makes of V is the critic's to learn: `Critic.turn_gamma` must be the same.
 
-NEEDS = frozenset({"values", "anchor", "token_reward"})
+TURN_VALUE_FIELDS = frozenset({"values", "turn_state", "token_reward"})
 
 
 @dataclass(frozen=True)
@@ -253,10 +257,10 @@ class TurnGAE(Advantage):
     """Per turn."""
     bootstrap: bool = False
     """Whether an episode that was cut off goes on in the critic's value of where it stopped."""
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma, lam=self.lam)
+        check_unit_interval(self, gamma=self.gamma, lam=self.lam)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -270,10 +274,12 @@ class TurnGAE(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         turns, end = Turns.of(batch, self), _end(batch, self, self.bootstrap)
         reward = turns.rewards(batch, self)
-        value = turns.starting(required(batch.values, self, "values")).to(reward.dtype)
+        value = turns.at_turn_starts(require_field(batch.values, self, "values")).to(reward.dtype)
         after = torch.where(turns.last, end[:, None].to(reward.dtype), pad(value, (0, 1))[:, 1:])
-        delta = masked.masked(reward + self.gamma * after - value, turns.there)
-        return turns.spread(masked.recursion(delta, turns.there, self.gamma * self.lam), batch.mask)
+        delta = masked.apply_mask(reward + self.gamma * after - value, turns.exists)
+        return turns.broadcast_to_tokens(
+            masked.reverse_recursion(delta, turns.exists, self.gamma * self.lam), batch.mask
+        )
 
 
 @dataclass(frozen=True)
@@ -296,10 +302,10 @@ class MultiTurnGAE(Advantage):
     """Per turn."""
     bootstrap: bool = False
     """Whether an episode that was cut off goes on in the critic's value of where it stopped."""
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma)
+        check_unit_interval(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -314,8 +320,8 @@ class MultiTurnGAE(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p, ends = _by_turn(batch, self, self.bootstrap)
         gamma = torch.full_like(p.value, self.gamma).masked_fill(ends, self.gamma * self.turn_gamma)
-        delta = masked.masked(p.reward + gamma * p.after - p.value, p.mask)
-        return p.back(masked.recursion(delta, p.mask, gamma * self.lam))
+        delta = masked.apply_mask(p.reward + gamma * p.next_value - p.value, p.mask)
+        return p.scatter_back(masked.reverse_recursion(delta, p.mask, gamma * self.lam))
 
 
 @dataclass(frozen=True)
@@ -342,10 +348,10 @@ class BiLevelGAE(Advantage):
     """Per turn."""
     bootstrap: bool = False
     """Whether an episode that was cut off goes on in the critic's value of where it stopped."""
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        unit(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma, turn_lam=self.turn_lam)
+        check_unit_interval(self, gamma=self.gamma, lam=self.lam, turn_gamma=self.turn_gamma, turn_lam=self.turn_lam)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -361,17 +367,19 @@ class BiLevelGAE(Advantage):
         p, ends = _by_turn(batch, self, self.bootstrap)
         turns, end = Turns.of(batch, self), _end(batch, self, self.bootstrap)
         index = turns.index.gather(1, p.order)
-        nothing = torch.zeros_like(turns.there, dtype=p.value.dtype)
-        reward, value = (nothing.scatter_add(1, index, masked.masked(x, ends)) for x in (p.reward, p.value))
+        zeros = torch.zeros_like(turns.exists, dtype=p.value.dtype)
+        reward, value = (zeros.scatter_add(1, index, masked.apply_mask(x, ends)) for x in (p.reward, p.value))
         after = torch.where(turns.last, end[:, None].to(value.dtype), pad(value, (0, 1))[:, 1:])
-        delta = masked.masked(reward + self.turn_gamma * after - value, turns.there)
-        by_turn = masked.recursion(delta, turns.there, self.turn_gamma * self.turn_lam)
-        within = p.reward + self.gamma * p.after - p.value
+        delta = masked.apply_mask(reward + self.turn_gamma * after - value, turns.exists)
+        by_turn = masked.reverse_recursion(delta, turns.exists, self.turn_gamma * self.turn_lam)
+        within = p.reward + self.gamma * p.next_value - p.value
         x = torch.where(ends, by_turn.gather(1, index), within)
-        return p.back(masked.recursion(x, p.mask, torch.full_like(x, self.gamma * self.lam).masked_fill(ends, 0.0)))
+        return p.scatter_back(
+            masked.reverse_recursion(x, p.mask, torch.full_like(x, self.gamma * self.lam).masked_fill(ends, 0.0))
+        )
 
 
-def per_turn(link: Advantage) -> float | None:
+def turn_discount(link: Advantage) -> float | None:
     """The γ per turn of an advantage from values; None = it is from none, or another's."""
     if isinstance(link, TurnGAE):
         return link.gamma
@@ -381,19 +389,19 @@ def per_turn(link: Advantage) -> float | None:
 
 
 def _needs(bootstrap: bool) -> frozenset[str]:
-    return NEEDS | {"bootstrap"} if bootstrap else NEEDS
+    return TURN_VALUE_FIELDS | {"bootstrap"} if bootstrap else TURN_VALUE_FIELDS
 
 
 def _end(batch: Batch, part: object, bootstrap: bool) -> Tensor:
     """[B] the value after the last token: 0, or the critic's where an episode was cut off."""
     if bootstrap:
-        return required(batch.bootstrap, part, "bootstrap")
+        return require_field(batch.bootstrap, part, "bootstrap")
     return torch.zeros_like(batch.reward) if batch.bootstrap is None else batch.bootstrap
 
 
-def _by_turn(batch: Batch, part: object, bootstrap: bool) -> tuple[Packed, Tensor]:
+def _by_turn(batch: Batch, part: object, bootstrap: bool) -> tuple[CompactTokens, Tensor]:
     """The sampled tokens side by side, and which of them are a turn's last [B, N]."""
-    p = Packed.of(batch, part, bootstrap)
+    p = CompactTokens.of(batch, part, bootstrap)
     first = turn_starts(batch, part).gather(1, p.order)
-    goes_on = pad(p.mask & ~first, (0, 1))[:, 1:]  # the next token is of the same turn
-    return p, p.mask & ~goes_on
+    turn_continues = pad(p.mask & ~first, (0, 1))[:, 1:]  # the next token is of the same turn
+    return p, p.mask & ~turn_continues

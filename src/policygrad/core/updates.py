@@ -9,14 +9,14 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
-from policygrad.core.masked import count
+from policygrad.core.masked import check_count
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.errors import ConfigError
 
 # What an update rule may ask of a learner about one rollout, or one minibatch of it, in three pieces.
 #
 # A rule names the piece that it needs, and a learner has those that it can give: `GradientProblem` is all that gradient steps
-# take. A problem that has an attribute `learner` is called by that one's class in messages.
+# take. A problem that has an attribute `learner_memory` is called by that one's class in messages.
 
 
 @runtime_checkable
@@ -41,7 +41,7 @@ class CurvatureProblem(Protocol):
     """All that a trust region needs. θ is one vector of the P parameters that train, in the precision the learner keeps
     them in, around θ_old, where it stands until `commit`."""
 
-    def some(self, share: float) -> CurvatureProblem:
+    def subsample(self, share: float) -> CurvatureProblem:
         """This share of the groups, at least one: the same ones whenever this problem is asked."""
         ...
 
@@ -62,19 +62,19 @@ class CurvatureProblem(Protocol):
         ...
 
     def commit(self, delta: Tensor) -> None:
-        """Moves the parameters to θ_old + delta, to the bit where `evaluate` looked."""
+        """Moves the parameters to θ_old + delta, to the bit where `evaluate_control` looked."""
         ...
 
-    def fit(self) -> Metrics:
+    def fit_critic(self) -> Metrics:
         """One update of the critic alone; nothing without one."""
         ...
 
 
 @runtime_checkable
-class SpreadProblem(Protocol):
+class ShardedProblem(Protocol):
     """A curvature problem whose vectors are spread over processes: each has a share of every [P], and all have the same numbers."""
 
-    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+    def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
         """⟨a, b⟩ [] of two vectors [P], of which this process has shares: the same in all processes, to the bit."""
         ...
 
@@ -83,19 +83,19 @@ class SpreadProblem(Protocol):
 class AdaptiveProblem(GradientProblem, Protocol):
     """First order, and β can be adapted before going on with the same rollout."""
 
-    def measured(self) -> Metrics:
+    def measure(self) -> Metrics:
         """What `accumulate` would measure with the parameters as they are; nothing while a critic is fitted first."""
         ...
 
-    def adapted(self, metrics: Metrics) -> AdaptiveProblem | None:
+    def adapt(self, metrics: Metrics) -> AdaptiveProblem | None:
         """The same rollout with each β that adapts to KL(π_old‖π_θ) moved by `kl_old/last`; None once all are in their band."""
         ...
 
 
-Asked = TypeVar("Asked", GradientProblem, CurvatureProblem, AdaptiveProblem)
+ProblemT = TypeVar("ProblemT", GradientProblem, CurvatureProblem, AdaptiveProblem)
 
 
-def asked(problem: object, kind: type[Asked], rule: object) -> Asked:
+def require_problem(problem: object, kind: type[ProblemT], rule: object) -> ProblemT:
     """The problem, if it is of the kind that an update rule needs.
 
     Raises:
@@ -108,19 +108,19 @@ def asked(problem: object, kind: type[Asked], rule: object) -> Asked:
     learner = type(getattr(problem, "learner", problem)).__name__
     raise ConfigError(
         f"{type(rule).__name__} asks a learner for a {kind.__name__}, and {learner} lacks {', '.join(missing)}: give it these "
-        "(policygrad.core.updates says what they are), or take step=FirstOrder(), which needs split, accumulate and descend"
+        "(policygrad.core.updates says what they are), or take update_rule=GradientSteps(), which needs split, accumulate and descend"
     )
 
 
 @dataclass(frozen=True)
-class FirstOrder(UpdateRule):
+class GradientSteps(UpdateRule):
     """K = epochs × minibatches gradient steps per rollout; a minibatch is a share of whole groups."""
 
     epochs: int = 1
     minibatches: int = 1
 
     def __post_init__(self) -> None:
-        count(self, epochs=self.epochs, minibatches=self.minibatches)
+        check_count(self, epochs=self.epochs, minibatches=self.minibatches)
 
     @property
     def updates(self) -> int:
@@ -134,7 +134,7 @@ class FirstOrder(UpdateRule):
         return f"{self.epochs} epochs × " * (self.epochs > 1) + f"{self.minibatches} minibatches"
 
     def __call__(self, problem: object) -> Metrics:
-        problem = asked(problem, GradientProblem, self)  # type: ignore[type-abstract]
+        problem = require_problem(problem, GradientProblem, self)  # type: ignore[type-abstract]
         measured: Metrics = {}
         this: Metrics = {}
         for epoch in range(self.epochs):
@@ -149,7 +149,7 @@ class FirstOrder(UpdateRule):
 
 
 @dataclass(frozen=True)
-class DualDescent(FirstOrder):
+class DualDescent(GradientSteps):
     """Rounds of epochs × minibatches gradient steps on one rollout, β adapted in between, until its KL(π_old‖π_θ) lies in
     [target/1.5, 1.5·target].
 
@@ -163,7 +163,7 @@ class DualDescent(FirstOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count(self, rounds=self.rounds)
+        check_count(self, rounds=self.rounds)
 
     @property
     def updates(self) -> int:
@@ -172,23 +172,23 @@ class DualDescent(FirstOrder):
 
     @property
     def formula(self) -> str:
-        once = FirstOrder(self.epochs, self.minibatches).formula
-        return f"{once}, at most {self.rounds} rounds, until the KL is inside its band"
+        gradient_steps = GradientSteps(self.epochs, self.minibatches).formula
+        return f"{gradient_steps}, at most {self.rounds} rounds, until the KL is inside its band"
 
     def __call__(self, problem: object) -> Metrics:
-        problem = asked(problem, AdaptiveProblem, self)  # type: ignore[type-abstract]
+        problem = require_problem(problem, AdaptiveProblem, self)  # type: ignore[type-abstract]
         measured: Metrics = {}
         ended: Metrics = {}
         for done in range(1, self.rounds + 1):
             measured = merge(measured, super().__call__(problem))
-            after = problem.measured()
+            after = problem.measure()
             if "kl_old" not in after:  # a critic that is fitted first, or nothing sampled: no policy has moved
                 return measured
             ended = {
                 f"{name}/last": metric for name, metric in after.items() if name == "kl_old" or name.startswith("beta/")
             }
             ended["dual_rounds"] = Sum(float(done))
-            harder = problem.adapted(ended)
+            harder = problem.adapt(ended)
             if harder is None:
                 break
             problem = harder

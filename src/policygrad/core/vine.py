@@ -1,7 +1,7 @@
 """TRPO's vine: several next tokens of one state, compared by what comes of each, and the surrogate that needs no baseline.
 
 A group is a state and its tokens are the actions that were tried there: r, Ψ and ŵ below are theirs. The surrogate of a state
-is a quotient, so that its tokens have to be seen together under the policy as it is (`Gate.whole_groups`).
+is a quotient, so that its tokens have to be seen together under the policy as it is (`Gate.requires_full_groups`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Vine(Advantage):
     actions: int = 4
     samples: int = 1
     distinct: bool = True
-    starts: ClassVar[bool] = True
+    starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least, why in (
@@ -64,9 +64,9 @@ class Vine(Advantage):
         )
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        q = masked.masked(reward_to_go(batch), batch.mask)
-        state = _State.of(batch, q.dtype)
-        return masked.masked(q - state.mean(q), batch.mask & ~state.equal(q))
+        q = masked.apply_mask(reward_to_go(batch), batch.mask)
+        state = _StateGroups.of(batch, q.dtype)
+        return masked.apply_mask(q - state.mean(q), batch.mask & ~state.equal(q))
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class SelfNormalised(Gate):
     goes with it. A constant added to Ψ changes no gradient. Source: Schulman et al. 2015 (TRPO), eq. 16 and 66.
     """
 
-    token_ratio: ClassVar[bool] = True
-    whole_groups: ClassVar[bool] = True
+    requires_token_ratio: ClassVar[bool] = True
+    requires_full_groups: ClassVar[bool] = True
 
     @property
     def formula(self) -> str:
         return "r/m,  m = Σ_j ŵ_j r_j over the group's tokens"
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        return _State.of(batch, ratio.dtype).normalised(ratio)
+        return _StateGroups.of(batch, ratio.dtype).normalised(ratio)
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         return self.weight(ratio, psi, batch) * psi
@@ -104,16 +104,16 @@ class SelfNormalisation(Term):
         return "−(r/m)·L,  L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens"
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        state = _State.of(batch, psi.dtype)
+        state = _StateGroups.of(batch, psi.dtype)
         share = state.normalised(bounded_exp(log_ratio(out.logp, batch.logp_old, batch.mask)))
-        return -share * state.mean(share * masked.masked(psi, batch.mask))
+        return -share * state.mean(share * masked.apply_mask(psi, batch.mask))
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return torch.zeros_like(psi)
 
 
 @dataclass(frozen=True, eq=False)
-class _State:
+class _StateGroups:
     """Means over the tokens of a group with its normalised weights ŵ; a group without weight has mean 0."""
 
     groups: Groups
@@ -122,9 +122,9 @@ class _State:
     """ŵ [B, T]; sums to 1 over the group's tokens."""
 
     @classmethod
-    def of(cls, batch: Batch, dtype: torch.dtype) -> _State:
+    def of(cls, batch: Batch, dtype: torch.dtype) -> _StateGroups:
         mask, groups = batch.mask, Groups(batch.group, batch.mask.any(1))
-        weight = mask.to(dtype) if batch.weight is None else masked.masked(batch.weight.to(dtype), mask)
+        weight = mask.to(dtype) if batch.weight is None else masked.apply_mask(batch.weight.to(dtype), mask)
         total = groups.sum(weight.sum(1))[:, None]
         return cls(groups, mask, torch.where(total > 0, weight / total, 0))
 
@@ -134,7 +134,7 @@ class _State:
 
     def normalised(self, ratio: Tensor) -> Tensor:
         """r/m [B, T]. Both are first divided by the group's largest r, so that neither overflows nor vanishes."""
-        r = masked.masked(ratio, self.mask)
+        r = masked.apply_mask(ratio, self.mask)
         largest = self._largest(r)
         r = torch.where(largest > 0, r / largest, 0)
         m = self.mean(r)

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from policygrad.errors import EngineError
-from policygrad.models.control_tokens import encodable
-from policygrad.models.tool_calls import TAGGED, CallForm, ToolCall
-from policygrad.rewards.workers.messages import LARGEST, quote, to_number
+from policygrad.models.control_tokens import replace_surrogates
+from policygrad.models.tool_calls import TAGGED_PARSER, ToolCall, ToolCallParser
+from policygrad.rewards.workers.messages import MAX_ABS_REWARD, quote, to_number
 from policygrad.tasks.base import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
 """What may end an episode: its environment, the budget of tokens, the model's context."""
-TIMEOUT = 300.0
+DEFAULT_TIMEOUT = 300.0
 """Seconds that one call of an environment may take, by default."""
 FAILED = "failed"
 """What ends one whose environment raised or was not over in time, so that it has no reward and takes no part."""
-MEASURED, ENDED = ("turns", "branches", "branched_ratio"), "ended_"
+RESERVED_METRICS, STOP_METRIC_PREFIX = ("turns", "branches", "branched_ratio"), "ended_"
 """Metrics of every environment, and how those begin that say what ended an episode: names that no `Step.metrics` can take."""
 
 
@@ -46,8 +46,8 @@ class Observation:
 
     def __post_init__(self) -> None:
         _check_content(self.content)
-        object.__setattr__(self, "content", encodable(self.content))
-        object.__setattr__(self, "tools", encodable(self.tools))
+        object.__setattr__(self, "content", replace_surrogates(self.content))
+        object.__setattr__(self, "tools", replace_surrogates(self.tools))
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Action:
     """The sampled tokens decoded, without end and padding tokens."""
     truncated: bool = False
     """The token budget ended it, not the policy."""
-    form: CallForm = TAGGED
+    parser: ToolCallParser = TAGGED_PARSER
     """How the model writes calls of tools."""
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
         """The tools that it calls, by its model's convention; one that cannot be read says why."""
-        return self.form(self.text)
+        return self.parser(self.text)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Step:
     functions say of it. None = none of its own."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the log, as environment/NAME: an episode's turns are added up, and averaged over the episodes that have them."""
-    ended: str = ENVIRONMENT
+    stop_reason: str = ENVIRONMENT
     """What ended the episode, a word for metrics and logs; of a step without an observation."""
 
     def __post_init__(self) -> None:
@@ -93,10 +93,10 @@ class Step:
             object.__setattr__(self, "reward", _number("reward", self.reward))
         metrics = {_metric(name): _number(f"metrics[{name!r}]", value) for name, value in self.metrics.items()}
         object.__setattr__(self, "metrics", metrics)
-        object.__setattr__(self, "ended", encodable(str(self.ended)))
+        object.__setattr__(self, "ended", replace_surrogates(str(self.stop_reason)))
 
 
-def finite(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
     """Whether it is a number that an advantage can be made of."""
     number, _ = to_number(value)
     return number is not None
@@ -105,17 +105,19 @@ def finite(value: Any) -> bool:
 def _number(what: str, value: Any) -> float:
     number, _ = to_number(value)
     if number is None:
-        raise MalformedError(f"Step has {what} = {quote(value)}: give a finite number, at most {LARGEST:g} in size")
+        raise MalformedError(
+            f"Step has {what} = {quote(value)}: give a finite number, at most {MAX_ABS_REWARD:g} in size"
+        )
     return number
 
 
 def _metric(name: Any) -> str:
-    if not isinstance(name, str) or name in MEASURED or name.startswith(ENDED):
-        ours = ", ".join(f"environment/{word}" for word in (*MEASURED, f"{ENDED}…"))
+    if not isinstance(name, str) or name in RESERVED_METRICS or name.startswith(STOP_METRIC_PREFIX):
+        ours = ", ".join(f"environment/{word}" for word in (*RESERVED_METRICS, f"{STOP_METRIC_PREFIX}…"))
         raise MalformedError(
             f"Step.metrics has {quote(name)}: a name is text, and none of {ours}, which are measured already"
         )
-    return str(encodable(name))
+    return str(replace_surrogates(name))
 
 
 def _check_content(content: Any) -> None:
@@ -149,10 +151,10 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class Cut(Protocol):
+class SupportsTruncation(Protocol):
     """An environment that has something to say when its episode is broken off: between turns, as nothing more can be said."""
 
-    async def cut(self) -> float | None:
+    async def on_truncated(self) -> float | None:
         """What is added to the last turn's reward."""
         ...
 
@@ -164,12 +166,12 @@ It is made of the run's seed, the step and the example: the episodes of a group 
 """
 
 
-def made(environment: EnvironmentFactory, example: Example, seed: int) -> Environment:
+def make_environment(environment: EnvironmentFactory, example: Example, seed: int) -> Environment:
     """The environment of one episode; with the seed where there is a parameter of that name."""
-    return environment(example, seed=seed) if takes_seed(environment) else environment(example)
+    return environment(example, seed=seed) if accepts_seed(environment) else environment(example)
 
 
-def takes_seed(function: Callable[..., Any]) -> bool:
+def accepts_seed(function: Callable[..., Any]) -> bool:
     """Whether a function has a parameter `seed`."""
     try:
         return "seed" in inspect.signature(function).parameters

@@ -11,9 +11,9 @@ from math import isfinite
 
 from policygrad.environments.tools import ToolUse
 
-MOST_BITS = 8192
+MAX_BITS = 8192
 """Of a numerator or denominator, on the way too."""
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 _TWO: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,8 +30,8 @@ def calculate(expression: str) -> str:
     Args:
         expression: Such as (12345 - 678) * 90 / 7
     """
-    if len(expression) > MOST_CHARACTERS:
-        raise ValueError(f"the expression is longer than {MOST_CHARACTERS} characters")
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"the expression is longer than {MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, MemoryError, RecursionError):
@@ -61,13 +61,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     """Looked at before it is worked out: towers of powers have no room anywhere."""
     if exponent.denominator != 1:
         raise ValueError(f"the exponent {exponent} is no whole number")
-    if abs(exponent) * _bits(base) > MOST_BITS:
+    if abs(exponent) * _bits(base) > MAX_BITS:
         raise ValueError("the number is too large")
     return _bounded(Fraction(base ** int(exponent)))
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if _bits(value) > MOST_BITS:
+    if _bits(value) > MAX_BITS:
         raise ValueError("the number is too large")
     return value
 

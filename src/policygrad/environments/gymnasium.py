@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from policygrad.environments.base import Action, Environment, Observation, Step
-from policygrad.environments.registry import TERMINATED, TURNS, answered, chosen, opening
+from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, parse_choice, reply_observation
 from policygrad.errors import ConfigError, install_command
 from policygrad.tasks.base import Example
-from policygrad.utils.user_code import look_here
+from policygrad.utils.user_code import add_cwd_to_path
 
-WORDS: Mapping[str, tuple[str, ...]] = {
+ACTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "Blackjack": ("stick", "hit"),
     "CliffWalking": ("up", "right", "down", "left"),
     "CliffWalkingSlippery": ("up", "right", "down", "left"),
@@ -32,7 +32,7 @@ _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 class GymnasiumText:
     """Episodes in an environment of Gymnasium: `pg.GymnasiumText("FrozenLake-v1")`, on the command line `gymnasium:FrozenLake-v1`.
 
-    The observation is `describe(observation)` where that is given; the text itself in a Text space; the picture in characters
+    The observation is `describe_error(observation)` where that is given; the text itself in a Text space; the picture in characters
     where the environment draws one (render mode "ansi"); the number of the state in a Discrete space. An action is the text of
     the turn in a Text space, and in a Discrete one the last word or number in it that is an action's, in square brackets if
     there are any. A turn that names none is told so, counted (`environment/malformed`), and has changed nothing.
@@ -44,7 +44,7 @@ class GymnasiumText:
     name: str
     """As `gymnasium.make` takes it; MODULE:ID imports the module first."""
     actions: Sequence[str] = ()
-    """What the actions of a Discrete space are called, in order; () = as `WORDS` has it, or by their numbers alone."""
+    """What the actions of a Discrete space are called, in order; () = as `STOP_MESSAGE` has it, or by their numbers alone."""
     describe: Callable[[Any], str] | None = None
     """An observation in words, for any space."""
     instructions: str | None = None
@@ -83,7 +83,7 @@ class GymnasiumText:
     def _make(self, more: Mapping[str, Any]) -> Any:
         gym = _gymnasium()
         if ":" in self.name:
-            look_here(self.name.partition(":")[0])
+            add_cwd_to_path(self.name.partition(":")[0])
         try:
             return gym.make(self.name, disable_env_checker=True, **{**self.options, **more})
         except (gym.error.Error, ModuleNotFoundError) as error:
@@ -122,7 +122,7 @@ class _World:
         if _is(self.actions, "Text"):
             said = text.strip()
             return said if self.actions.contains(said) else None
-        number = chosen(text, self.words or ("",) * int(self.actions.n), int(self.actions.start))
+        number = parse_choice(text, self.words or ("",) * int(self.actions.n), int(self.actions.start))
         return None if number is None else self.actions.dtype.type(number)
 
     @property
@@ -154,7 +154,7 @@ class _Episode:
                 if _is(self.world.actions, "Text")
                 else f"Answer with one action in square brackets: {self.world.choices}."
             )
-        return opening(self.example, self._shown(seen), said)
+        return initial_observation(self.example, self._shown(seen), said)
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
@@ -165,11 +165,11 @@ class _Episode:
             seen, worth, terminated, truncated, _ = self.env.step(taken)
             reward = float(worth)
             if terminated or truncated:
-                return Step(reward=reward, metrics=metrics, ended=TERMINATED if terminated else TURNS)
+                return Step(reward=reward, metrics=metrics, stop_reason=TERMINATED if terminated else TURNS)
             said = self._shown(seen)
         if action.truncated or self.turns >= self.asked.max_turns:
-            return Step(reward=reward, metrics=metrics, ended=TURNS)
-        return Step(answered(self.example, said), reward, metrics)
+            return Step(reward=reward, metrics=metrics, stop_reason=TURNS)
+        return Step(reply_observation(self.example, said), reward, metrics)
 
     async def close(self) -> None:
         self.env.close()
@@ -178,11 +178,11 @@ class _Episode:
         if self.asked.describe is not None:
             return self.asked.describe(seen)
         if self.world.drawn:
-            return plain(str(self.env.render()))
+            return strip_ansi(str(self.env.render()))
         return seen if isinstance(seen, str) else f"state {seen}"
 
 
-def plain(drawn: str) -> str:
+def strip_ansi(drawn: str) -> str:
     """A picture in characters without colours; one character in colour, which is where somebody stands, is in brackets."""
     return _ANSI.sub("", _COLOURED.sub(r"[\1]", drawn)).strip("\n")
 
@@ -197,7 +197,7 @@ def _is(space: Any, kind: str) -> bool:
 
 def _words(name: str) -> tuple[str, ...]:
     """Of Gymnasium's own games, whatever their version."""
-    return WORDS.get(re.sub(r"-v\d+$", "", name), ())
+    return ACTION_NAMES.get(re.sub(r"-v\d+$", "", name), ())
 
 
 def _gymnasium() -> Any:

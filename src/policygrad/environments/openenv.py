@@ -18,14 +18,21 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol, TypeVar
 
-from policygrad.environments.base import Action, Environment, Observation, Step, finite
-from policygrad.environments.registry import TERMINATED, TURNS, answered, chosen, http, opening
+from policygrad.environments.base import Action, Environment, Observation, Step, is_finite_number
+from policygrad.environments.registry import (
+    TERMINATED,
+    TURNS,
+    initial_observation,
+    parse_choice,
+    reply_observation,
+    to_http_url,
+)
 from policygrad.errors import ConfigError, EngineError, install_command
 from policygrad.tasks.base import Example
 
 # Between a policy's words and an OpenEnv server's objects: what an action is by its schema, what an observation says.
 
-HIDDEN = ("reward", "done", "metadata")
+HIDDEN_FIELDS = ("reward", "done", "metadata")
 """Fields of an observation that are no words for the policy."""
 _NO_NUMBER = 1 << 60
 """Counts words from where no turn says the number of one."""
@@ -33,38 +40,38 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d{1,300}(?:\.\d{1,300})?(?![\w]|\.\d)")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ActionSchema:
     """What an action is made of."""
 
     fields: Mapping[str, Mapping[str, Any]]
     """Those that the policy fills, with their schemas."""
-    fixed: Mapping[str, Any]
+    constant_fields: Mapping[str, Any]
     """The others that are given."""
-    whole: bool = False
+    as_json: bool = False
     """Whether the policy writes a JSON object, because there are several to fill."""
 
-    def read(self, text: str) -> dict[str, Any] | str:
+    def parse(self, text: str) -> dict[str, Any] | str:
         """The action that a turn says, or what is wrong with it."""
-        if not self.whole:
+        if not self.as_json:
             ((name, schema),) = self.fields.items()
-            value = one(text, schema)
-            return f"answer with {wanted(schema)}" if value is None else {**self.fixed, name: value}
-        found = objects(text)
+            value = parse_value(text, schema)
+            return f"answer with {describe_schema(schema)}" if value is None else {**self.constant_fields, name: value}
+        found = extract_json_objects(text)
         if not found:
-            return f"answer with a JSON object with {', '.join(f'{n}, {wanted(s)}' for n, s in self.fields.items())}"
+            return f"answer with a JSON object with {', '.join(f'{n}, {describe_schema(s)}' for n, s in self.fields.items())}"
         if unknown := found[-1].keys() - self.fields.keys():
             return f"there is no field {min(unknown)!r}, there are {', '.join(self.fields)}"
-        return {**self.fixed, **found[-1]}
+        return {**self.constant_fields, **found[-1]}
 
 
-def asked_for(schema: Mapping[str, Any], fixed: Mapping[str, Any], where: str) -> Asked:
+def build_action_schema(schema: Mapping[str, Any], constant_fields: Mapping[str, Any], where: str) -> ActionSchema:
     """What the policy has to fill of an action: its required fields; where none is, its text field, or its only one.
 
     schema: the action's JSON schema. Raises ConfigError where the policy can fill none, or it is not clear which.
     """
-    known = {n: resolved(s, schema) for n, s in (schema.get("properties") or {}).items() if n != "metadata"}
-    free = {name: s for name, s in known.items() if name not in fixed}
-    if unknown := fixed.keys() - known.keys():
+    known = {n: resolve_schema(s, schema) for n, s in (schema.get("properties") or {}).items() if n != "metadata"}
+    free = {name: s for name, s in known.items() if name not in constant_fields}
+    if unknown := constant_fields.keys() - known.keys():
         raise ConfigError(f"{where}: an action has no field {min(unknown)!r}, it has {', '.join(known) or 'none'}")
     needed = [name for name in schema.get("required") or () if name in free]
     texts = [name for name, s in free.items() if s.get("type") == "string" and "const" not in s]
@@ -74,12 +81,12 @@ def asked_for(schema: Mapping[str, Any], fixed: Mapping[str, Any], where: str) -
             f"{where}: an action has the fields {', '.join(known) or 'none'}, and which of them words go into is not said: give "
             "text_field=, or fixed= with the others, from Python"
         )
-    if len(names) == 1 and kind_of(free[names[0]]) is not None:
-        return Asked({names[0]: free[names[0]]}, fixed)
-    return Asked(free, fixed, whole=True)
+    if len(names) == 1 and schema_kind(free[names[0]]) is not None:
+        return ActionSchema({names[0]: free[names[0]]}, constant_fields)
+    return ActionSchema(free, constant_fields, as_json=True)
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """A field's schema, with what it refers to in its place, and of `X | None` the X."""
     found: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
     for key in ("anyOf", "oneOf", "allOf"):
@@ -91,7 +98,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{k: v for k, v in found.items() if k != "$ref"}, **target} if isinstance(target, Mapping) else found
 
 
-def kind_of(schema: Mapping[str, Any]) -> str | None:
+def schema_kind(schema: Mapping[str, Any]) -> str | None:
     """What one field is filled with: one of several values, text, a number, yes or no; None = an object or a list."""
     if schema.get("enum"):
         return "enum"
@@ -99,15 +106,15 @@ def kind_of(schema: Mapping[str, Any]) -> str | None:
     return kind if kind in ("string", "integer", "number", "boolean") else None
 
 
-def one(text: str, schema: Mapping[str, Any]) -> Any:
+def parse_value(text: str, schema: Mapping[str, Any]) -> Any:
     """The value that a turn gives one field; None where it gives none. The last number, or word of those there are."""
-    kind, said = kind_of(schema), text.strip()
+    kind, said = schema_kind(schema), text.strip()
     if kind == "enum":
         values = list(schema["enum"])
-        place = named(said, [str(value) for value in values])
+        place = match_choice(said, [str(value) for value in values])
         return None if place is None else values[place]
     if kind == "boolean":
-        place = named(said, ["no", "yes", "false", "true"])
+        place = match_choice(said, ["no", "yes", "false", "true"])
         return None if place is None else bool(place % 2)
     if kind == "string":
         return said
@@ -119,24 +126,24 @@ def one(text: str, schema: Mapping[str, Any]) -> Any:
     return int(numbers[-1]) if "." not in numbers[-1] else None
 
 
-def named(text: str, words: Sequence[str]) -> int | None:
+def match_choice(text: str, words: Sequence[str]) -> int | None:
     """The place of the last of these words that stands in the text."""
     if text in words:
         return words.index(text)
-    found = chosen(text, tuple(words), first=_NO_NUMBER)
+    found = parse_choice(text, tuple(words), first=_NO_NUMBER)
     return None if found is None else found - _NO_NUMBER
 
 
-def wanted(schema: Mapping[str, Any]) -> str:
+def describe_schema(schema: Mapping[str, Any]) -> str:
     """What a field takes, for the policy."""
-    kind = kind_of(schema)
+    kind = schema_kind(schema)
     if kind == "enum":
         return f"one of {', '.join(str(value) for value in schema['enum'])}"
     words = {"boolean": "yes or no", "integer": "a whole number", "number": "a number", "string": "text"}
     return words.get(kind or "", "JSON")
 
 
-def objects(text: str) -> list[dict[str, Any]]:
+def extract_json_objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects that stand in a text one behind the other."""
     found, decoder, at = list[dict[str, Any]](), json.JSONDecoder(parse_constant=_refused), text.find("{")
     while at >= 0:
@@ -153,9 +160,11 @@ def _refused(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def worded(seen: Mapping[str, Any]) -> str:
+def render_observation(seen: Mapping[str, Any]) -> str:
     """An observation in words: a single field as it stands, several as lines `name: value`; what is empty is left out."""
-    shown = {name: value for name, value in seen.items() if name not in HIDDEN and value not in (None, "", [], {})}
+    shown = {
+        name: value for name, value in seen.items() if name not in HIDDEN_FIELDS and value not in (None, "", [], {})
+    }
     if len(shown) == 1:
         return _text(next(iter(shown.values())))
     return "\n".join(f"{name}: {_text(value)}" for name, value in shown.items())
@@ -171,7 +180,7 @@ def _text(value: Any) -> str:
 # here may hold up the loop that episodes are played in for longer. So connections live in a loop and a thread of their own.
 
 T = TypeVar("T")
-LARGEST = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Bytes of a message."""
 
 
@@ -188,7 +197,7 @@ class WebSocket:
         Raises:
             ConnectionError: nobody there, or nobody who speaks WebSocket; OSError, TimeoutError.
         """
-        client = websockets().asyncio.client
+        client = import_websockets().asyncio.client
         return cls(await _there(_opened(client, address, seconds)))
 
     async def send(self, message: str) -> None:
@@ -203,14 +212,14 @@ class WebSocket:
 
 
 async def _opened(client: Any, address: str, seconds: float) -> Any:
-    return await client.connect(address, open_timeout=seconds, max_size=LARGEST, proxy=None)
+    return await client.connect(address, open_timeout=seconds, max_size=MAX_MESSAGE_BYTES, proxy=None)
 
 
 async def _there(work: Coroutine[Any, Any, T]) -> T:
     """What `work` comes to in the connections' loop."""
     try:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
-    except websockets().exceptions.WebSocketException as error:
+    except import_websockets().exceptions.WebSocketException as error:
         raise ConnectionError(str(error) or type(error).__name__) from error
 
 
@@ -222,7 +231,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def websockets() -> Any:
+def import_websockets() -> Any:
     """The package.
 
     Raises:
@@ -238,9 +247,9 @@ def websockets() -> Any:
     return websockets
 
 
-SEEDS = 1 << 31
+SEED_BOUND = 1 << 31
 """A server's seed is below it: what a C int holds, as environments take theirs."""
-LOST = (OSError, EOFError)
+CONNECTION_ERRORS = (OSError, EOFError)
 """How a lost connection shows."""
 
 
@@ -274,44 +283,44 @@ class OpenEnv:
     """http(s)://host:port, or ws(s)://."""
     text_field: str | None = None
     """The action's field that the policy's words fill; None = by the server's schema."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    constant_fields: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of every action."""
-    start: Mapping[str, Any] = field(default_factory=dict)
+    reset_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of reset."""
-    observation: Callable[[Mapping[str, Any]], str] | None = None
+    describe: Callable[[Mapping[str, Any]], str] | None = None
     """An observation in words."""
     instructions: str = ""
     """Stands before the first observation. The task's own prompt is not shown."""
     max_turns: int = 32
     """Turns of the policy; the tokens of all of them are the run's `max_tokens`."""
-    seconds: float = 60.0
+    timeout: float = 60.0
     """For an answer of the server."""
-    patience: float = 10.0
+    connect_timeout: float = 10.0
     """Seconds to connect within."""
     connect: Callable[[str, float], Awaitable[Connection]] | None = None
     """Opens a WebSocket, given its address and the seconds; None = the package websockets."""
 
     def __post_init__(self) -> None:
-        if not self.address or self.max_turns < 1 or not (self.seconds > 0 and self.patience > 0):
+        if not self.address or self.max_turns < 1 or not (self.timeout > 0 and self.connect_timeout > 0):
             raise ConfigError(
                 "OpenEnv takes an address, such as http://localhost:8000, max_turns of at least 1, seconds and patience above 0, "
-                f"not {self.address!r}, {self.max_turns}, {self.seconds:g} and {self.patience:g}"
+                f"not {self.address!r}, {self.max_turns}, {self.timeout:g} and {self.connect_timeout:g}"
             )
         if self.connect is None:
-            websockets()
+            import_websockets()
 
     @cached_property
-    def _action(self) -> Asked:
+    def _action(self) -> ActionSchema:
         """What the server's schema asks for; asked once."""
         if self.text_field is not None:
-            return Asked({self.text_field: {"type": "string"}}, self.fixed)
-        return asked_for(self._schema(), self.fixed, http(self.address))
+            return ActionSchema({self.text_field: {"type": "string"}}, self.constant_fields)
+        return build_action_schema(self._schema(), self.constant_fields, to_http_url(self.address))
 
     def _schema(self) -> Mapping[str, Any]:
-        address = f"{http(self.address)}/schema"
+        address = f"{to_http_url(self.address)}/schema"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers stand beside the learner
         try:
-            with opener.open(address, timeout=self.seconds) as answer:
+            with opener.open(address, timeout=self.timeout) as answer:
                 said = json.load(answer)
             action = said["action"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -323,9 +332,9 @@ class OpenEnv:
             raise EngineError(f"{address} does not say what an action is: 'action' is {type(action).__name__}")
         return action
 
-    async def schema(self) -> Asked:
+    async def schema(self) -> ActionSchema:
         """What an action is; the first to ask waits in a thread."""
-        known: Asked | None = self.__dict__.get("_action")
+        known: ActionSchema | None = self.__dict__.get("_action")
         if known is None:
             return await asyncio.to_thread(lambda: self._action)
         return known
@@ -336,10 +345,10 @@ class OpenEnv:
         Raises:
             EngineError: no server there, or none that speaks WebSocket.
         """
-        address = http(self.address).replace("http", "ws", 1) + "/ws"
+        address = to_http_url(self.address).replace("http", "ws", 1) + "/ws"
         try:
-            return await (self.connect or WebSocket.connect)(address, self.patience)
-        except LOST as error:
+            return await (self.connect or WebSocket.connect)(address, self.connect_timeout)
+        except CONNECTION_ERRORS as error:
             raise EngineError(
                 f"there is no OpenEnv server at {address} ({type(error).__name__}: {error}): start it, or give its address"
             ) from error
@@ -359,16 +368,16 @@ class _Episode:
     async def reset(self) -> Observation:
         await self.asked.schema()
         self._connection = await self.asked.connection()
-        said = await self._ask("reset", {**self.asked.start, "seed": self.seed % SEEDS})
+        said = await self._ask("reset", {**self.asked.reset_options, "seed": self.seed % SEED_BOUND})
         if isinstance(said, str):
             raise EngineError(f"the OpenEnv server at {self.asked.address} refused to reset: {said}")
-        return opening(self.example, self._words(said), self.asked.instructions)
+        return initial_observation(self.example, self._words(said), self.asked.instructions)
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
         last = action.truncated or self.turns >= self.asked.max_turns
         metrics = {"malformed": 0.0, "refused": 0.0}
-        read = (await self.asked.schema()).read(action.text)
+        read = (await self.asked.schema()).parse(action.text)
         if isinstance(read, str):
             metrics["malformed"], reward, words = 1.0, 0.0, f"error: {read}"
         else:
@@ -378,24 +387,24 @@ class _Episode:
             else:
                 reward = self._worth(said)
                 if said.get("done"):
-                    return Step(reward=reward, metrics=metrics, ended=TERMINATED)
+                    return Step(reward=reward, metrics=metrics, stop_reason=TERMINATED)
                 words = self._words(said)
         if last:
-            return Step(reward=reward, metrics=metrics, ended=TURNS)
-        return Step(answered(self.example, words), reward, metrics)
+            return Step(reward=reward, metrics=metrics, stop_reason=TURNS)
+        return Step(reply_observation(self.example, words), reward, metrics)
 
     async def close(self) -> None:
         """The session's end; a connection that is lost has ended it already."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(*LOST):  # its patience too
-                await asyncio.wait_for(_ended(connection), self.asked.patience)
-            with suppress(*LOST):
-                await asyncio.wait_for(connection.close(), self.asked.patience)
+            with suppress(*CONNECTION_ERRORS):  # its patience too
+                await asyncio.wait_for(_ended(connection), self.asked.connect_timeout)
+            with suppress(*CONNECTION_ERRORS):
+                await asyncio.wait_for(connection.close(), self.asked.connect_timeout)
 
     def _worth(self, said: Mapping[str, Any]) -> float:
         reward = said.get("reward") or 0.0
-        if not finite(reward):
+        if not is_finite_number(reward):
             raise EngineError(
                 f"the OpenEnv server at {self.asked.address} gives the reward {reward!r}: it is a finite number"
             )
@@ -405,7 +414,7 @@ class _Episode:
         seen = said.get("observation")
         if not isinstance(seen, Mapping):
             raise EngineError(f"the OpenEnv server at {self.asked.address} shows {seen!r}: an observation is an object")
-        return (self.asked.observation or worded)(seen)
+        return (self.asked.describe or render_observation)(seen)
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any] | str:
         """What the server answers, or why it refuses.
@@ -416,16 +425,16 @@ class _Episode:
         assert self._connection is not None
         where = f"the OpenEnv server at {self.asked.address}"
         try:
-            with suppress(*LOST):  # what it said before it hung up is read first
+            with suppress(*CONNECTION_ERRORS):  # what it said before it hung up is read first
                 await self._connection.send(json.dumps({"type": kind, "data": data}))
-            raw = await asyncio.wait_for(self._connection.recv(), self.asked.seconds)
+            raw = await asyncio.wait_for(self._connection.recv(), self.asked.timeout)
             answer = json.loads(raw)
             said = answer["data"]
         except TimeoutError as error:
             raise EngineError(
-                f"{where} has not answered a {kind} within {self.asked.seconds:g} seconds: seconds="
+                f"{where} has not answered a {kind} within {self.asked.timeout:g} seconds: seconds="
             ) from error
-        except LOST as error:
+        except CONNECTION_ERRORS as error:
             raise EngineError(
                 f"{where} has hung up at a {kind} ({str(error) or type(error).__name__}), in turn {self.turns}"
             ) from error

@@ -9,8 +9,8 @@ from policygrad.environments import EnvironmentFactory
 from policygrad.environments.base import Observation
 from policygrad.errors import ConfigError
 from policygrad.tasks.base import Example, Prompt
-from policygrad.tasks.verifiers import module_of
-from policygrad.utils.user_code import load_own
+from policygrad.tasks.verifiers import taskset_module
+from policygrad.utils.user_code import load_object
 
 FAMILIES = {
     "gymnasium": "policygrad.environments.gymnasium:GymnasiumText",
@@ -23,30 +23,30 @@ TERMINATED, TURNS = "terminated", "turns"
 """What ends an episode, besides its tokens: the world itself, the number of turns."""
 
 
-def family(name: str) -> tuple[str, str] | None:
+def split_environment_name(name: str) -> tuple[str, str] | None:
     """(family, what follows) of the name of an environment of others; None of any other name."""
     word, _, rest = name.partition(":")
     return (word, rest) if word in FAMILIES and rest else None
 
 
-def codes(name: str) -> list[str]:
+def code_references(name: str) -> list[str]:
     """The modules, files and addresses that an environment's or a task's name leads to, for whoever must give leave.
 
     A game of TextArena, or of Gymnasium's own, is no code of anybody's; `gymnasium:MODULE:ID` imports a module, `verifiers:ID` a
     package, and a server is shown what the model writes.
     """
-    found = family(name)
+    found = split_environment_name(name)
     if found is None:
         return [name.rpartition(":")[0] or name]
     word, rest = found
     if word == "openenv":
-        return [http(rest)]
+        return [to_http_url(rest)]
     if word == "verifiers":
-        return [module_of(rest)]
+        return [taskset_module(rest)]
     return [rest.partition(":")[0]] if word == "gymnasium" and ":" in rest else []
 
 
-def http(address: str) -> str:
+def to_http_url(address: str) -> str:
     """A server's address as one of the web: ws://host:port/ is http://host:port."""
     plain = address.rstrip("/")
     if plain.startswith(("ws://", "wss://")):
@@ -54,7 +54,7 @@ def http(address: str) -> str:
     return plain if "://" in plain else f"http://{plain}"
 
 
-def opening(example: Example, text: str, instructions: str = "") -> Observation:
+def initial_observation(example: Example, text: str, instructions: str = "") -> Observation:
     """What an episode begins with: instructions, then the world's own words.
 
     The example says how: where its prompt is text, as text, and nothing of the prompt is shown; where it is chat messages, as the
@@ -67,7 +67,7 @@ def opening(example: Example, text: str, instructions: str = "") -> Observation:
     return Observation((*system, _user(whole)))
 
 
-def answered(example: Example, text: str) -> Observation:
+def reply_observation(example: Example, text: str) -> Observation:
     """What the world says to a turn, in the way that the episode began."""
     said = text.strip("\n")
     content: Prompt = f"\n{said}\n" if isinstance(example.prompt, str) else (_user(said),)
@@ -78,7 +78,7 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def chosen(text: str, words: tuple[str, ...], first: int = 0) -> int | None:
+def parse_choice(text: str, words: tuple[str, ...], first: int = 0) -> int | None:
     """The number of the action that a turn names, by its word or by its number; None where it names none.
 
     In square brackets where there are any, and the last one that is named. words: of the actions from number `first` on, "" for
@@ -99,20 +99,20 @@ def chosen(text: str, words: tuple[str, ...], first: int = 0) -> int | None:
 BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
 
 
-def chosen_environment(option: Any, given: EnvironmentFactory | None = None) -> EnvironmentFactory | None:
-    """option: the run's, a name or an object; given: the argument of `train`. None = the prompt and one answer.
+def resolve_environment(option: Any, argument: EnvironmentFactory | None = None) -> EnvironmentFactory | None:
+    """option: the run's, a name or an object; given: the argument of `train_control`. None = the prompt and one answer.
 
     Raises:
         ConfigError: both; no such file or name; what makes no environment; a package that is not installed.
     """
-    if option is not None and given is not None:
+    if option is not None and argument is not None:
         raise ConfigError("the run has an environment and another one is given: leave one of the two away")
-    if isinstance(option, str) and (of_others := family(option)) is not None:
+    if isinstance(option, str) and (of_others := split_environment_name(option)) is not None:
         word, rest = of_others
-        made: EnvironmentFactory = load_own(FAMILIES[word], "--environment")(rest)
+        made: EnvironmentFactory = load_object(FAMILIES[word], "--environment")(rest)
         return made
     name = BUILT_IN.get(option, option) if isinstance(option, str) else None
-    found = load_own(name, "--environment") if name is not None else given if option is None else option
+    found = load_object(name, "--environment") if name is not None else argument if option is None else option
     if found is not None and not callable(found):
         raise ConfigError(
             f"--environment {name or found!r} makes no environment: name a class with reset and step, a policygrad.ToolUse, or "

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from policygrad.environments.base import FAILED, Action, Environment, Observation, Step, finite
-from policygrad.environments.registry import TERMINATED, TURNS, answered, opening
+from policygrad.environments.base import FAILED, Action, Environment, Observation, Step, is_finite_number
+from policygrad.environments.registry import TERMINATED, TURNS, initial_observation, reply_observation
 from policygrad.errors import ConfigError, EngineError, install_command
 from policygrad.tasks.base import Example
 
-LARGE = 1000
+SHARED_FROM = 1000
 """Elements from which on a list of words is shared by all episodes: games read those, and copying one takes longer than a turn."""
 _SWAPPING = threading.Lock()
 
@@ -65,7 +65,7 @@ class TextArena:
                 "textarena.pprint_registry_detailed() lists them"
             )
         try:
-            with Randomness(0)(), _silent():
+            with IsolatedRandom(0)(), _silent():
                 game = _Game.of(arena.make(self.name, **self.options))
                 trial = game.copied()
                 trial.reset(num_players=1, seed=0)
@@ -104,24 +104,24 @@ class _Game:
             if isinstance(env, arena.ActionWrapper):
                 formats.append(env.action)
             env = env.env
-        return cls(env, tuple(formats), {id(x): x for x in large(env)})
+        return cls(env, tuple(formats), {id(x): x for x in iter_large_collections(env)})
 
     def copied(self) -> Any:
         """A game of an episode's own."""
         return copy.deepcopy(self.pattern, dict(self.shared))
 
 
-def large(thing: Any, depth: int = 3) -> Iterator[Any]:
+def iter_large_collections(thing: Any, depth: int = 3) -> Iterator[Any]:
     """The collections of many elements that an object holds, and the objects that it holds, so many steps down."""
     for value in getattr(thing, "__dict__", {}).values():
         if isinstance(value, list | tuple | set | frozenset | dict):
-            if len(value) > LARGE:
+            if len(value) > SHARED_FROM:
                 yield value
         elif depth > 1:
-            yield from large(value, depth - 1)
+            yield from iter_large_collections(value, depth - 1)
 
 
-class Randomness:
+class IsolatedRandom:
     """The states of Python's and numpy's global generators that are one episode's own."""
 
     def __init__(self, seed: int) -> None:
@@ -157,13 +157,13 @@ class _Episode:
     def __init__(self, asked: TextArena, game: _Game, example: Example, seed: int) -> None:
         self.asked, self.game, self.example, self.seed = asked, game, example, seed
         self.env = game.copied()
-        self.own = Randomness(seed)
+        self.own = IsolatedRandom(seed)
         self.turns = 0
 
     async def reset(self) -> Observation:
         with self.own(), _silent():
             self.env.reset(num_players=1, seed=self.seed)
-        return opening(self.example, self._heard()[0], self.asked.instructions)
+        return initial_observation(self.example, self._heard()[0], self.asked.instructions)
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
@@ -177,20 +177,20 @@ class _Episode:
         except (
             Exception
         ):  # a game's own code, at words that it has not foreseen: that costs the policy the game, not the run
-            return Step(reward=0.0, metrics=metrics | {"failed": 1.0}, ended=FAILED)
+            return Step(reward=0.0, metrics=metrics | {"failed": 1.0}, stop_reason=FAILED)
         said, invalid = self._heard()
         if over:
             rewards, info = self.env.close()
             lost = bool((info or {}).get(0, {}).get("invalid_move"))
-            return Step(reward=self._worth(rewards), metrics=metrics | {"invalid": float(lost)}, ended=TERMINATED)
+            return Step(reward=self._worth(rewards), metrics=metrics | {"invalid": float(lost)}, stop_reason=TERMINATED)
         metrics["invalid"] = float(invalid)
         if action.truncated or self.turns >= self.asked.max_turns:
-            return Step(reward=0.0, metrics=metrics, ended=TURNS)
-        return Step(answered(self.example, said), 0.0, metrics)
+            return Step(reward=0.0, metrics=metrics, stop_reason=TURNS)
+        return Step(reply_observation(self.example, said), 0.0, metrics)
 
     def _worth(self, rewards: Any) -> float:
         own: Any = (rewards or {}).get(0)
-        if not finite(own):
+        if not is_finite_number(own):
             raise EngineError(f"TextArena's {self.asked.name} is over and gives no reward to its player: {rewards!r}")
         return float(own)
 
@@ -199,7 +199,7 @@ class _Episode:
         kinds = _textarena().ObservationType
         _, messages = self.env.get_observation()
         said = [(text, kind) for _, text, kind in messages if kind != kinds.PLAYER_ACTION]
-        return joined([text for text, _ in said]), any(kind == kinds.GAME_ADMIN for _, kind in said)
+        return join_messages([text for text, _ in said]), any(kind == kinds.GAME_ADMIN for _, kind in said)
 
 
 def _silent() -> contextlib.redirect_stdout[io.StringIO]:
@@ -207,7 +207,7 @@ def _silent() -> contextlib.redirect_stdout[io.StringIO]:
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def joined(messages: Sequence[str]) -> str:
+def join_messages(messages: Sequence[str]) -> str:
     """Each on lines of its own."""
     return "\n".join(text.strip("\n") for text in messages if text.strip())
 

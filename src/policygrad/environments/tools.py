@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from policygrad.environments.base import Action, Environment, Observation, Step, takes_seed
+from policygrad.environments.base import Action, Environment, Observation, Step, accepts_seed
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.models.chat_template import tool_response
-from policygrad.models.tool_calls import CallForm, ToolCall
+from policygrad.models.chat_template import format_tool_response
+from policygrad.models.tool_calls import ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import quote, to_number
-from policygrad.sandbox.python_tool import shortened
+from policygrad.sandbox.python_tool import truncate_middle
 from policygrad.tasks.base import Example, Prompt
-from policygrad.utils.async_runner import OverdueError, within
+from policygrad.utils.async_runner import OverdueError, await_with_timeout
 
 MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS = "malformed", "unknown", "arguments", "raised", "slow", "excess"
 FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS)
@@ -36,12 +36,12 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolResult:
     """What is said to a call."""
 
     text: str
-    failed: str = ""
-    """One of `FAILURES`; "" = the tool has answered."""
+    failure: str = ""
+    """One of `FAILURE_REASONS`; "" = the tool has answered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +54,8 @@ class Tool:
     """As chat templates take it."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Tool:
-        """A function, a bound method, or an object with `__call__`: its name is `name`, or its class's in small letters.
+    def from_function(cls, function: Callable[..., Any]) -> Tool:
+        """A function, a bound method, or an object with `__call__`: its name is `option_name`, or its class's in small letters.
 
         Raises:
             ConfigError: without types or docstring, of which the schema is made (transformers.utils.get_json_schema).
@@ -80,7 +80,7 @@ class Tool:
         described = {key: value for key, value in schema["function"].items() if key != "return"}
         return cls(name, function, {**schema, "function": {**described, "name": name}})
 
-    async def __call__(self, call: ToolCall, seconds: float) -> Answer:
+    async def __call__(self, call: ToolCall, timeout: float) -> ToolResult:
         """The answer within so many seconds; a plain function runs in a thread of its own. What is slow and cannot be ended (that
         thread, a coroutine that ignores its cancellation) is left behind.
 
@@ -90,20 +90,20 @@ class Tool:
         try:
             bound = inspect.signature(self.function).bind(*call.positional, **call.arguments)
         except TypeError as error:
-            return Answer(f"error: {self.name}: {error}", ARGUMENTS)
+            return ToolResult(f"error: {self.name}: {error}", ARGUMENTS)
         for name, value in bound.arguments.items():
             wanted = self.schema["function"]["parameters"]["properties"].get(name, {})
             if not _fits(value, wanted):
                 among = f"one of {_text(wanted['enum'])}" if "enum" in wanted else f"of type {_text(wanted['type'])}"
-                return Answer(f"error: {self.name}: {name} is to be {among}, not {_text([value])[1:-1]}", ARGUMENTS)
+                return ToolResult(f"error: {self.name}: {name} is to be {among}, not {_text([value])[1:-1]}", ARGUMENTS)
         try:
-            return Answer(_text(await within(seconds, self._result(bound))))
+            return ToolResult(_text(await await_with_timeout(timeout, self._result(bound))))
         except OverdueError:
-            return Answer(f"error: {self.name} took longer than {seconds:g} seconds", SLOW)
+            return ToolResult(f"error: {self.name} took longer than {timeout:g} seconds", SLOW)
         except PolicygradError:
             raise
         except Exception as error:
-            return Answer(f"error: {type(error).__name__}: {error}", RAISED)
+            return ToolResult(f"error: {type(error).__name__}: {error}", RAISED)
 
     async def _result(self, bound: inspect.BoundArguments) -> Any:
         called = self.function if inspect.isroutine(self.function) else self.function.__call__  # type: ignore[operator]
@@ -165,7 +165,7 @@ ANSWER, TURNS = "answer", "turns"
 
 @dataclass(frozen=True)
 class ToolUse:
-    """An environment's factory: `pg.train(run, environment=pg.ToolUse((add,)))`, or on the command line `mine.py:NAME`.
+    """An environment's factory: `pg.train_control(run, environment=pg.ToolUse((add,)))`, or on the command line `mine.py:NAME`.
 
     A turn that calls no tool is the answer and ends the episode. What cannot be read, or fails, is told to the policy as
     `error: …`, and counted: `environment/calls`, `environment/calls_malformed`, `…_unknown`, `…_arguments`, `…_raised`, `…_slow`,
@@ -182,50 +182,50 @@ class ToolUse:
     """Functions with types and a docstring, plain or async; or a function from an example (and `seed`) to those of one episode."""
     reward: Callable[[str, Example], Any] | None = None
     """Of an episode, from its answer ("" = none) and its example, plain or async; None = the run's reward functions."""
-    call_reward: Callable[[ToolCall, Answer], Any] | None = None
+    call_reward: Callable[[ToolCall, ToolResult], Any] | None = None
     """Of a turn: of each of its calls, added up; it may return None for a call that earns nothing."""
     max_turns: int = 8
     """Turns of the policy; the tokens of all of them are the run's `max_tokens`."""
-    seconds: float = 10.0
+    timeout: float = 10.0
     """For one call."""
-    longest: int = 4000
+    max_output_chars: int = 4000
     """Characters of an answer; what is longer loses its middle."""
     max_calls: int = 16
     """Calls of one turn that are made; the policy is told that the others were not."""
-    describe: bool = True
+    tools_in_prompt: bool = True
     """Whether the prompt says what tools there are: by the chat template, or, where it knows none, before the first message."""
-    form: CallForm | None = None
+    parser: ToolCallParser | None = None
     """How calls are written; None = as the model's chat template has it."""
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1 or not self.seconds > 0 or self.longest < 1 or self.max_calls < 1:
+        if self.max_turns < 1 or not self.timeout > 0 or self.max_output_chars < 1 or self.max_calls < 1:
             raise ConfigError(
                 "ToolUse: max_turns and longest must be at least 1, max_calls too, and seconds above 0, not "
-                f"{self.max_turns}, {self.longest}, {self.max_calls} and {self.seconds:g}"
+                f"{self.max_turns}, {self.max_output_chars}, {self.max_calls} and {self.timeout:g}"
             )
         if not callable(self.tools):
             self._described  # noqa: B018  refuses what cannot be described now, not in the first episode
 
     @cached_property
     def _described(self) -> dict[str, Tool]:
-        return {} if callable(self.tools) else described(self.tools)
+        return {} if callable(self.tools) else make_tools(self.tools)
 
     def __call__(self, example: Example, seed: int = 0) -> Environment:
         given = self.tools
         if not callable(given):
             return _Conversation(self, example, self._described)
         return _Conversation(
-            self, example, described(given(example, seed=seed) if takes_seed(given) else given(example))
+            self, example, make_tools(given(example, seed=seed) if accepts_seed(given) else given(example))
         )
 
 
-def described(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
+def make_tools(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
     """Tools by their names.
 
     Raises:
-        ConfigError: two of one name, or what `Tool.of` refuses.
+        ConfigError: two of one name, or what `Tool.from_function` refuses.
     """
-    tools = [Tool.of(function) for function in functions]
+    tools = [Tool.from_function(function) for function in functions]
     twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
     if twice:
         raise ConfigError(f"two tools are called {twice[0]!r}: a call would not say which; rename one")
@@ -240,56 +240,56 @@ class _Conversation:
         self.turns = 0
 
     async def reset(self) -> Observation:
-        schemas = tuple(tool.schema for tool in self.tools.values()) if self.asked.describe else ()
+        schemas = tuple(tool.schema for tool in self.tools.values()) if self.asked.tools_in_prompt else ()
         return Observation(self.example.prompt, schemas)
 
     async def step(self, action: Action) -> Step:
         self.turns += 1
-        calls = self.asked.form(action.text) if self.asked.form else action.calls
+        calls = self.asked.parser(action.text) if self.asked.parser else action.calls
         metrics = {"calls": float(len(calls))} | {f"calls_{why}": 0.0 for why in FAILURES}
         if not calls:
-            return Step(reward=await self._reward(action.text), metrics=metrics, ended=ANSWER)
+            return Step(reward=await self._reward(action.text), metrics=metrics, stop_reason=ANSWER)
         if action.truncated or self.turns >= self.asked.max_turns:
             metrics["calls_malformed"] = float(sum(bool(call.error) for call in calls))
-            return Step(reward=await self._reward(""), metrics=metrics, ended=TURNS)
+            return Step(reward=await self._reward(""), metrics=metrics, stop_reason=TURNS)
         most = self.asked.max_calls
         answers = [await self._answer(call) for call in calls[:most]]
         for answer in answers:
-            if answer.failed:
-                metrics[f"calls_{answer.failed}"] += 1.0
+            if answer.failure:
+                metrics[f"calls_{answer.failure}"] += 1.0
         own = self._calls_reward(calls[:most], answers)
         if excess := len(calls[most:]):
             metrics[f"calls_{EXCESS}"] = float(excess)
-            answers.append(Answer(f"error: {excess} more calls were not made: a turn has at most {most}", EXCESS))
+            answers.append(ToolResult(f"error: {excess} more calls were not made: a turn has at most {most}", EXCESS))
         return Step(Observation(self._said(answers)), own, metrics)
 
-    def _calls_reward(self, calls: Sequence[ToolCall], answers: Sequence[Answer]) -> float | None:
+    def _calls_reward(self, calls: Sequence[ToolCall], answers: Sequence[ToolResult]) -> float | None:
         """What the calls of a turn earn together; None where no function says."""
         worth = self.asked.call_reward
         if worth is None:
             return None
         return sum(_reward("call_reward", worth(c, a)) or 0.0 for c, a in zip(calls, answers, strict=True))
 
-    async def cut(self) -> float | None:
+    async def on_truncated(self) -> float | None:
         """There is no room for an answer."""
         return await self._reward("")
 
-    async def _answer(self, call: ToolCall) -> Answer:
+    async def _answer(self, call: ToolCall) -> ToolResult:
         if call.error:
-            return Answer(f"error: {call.error}", MALFORMED)
+            return ToolResult(f"error: {call.error}", MALFORMED)
         if (tool := self.tools.get(call.name)) is None:
-            return Answer(
+            return ToolResult(
                 f"error: there is no tool {call.name!r}, there are {', '.join(self.tools) or 'none'}", UNKNOWN
             )
-        answer = await tool(call, self.asked.seconds)
-        return Answer(shortened(answer.text, self.asked.longest), answer.failed)
+        answer = await tool(call, self.asked.timeout)
+        return ToolResult(truncate_middle(answer.text, self.asked.max_output_chars), answer.failure)
 
-    def _said(self, answers: Sequence[Answer]) -> Prompt:
+    def _said(self, answers: Sequence[ToolResult]) -> Prompt:
         """Text goes on as text; messages by the role that templates with tools have, or as the user."""
-        tagged = "\n".join(tool_response(answer.text) for answer in answers)
+        tagged = "\n".join(format_tool_response(answer.text) for answer in answers)
         if isinstance(self.example.prompt, str):
             return f"\n{tagged}\n"
-        if not self.asked.describe:
+        if not self.asked.tools_in_prompt:
             return ({"role": "user", "content": tagged},)
         return tuple({"role": "tool", "content": answer.text} for answer in answers)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from policygrad.environments.base import Action, Environment, Observation, Step, finite
+from policygrad.environments.base import Action, Environment, Observation, Step, is_finite_number
 from policygrad.environments.tools import ANSWER, ToolUse
 from policygrad.errors import ConfigError
 from policygrad.tasks.base import Example
-from policygrad.tasks.verifiers import INDEX, PREFIX, TASKSET, tasks_of, taskset_of
+from policygrad.tasks.verifiers import INDEX_COLUMN, TASKSET_COLUMN, VERIFIERS_PREFIX, load_taskset, load_taskset_tasks
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Verifiers:
     """The taskset's id."""
     max_turns: int = 8
     """Turns of the policy; the tokens of all of them are the run's `max_tokens`."""
-    seconds: float = 10.0
+    timeout: float = 10.0
     """For one call of a tool."""
 
     def __post_init__(self) -> None:
-        tasks_of(self.name)
+        load_taskset_tasks(self.name)
 
     def __call__(self, example: Example) -> Environment:
-        if example.columns.get(TASKSET) != self.name:
+        if example.columns.get(TASKSET_COLUMN) != self.name:
             raise ConfigError(
-                f"--environment {PREFIX}{self.name} is about that taskset's tasks: give --task {PREFIX}{self.name} too"
+                f"--environment {VERIFIERS_PREFIX}{self.name} is about that taskset's tasks: give --task {VERIFIERS_PREFIX}{self.name} too"
             )
-        return _Episode(self, example, tasks_of(self.name)[example.columns[INDEX]])
+        return _Episode(self, example, load_taskset_tasks(self.name)[example.columns[INDEX_COLUMN]])
 
 
 class _Episode:
@@ -62,11 +62,11 @@ class _Episode:
         functions = await _functions(self.asked.name, self.task)
         if not functions:
             return Observation(self.example.prompt)
-        self.inner = ToolUse(functions, max_turns=self.asked.max_turns, seconds=self.asked.seconds)(self.example)
+        self.inner = ToolUse(functions, max_turns=self.asked.max_turns, timeout=self.asked.timeout)(self.example)
         return await self.inner.reset()
 
     async def step(self, action: Action) -> Step:
-        step = Step(ended=ANSWER) if self.inner is None else await self.inner.step(action)
+        step = Step(stop_reason=ANSWER) if self.inner is None else await self.inner.step(action)
         calls = action.calls if self.inner is not None else ()
         ids = [f"call_{len(self.talk)}_{i}" for i in range(len(calls))]
         self.talk.append((_said(action.text, list(zip(ids, calls, strict=True))), True))
@@ -74,7 +74,7 @@ class _Episode:
             self.talk += [(message, False) for message in _answers(step.observation.content, ids)]
             return step
         reward, measured = await self._scored()
-        return Step(reward=reward, metrics={**step.metrics, **measured}, ended=step.ended)
+        return Step(reward=reward, metrics={**step.metrics, **measured}, stop_reason=step.stop_reason)
 
     async def _scored(self) -> tuple[float | None, dict[str, float]]:
         """(the episode's reward, its parts and metrics)."""
@@ -83,10 +83,10 @@ class _Episode:
             await self.task.score(trace)
         except Exception:  # a reward function of somebody's own, at what a policy wrote
             return None, {"failed": 1.0}
-        if not finite(trace.reward):
+        if not is_finite_number(trace.reward):
             return None, {"failed": 1.0}
         parts = {f"reward_{name}": found.score for name, found in trace.rewards.items() if found is not None}
-        metrics = {f"metric_{name}": float(value) for name, value in trace.metrics.items() if finite(value)}
+        metrics = {f"metric_{name}": float(value) for name, value in trace.metrics.items() if is_finite_number(value)}
         return float(trace.reward), {"failed": 0.0, **metrics, **parts}
 
 
@@ -95,17 +95,17 @@ async def _functions(identity: str, task: Any) -> list[Callable[..., Any]]:
     from verifiers.v1.state import State
     from verifiers.v1.utils.decorators import discover_decorated
 
-    shared = taskset_of(identity)
+    shared = load_taskset(identity)
     found = list[Callable[..., Any]]()
     for toolset in (*shared.toolsets(shared.config), *type(task).toolsets(task.config)):
         kind = type(toolset).__name__
         if getattr(toolset.config, "url", None):
             raise ConfigError(
-                f"{PREFIX}{identity}: {kind} is a server elsewhere ({toolset.config.url}): only its class can be called"
+                f"{VERIFIERS_PREFIX}{identity}: {kind} is a server elsewhere ({toolset.config.url}): only its class can be called"
             )
         if type(toolset.state) is not State:
             raise ConfigError(
-                f"{PREFIX}{identity}: {kind} keeps a state in verifiers' own rollouts, which there are none of here"
+                f"{VERIFIERS_PREFIX}{identity}: {kind} keeps a state in verifiers' own rollouts, which there are none of here"
             )
         await toolset.setup()
         await toolset.setup_task(task.data)
@@ -127,12 +127,12 @@ def _function(method: Any, server: str) -> Callable[..., Any]:
 
     function: Any = waiting if inspect.iscoroutinefunction(method) else plain
     function.__name__ = f"{server}_{name}" if server else name
-    function.__doc__ = documented(inspect.getdoc(method) or name, tuple(inspect.signature(method).parameters))
+    function.__doc__ = document_parameters(inspect.getdoc(method) or name, tuple(inspect.signature(method).parameters))
     made: Callable[..., Any] = function
     return made
 
 
-def documented(text: str, parameters: Sequence[str]) -> str:
+def document_parameters(text: str, parameters: Sequence[str]) -> str:
     """A docstring in which every parameter stands below `Args:`, by its name where it is not described."""
     if not parameters or "Args:" in text:
         return text

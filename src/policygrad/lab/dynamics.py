@@ -18,24 +18,30 @@ from policygrad.core.gates import Clip
 from policygrad.core.objective import surrogate
 from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLToReference
-from policygrad.core.updates import FirstOrder
+from policygrad.core.updates import GradientSteps
 from policygrad.errors import ConfigError
-from policygrad.lab.estimators import Levers, WeightedSteps, all_steps, decide, selected
-from policygrad.lab.findings.advantages import centred
-from policygrad.lab.measurement import Finding, verdict
-from policygrad.lab.policies import Table, normal
-from policygrad.lab.sequences import Tree, World
-from policygrad.lab.setting import Setting
+from policygrad.lab.estimators import (
+    StepDecisions,
+    WeightedSteps,
+    compute_decisions,
+    enumerate_steps,
+    select_step_tokens,
+)
+from policygrad.lab.findings.advantages import with_advantage
+from policygrad.lab.measurement import Finding, choose_text
+from policygrad.lab.policies import TabularPolicy, sample_normal
+from policygrad.lab.sequences import PrefixTree, World
+from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
 # Where training goes in expectation: θ moved by the mean, over every group that could be drawn, of a rollout's updates.
 
-Watch = Mapping[str, Callable[[Tensor], Tensor]]
+TrackedQuantities = Mapping[str, Callable[[Tensor], Tensor]]
 """Quantities of θ by name."""
 
 
 @dataclass(frozen=True)
-class Path:
+class ExpectedTrajectory:
     """What was watched, before the first rollout and after each."""
 
     columns: Mapping[str, tuple[float, ...]]
@@ -43,8 +49,8 @@ class Path:
     def __getitem__(self, name: str) -> tuple[float, ...]:
         return self.columns[name]
 
-    def at(self, name: str, level: float, over: str) -> float:
-        """`name` where `over` first reaches `level`, between two rollouts by a straight line; its last value if it never does."""
+    def interpolate(self, name: str, level: float, over: str) -> float:
+        """`option_name` where `over` first reaches `level`, between two rollouts by a straight line; its last value if it never does."""
         x, y = self.columns[over], self.columns[name]
         for i in range(1, len(x)):
             if x[i] >= level:
@@ -52,11 +58,13 @@ class Path:
         return y[-1]
 
 
-def train(algorithm: Algorithm, setting: Setting, size: int, lr: float, rollouts: int, watch: Watch) -> Path:
+def train_in_expectation(
+    algorithm: Algorithm, setting: LabSetting, size: int, lr: float, rollouts: int, watch: TrackedQuantities
+) -> ExpectedTrajectory:
     """`rollouts` expected steps of plain gradient ascent from `setting.theta`.
 
     In each, every group of G completions is formed, with its probability under the θ that starts the rollout; the algorithm
-    makes K = `algorithm.step.updates` updates on that group alone, as training does; θ moves by their mean.
+    makes K = `algorithm.update_rule.updates` updates on that group alone, as training does; θ moves by their mean.
 
     Raises:
         ConfigError: more than one prompt, a policy that is no table, or a step that is no plain gradient step.
@@ -64,35 +72,37 @@ def train(algorithm: Algorithm, setting: Setting, size: int, lr: float, rollouts
     theta = setting.theta
     found = {name: [float(f(theta))] for name, f in watch.items()}
     for _ in range(rollouts):
-        theta = theta + expected_move(algorithm, replace(setting, theta=theta), size, lr)
+        theta = theta + expected_update(algorithm, replace(setting, theta=theta), size, lr)
         for name, f in watch.items():
             found[name].append(float(f(theta)))
-    return Path({name: tuple(values) for name, values in found.items()})
+    return ExpectedTrajectory({name: tuple(values) for name, values in found.items()})
 
 
-def expected_move(algorithm: Algorithm, setting: Setting, size: int, lr: float) -> Tensor:
+def expected_update(algorithm: Algorithm, setting: LabSetting, size: int, lr: float) -> Tensor:
     """[P] E[Δθ] of one rollout of one prompt, sampled at θ."""
-    if setting.world.prompts != 1 or not isinstance(setting.world.policy, Table):
+    if setting.world.prompts != 1 or not isinstance(setting.world.policy, TabularPolicy):
         raise ConfigError("an expected rollout is worked out for one prompt and a Table of logits: take such a setting")
-    if not algorithm.step.uses_lr:
+    if not algorithm.update_rule.uses_lr:
         raise ConfigError(
-            f"{type(algorithm.step).__name__} has no learning rate: take an algorithm with a FirstOrder step"
+            f"{type(algorithm.update_rule).__name__} has no learning rate: take an algorithm with a GradientSteps step"
         )
     setting = replace(setting, old=setting.theta)
-    algorithm, steps = setting.prepared(algorithm), all_steps(setting, size)
-    levers = decide(algorithm, setting, steps)
+    algorithm, steps = setting.prepare(algorithm), enumerate_steps(setting, size)
+    levers = compute_decisions(algorithm, setting, steps)
     weight = steps.weight
-    if any(part.rounds > 1 for part in algorithm.filters):  # sampled again until something is left
+    if any(part.sampling_rounds > 1 for part in algorithm.filters):  # sampled again until something is left
         weight = weight * levers.mask.flatten(1).any(1)[levers.index]
         weight = weight / weight.sum()
     theta = setting.theta
     thetas = theta.expand(len(steps.rows), -1)
-    for _ in range(algorithm.step.updates):
+    for _ in range(algorithm.update_rule.updates):
         thetas = thetas + lr * _ascent(algorithm, setting, steps, levers, thetas)
     return weight @ (thetas - theta)
 
 
-def _ascent(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers: Levers, thetas: Tensor) -> Tensor:
+def _ascent(
+    algorithm: Algorithm, setting: LabSetting, steps: WeightedSteps, levers: StepDecisions, thetas: Tensor
+) -> Tensor:
     """[M, P] the surrogate's direction of growth for each group at a θ of its own [M, P]: M prompts with parameters apart."""
     world, number = setting.world, len(thetas)
     leaf = thetas.flatten().requires_grad_()
@@ -100,34 +110,34 @@ def _ascent(algorithm: Algorithm, setting: Setting, steps: WeightedSteps, levers
         setting,
         world=_copies(world, number),
         theta=leaf,
-        old=setting.old_or_theta.repeat(number),
+        old=setting.old_theta.repeat(number),
         reference=None if setting.reference is None else setting.reference.repeat(number),
     )
     own = steps.rows + torch.arange(number)[:, None] * world.tree.size
     out = copies.forward(algorithm)
     mask, psi, coef = levers.at(torch.arange(number))
-    batch = setting.book(algorithm).select(steps.rows.flatten())
+    batch = setting.enumerate_batch(algorithm).select(steps.rows.flatten())
     batch = replace(batch, mask=mask, group=torch.arange(number).repeat_interleave(steps.rows.shape[1]))
     given = {f.name: getattr(out, f.name) for f in fields(out)}
     picked = Forward(**{name: value[own.flatten()] for name, value in given.items() if value is not None})
-    batch = selected(picked, batch, psi, algorithm, steps.rows.shape[1])
+    batch = select_step_tokens(picked, batch, psi, algorithm, steps.rows.shape[1])
     loss = surrogate(picked, batch, psi, algorithm, coef)
     return -torch.autograd.grad(loss, leaf)[0].reshape(number, -1)
 
 
 def _copies(world: World, number: int) -> World:
     """As many prompts as there are groups, each with the one prompt's rewards."""
-    return World(world.tree, world.reward.expand(number, -1), Table(world.tree, number))
+    return World(world.tree, world.reward.expand(number, -1), TabularPolicy(world.tree, number))
 
 
 JITTER = 0.05
 """Standard deviation of what a seed adds to the logits at the start, where the worlds are not random themselves."""
 
 
-def _started(tree: Tree, reward: Tensor, probability: list[list[float]], seed: int) -> Setting:
+def _started(tree: PrefixTree, reward: Tensor, probability: list[list[float]], seed: int) -> LabSetting:
     """One prompt and a table that begins at these probabilities of the tokens at each prefix, a seed's jitter added."""
     theta = torch.tensor(probability, dtype=torch.float64).log().flatten()
-    return Setting(World(tree, reward[None], Table(tree)), theta + normal(len(theta), JITTER, seed))
+    return LabSetting(World(tree, reward[None], TabularPolicy(tree)), theta + sample_normal(len(theta), JITTER, seed))
 
 
 def _entropy(world: World, state: int) -> Callable[[Tensor], Tensor]:
@@ -146,20 +156,22 @@ def entropy_collapse(seed: int = 0) -> Finding:
     Advantages are the completion's, so the second token is pushed too, up in right answers and down in wrong ones. Without a
     clip that evens out; with one, what can still rise is cut off. Source of the remedy: Yu et al. 2025 (DAPO), sec. 3.1.
     """
-    tree, rollouts = Tree(4, 2), 50
+    tree, rollouts = PrefixTree(4, 2), 50
     right = torch.tensor([float(word[:1] == (1,)) for word in tree.words]).double()
     setting = _started(tree, right, [[0.1, 0.1, 0.5, 0.3], *[[0.5, 0.3, 0.15, 0.05]] * 3], seed)
     world = setting.world
     watch = {"J": world.objective, "decides": _entropy(world, 0), "idle": _entropy(world, 1)}
-    step, highs = FirstOrder(epochs=16), {"0.2": 0.2, "0.28": 0.28, "none": 1e6}
+    step, highs = GradientSteps(epochs=16), {"0.2": 0.2, "0.28": 0.28, "none": 1e6}
     runs = {
-        name: train(replace(GRPO, terms=(), gate=Clip(0.2, high), step=step), setting, 2, 0.2, rollouts, watch)
+        name: train_in_expectation(
+            replace(GRPO, terms=(), gate=Clip(0.2, high), update_rule=step), setting, 2, 0.2, rollouts, watch
+        )
         for name, high in highs.items()
     }
     start, end = runs["0.2"]["idle"][0], {name: run["idle"][-1] for name, run in runs.items()}
-    at = {name: run.at("decides", 0.9, "J") for name, run in runs.items()}
+    at = {name: run.interpolate("decides", 0.9, "J") for name, run in runs.items()}
     holds = end["0.2"] < start and end["0.2"] < end["0.28"]
-    kept = verdict(
+    kept = choose_text(
         end["0.28"] < start, "clip-higher slows the collapse and does not end it", "clip-higher keeps the entropy"
     )
     return Finding(
@@ -168,7 +180,7 @@ def entropy_collapse(seed: int = 0) -> Finding:
         holds,
         f"At a token that the reward does not depend on, entropy goes in {rollouts} rollouts from {start:.3f} nats to "
         f"{end['0.2']:.3f} under clip 0.2/0.2, {end['0.28']:.3f} under 0.2/0.28 and {end['none']:.3f} without an upper bound: "
-        f"{verdict(holds, kept, 'not as claimed')}. At the token that decides it is spent on J alike: "
+        f"{choose_text(holds, kept, 'not as claimed')}. At the token that decides it is spent on J alike: "
         f"{at['0.2']:.3f}, {at['0.28']:.3f} and {at['none']:.3f} nats where J = 0.9.",
         {"start": start} | {f"end_{name}": x for name, x in end.items()} | {f"decides_{n}": x for n, x in at.items()},
         curves={"rollout": _count(rollouts)}
@@ -189,13 +201,13 @@ def length_drift(seed: int = 0) -> Finding:
     }
     kinds: dict[str, tuple[Aggregation, float]] = {"sequence": (SequenceMean(), 3.0), "fixed": (FixedLength(), 5.0)}
     runs = {
-        name: train(replace(DR_GRPO, aggregate=kind), setting, 2, lr, rollouts, watch)
+        name: train_in_expectation(replace(DR_GRPO, aggregation=kind), setting, 2, lr, rollouts, watch)
         for name, (kind, lr) in kinds.items()
     }
     low, high = runs["fixed"]["J"][0], min(run["J"][-1] for run in runs.values())
     grid = tuple(low + (high - low) * i / 16 for i in range(17))
     curves = {
-        f"{what}_{name}": tuple(run.at(what, j, "J") if i else run[what][0] for i, j in enumerate(grid))
+        f"{what}_{name}": tuple(run.interpolate(what, j, "J") if i else run[what][0] for i, j in enumerate(grid))
         for what in ("wrong", "right")
         for name, run in runs.items()
     }
@@ -207,9 +219,9 @@ def length_drift(seed: int = 0) -> Finding:
         holds,
         f"From J = {low:.2f} to {high:.2f} wrong answers go from {curves['wrong_fixed'][0]:.2f} to "
         f"{curves['wrong_sequence'][-1]:.2f} tokens under the sequence mean and to {curves['wrong_fixed'][-1]:.2f} under the fixed "
-        f"length, {abs(wrong):.3f} {verdict(wrong > 0, 'more', 'less')}; right ones from {curves['right_fixed'][0]:.2f} to "
+        f"length, {abs(wrong):.3f} {choose_text(wrong > 0, 'more', 'less')}; right ones from {curves['right_fixed'][0]:.2f} to "
         f"{curves['right_sequence'][-1]:.3f} and {curves['right_fixed'][-1]:.3f}, {abs(shorter):.3f} "
-        f"{verdict(shorter < 0, 'less', 'more')}.",
+        f"{choose_text(shorter < 0, 'less', 'more')}.",
         {"wrong": wrong, "right": shorter},
         curves={"J": grid, **curves},
     )
@@ -220,7 +232,7 @@ class K1InLoss(Term):
     """k = −β, the derivative of −β·(log π_θ − log π_ref): what the library refuses. E Σ_t ∇log π = 0, so it asks for nothing."""
 
     beta: float
-    aggregate: Aggregation | None = None
+    aggregation: Aggregation | None = None
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         return torch.full_like(batch.mask, -self.beta, dtype=torch.float64)
@@ -236,11 +248,11 @@ def k1_in_loss(seed: int = 0) -> Finding:
     world, start = setting.world, setting.theta
     setting = replace(setting, reference=start)
     terms: dict[str, Term] = {"k1": K1InLoss(beta), "k2": KLToReference(beta, "k2")}
-    plain = centred(LeaveOneOut())
+    plain = with_advantage(LeaveOneOut())
     algorithms: dict[str, Algorithm] = {"none": plain, "reward": replace(plain, shaping=(KLInReward(beta),))}
     algorithms |= {name: replace(plain, terms=(term,)) for name, term in terms.items()}
     watch = {"J": world.objective, "kl": lambda theta: world.kl(theta, start)}
-    runs = {name: train(a, setting, 2, 1.0, rollouts, watch) for name, a in algorithms.items()}
+    runs = {name: train_in_expectation(a, setting, 2, 1.0, rollouts, watch) for name, a in algorithms.items()}
     end = {name: run["kl"][-1] for name, run in runs.items()}
     apart = max(abs(a - b) for a, b in zip(runs["k1"]["kl"], runs["none"]["kl"], strict=True))
     holds = apart < 1e-10 and max(end["k2"], end["reward"]) < end["none"]
@@ -258,21 +270,23 @@ def k1_in_loss(seed: int = 0) -> Finding:
 
 def reward_hacking(seed: int = 0) -> Finding:
     """A proxy that pays 1 for the right answer and 0.8 for every token, right or wrong: trained on, with and without a KL."""
-    tree, rollouts, beta, bonus = Tree(3, 3), 100, 0.4, 0.8
+    tree, rollouts, beta, bonus = PrefixTree(3, 3), 100, 0.4, 0.8
     true = torch.tensor([float(word == (1,)) for word in tree.words]).double()
     proxy = true + bonus * torch.tensor([len(word) for word in tree.words]).double()
     setting = _started(tree, proxy, [[0.7, 0.18, 0.12]] * len(tree.prefixes), seed)
     setting = replace(setting, reference=setting.theta)
     world = setting.world
     watch = {"proxy": world.objective, "true": lambda theta: world.objective(theta, true[None])}
-    plain = centred(LeaveOneOut())
+    plain = with_advantage(LeaveOneOut())
     held = replace(plain, shaping=(KLInReward(beta),))
-    runs = {name: train(a, setting, 2, 0.5, rollouts, watch) for name, a in (("free", plain), ("kl", held))}
+    runs = {
+        name: train_in_expectation(a, setting, 2, 0.5, rollouts, watch) for name, a in (("free", plain), ("kl", held))
+    }
     free, kl = runs["free"], runs["kl"]
     peak = max(free["true"])
     holds = free["true"][-1] < peak / 2 and free["proxy"][-1] > free["proxy"][0] and kl["true"][-1] > free["true"][-1]
     best = max(kl["true"])
-    price = verdict(kl["true"][-1] > 0.8 * best, f"close to its best, {best:.2f}", f"past its best, {best:.2f}")
+    price = choose_text(kl["true"][-1] > 0.8 * best, f"close to its best, {best:.2f}", f"past its best, {best:.2f}")
     return Finding(
         "reward_hacking",
         "Without a KL a flawed reward is hacked: the proxy rises while the true reward falls. A KL to the reference holds it.",

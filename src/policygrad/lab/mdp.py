@@ -16,7 +16,7 @@ from policygrad.lab.sequences import World, derivative, jacobian
 class TabularMDP:
     """S states, A actions. What the transitions out of (s, a) lack to 1 is the probability that the episode ends there.
 
-    γ = 1 is allowed where every policy's episodes end; `finite` makes such a problem of any other.
+    γ = 1 is allowed where every policy's episodes end; `select_finite` makes such a problem of any other.
 
     Raises:
         ConfigError: shapes that do not fit, probabilities that are none, γ = 1 where an episode may go on for ever.
@@ -71,7 +71,7 @@ class TabularMDP:
             reached = (ends + self.transition @ reached).amin(1)
         return bool((reached > 1e-12).all())
 
-    def finite(self, steps: int, gamma: float = 1.0) -> TabularMDP:
+    def with_horizon(self, steps: int, gamma: float = 1.0) -> TabularMDP:
         """The same problem cut off after `steps` steps: a state is (time, state), numbered time·S + state."""
         if steps < 1:
             raise ConfigError(f"TabularMDP.finite needs at least 1 step, not {steps}")
@@ -175,18 +175,18 @@ def softmax(theta: Tensor, features: Tensor | None = None) -> Tensor:
     return (theta if features is None else features @ theta).softmax(-1)
 
 
-def gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
+def objective_gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
     """∇J through the linear solve, by autograd."""
     return derivative(lambda x: solve(mdp, softmax(x, features)).objective, theta)
 
 
-def theorem_gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
+def policy_gradient_theorem(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
     """∇J = Σ_s d(s) Σ_a ∇π(a|s) Q(s, a). Source: Sutton et al. 2000, theorem 1."""
     exact = solve(mdp, softmax(theta, features).detach())
     return derivative(lambda x: (exact.occupancy[:, None] * softmax(x, features) * exact.q).sum(), theta)
 
 
-def fisher(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
+def fisher_matrix(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
     """[P, P] F = E[∇log π ∇log πᵀ], the states drawn from the normalised occupancy: the Hessian of the mean KL."""
     policy = softmax(theta, features)
     scores = jacobian(lambda x: softmax(x, features).log(), theta)
@@ -198,8 +198,8 @@ def fisher(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Te
 
 def natural_gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
     """F⁺∇J, shaped like theta; the pseudo-inverse, since a softmax does not feel a constant. Source: Kakade 2001, eq. 3."""
-    solution = torch.linalg.pinv(fisher(mdp, theta, features), hermitian=True, rtol=1e-10)
-    step: Tensor = solution @ gradient(mdp, theta, features).flatten()
+    solution = torch.linalg.pinv(fisher_matrix(mdp, theta, features), hermitian=True, rtol=1e-10)
+    step: Tensor = solution @ objective_gradient(mdp, theta, features).flatten()
     return step.reshape(theta.shape)
 
 
@@ -240,7 +240,7 @@ def penalty_constant(mdp: TabularMDP, old: Tensor) -> float:
 
 # A sequence world as a Markov decision process over prefixes: V, Q, A and the occupancy of small language by linear algebra.
 
-LARGEST = 20_000_000
+MAX_TRANSITIONS = 20_000_000
 """Entries of the transition matrix [S, A, S]; a vocabulary of 5 and a length of 6 have 9.3 million."""
 
 
@@ -254,9 +254,9 @@ def as_mdp(world: World, gamma: float = 1.0) -> TabularMDP:
         ConfigError: a world whose transitions would be too many.
     """
     tree, states, tokens = world.tree, world.prompts * len(world.tree.prefixes), world.tree.vocabulary
-    if (size := states * tokens * states) > LARGEST:
+    if (size := states * tokens * states) > MAX_TRANSITIONS:
         raise ConfigError(
-            f"{states} prefixes and {tokens} tokens make {size} transitions, and at most {LARGEST} are held: take a smaller "
+            f"{states} prefixes and {tokens} tokens make {size} transitions, and at most {MAX_TRANSITIONS} are held: take a smaller "
             "world, or fewer prompts"
         )
     rows, last = torch.arange(world.rows), tree.lengths.repeat(world.prompts) - 1
@@ -300,7 +300,7 @@ class ExactProblem:
         return [self] * minibatches
 
     def accumulate(self) -> Metrics:
-        self.pending = self.pending + gradient(self.mdp, self.theta)
+        self.pending = self.pending + objective_gradient(self.mdp, self.theta)
         return {}
 
     def descend(self) -> Metrics:
@@ -308,17 +308,17 @@ class ExactProblem:
         self.pending = torch.zeros_like(self.theta)
         return {}
 
-    def some(self, share: float) -> ExactProblem:
+    def subsample(self, share: float) -> ExactProblem:
         """Nor has it groups to choose from."""
         return self
 
     def gradient(self) -> tuple[Tensor, Metrics]:
-        return gradient(self.mdp, self.theta).flatten(), {}
+        return objective_gradient(self.mdp, self.theta).flatten(), {}
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
         """Exact whatever `sampled` asks for: over all states and actions there is nothing to sample."""
         if self.curvature is None:
-            self.curvature = fisher(self.mdp, self.theta)
+            self.curvature = fisher_matrix(self.mdp, self.theta)
         return self.curvature @ v
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
@@ -332,13 +332,13 @@ class ExactProblem:
         self.curvature = None
         self.history.append(self.objective)
 
-    def fit(self) -> Metrics:
+    def fit_critic(self) -> Metrics:
         """The values are exact: there is no critic to fit."""
         return {}
 
-    def measured(self) -> Metrics:
+    def measure(self) -> Metrics:
         return {}
 
-    def adapted(self, metrics: Metrics) -> ExactProblem | None:
+    def adapt(self, metrics: Metrics) -> ExactProblem | None:
         """No β adapts here."""
         return None

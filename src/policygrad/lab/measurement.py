@@ -12,8 +12,16 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import check_sampling
 from policygrad.errors import ConfigError
-from policygrad.lab.estimators import Estimates, Levers, WeightedSteps, blocks, decide, estimates, steps_for
-from policygrad.lab.setting import Setting
+from policygrad.lab.estimators import (
+    Estimates,
+    StepDecisions,
+    WeightedSteps,
+    compute_decisions,
+    estimate_gradients,
+    iter_jackknife_weights,
+    make_steps,
+)
+from policygrad.lab.setting import LabSetting
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One algorithm in one setting."""
 
     name: str
@@ -54,7 +62,7 @@ class Measured:
     (`wrong`), where there are any."""
 
 
-def figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool = True) -> Figures:
+def compute_figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool = True) -> Figures:
     """From gradients [M, P] with probabilities [M]; of a sample, what its size adds to squares is taken off."""
     mean = weight @ gradient
     spread = float(weight @ (gradient - mean).square().sum(1))
@@ -78,23 +86,23 @@ def figures(gradient: Tensor, weight: Tensor, truth: Tensor, exact: bool = True)
     )
 
 
-def measure(
+def measure_algorithm(
     algorithm: Algorithm,
-    setting: Setting,
+    setting: LabSetting,
     steps: WeightedSteps | None = None,
-    levers: Levers | None = None,
+    decisions: StepDecisions | None = None,
     name: str = "",
-) -> Measured:
+) -> Measurement:
     """The algorithm's estimator in this setting; without `steps`, one group of its own default size is a step."""
-    steps = steps_for(setting, algorithm.samples_per_prompt) if steps is None else steps
-    found, truth = estimates(algorithm, setting, steps, levers), setting.truth(algorithm)
+    steps = make_steps(setting, algorithm.samples_per_prompt) if steps is None else steps
+    found, truth = estimate_gradients(algorithm, setting, steps, decisions), setting.true_gradient(algorithm)
     if broken := int((~found.gradient.isfinite().all(1)).sum()):
         raise ConfigError(
             f"{name or algorithm.name}: the gradient is not finite in {broken} of {len(steps.rows)} steps: one of its parts "
             "divides by 0 or overflows (a group may have no spread)"
         )
-    whole = figures(found.gradient, found.weight, truth, found.exact)
-    return Measured(
+    whole = compute_figures(found.gradient, found.weight, truth, found.exact)
+    return Measurement(
         name or algorithm.name,
         found.exact,
         len(steps.rows),
@@ -105,26 +113,33 @@ def measure(
     )
 
 
-def compare(
-    algorithms: Mapping[str, Algorithm], on: Setting, off: Setting, size: int, seed: int = 0
-) -> list[tuple[Measured, Measured]]:
+def compare_on_off_policy(
+    algorithms: Mapping[str, Algorithm], on: LabSetting, off: LabSetting, size: int, seed: int = 0
+) -> list[tuple[Measurement, Measurement]]:
     """Each algorithm on- and off-policy, on the same steps of G completions; both settings have one π_old."""
-    steps = steps_for(on, size, seed)
+    steps = make_steps(on, size, seed)
     rows = []
     for name, algorithm in algorithms.items():
         check_sampling(algorithm, size, 1.0)
-        levers = decide(on.prepared(algorithm), off, steps)  # off-policy, logp_old is there for every part
-        rows.append((measure(algorithm, on, steps, levers, name), measure(algorithm, off, steps, levers, name)))
+        levers = compute_decisions(on.prepare(algorithm), off, steps)  # off-policy, logp_old is there for every part
+        rows.append(
+            (
+                measure_algorithm(algorithm, on, steps, levers, name),
+                measure_algorithm(algorithm, off, steps, levers, name),
+            )
+        )
     return rows
 
 
 def _errors(found: Estimates, truth: Tensor) -> Figures:
-    parts = [figures(found.gradient, weight, truth, exact=False) for weight in blocks(found.weight)]
+    parts = [
+        compute_figures(found.gradient, weight, truth, exact=False) for weight in iter_jackknife_weights(found.weight)
+    ]
     n, deviations = len(parts), {}
     for name in Figures.__dataclass_fields__:
         values = torch.tensor([getattr(part, name) for part in parts], dtype=torch.float64)
         deviations[name] = float(((n - 1) / n * (values - values.mean()).square().sum()).sqrt())
-    whole = figures(found.gradient, found.weight, truth, exact=False)
+    whole = compute_figures(found.gradient, found.weight, truth, exact=False)
     floor = math.sqrt(whole.variance / int((found.weight > 0).sum()))
     if whole.bias < floor:  # near 0 the bias is cut off there: so large a one could not have been told from none
         deviations["bias"] = max(deviations["bias"], floor)
@@ -132,30 +147,30 @@ def _errors(found: Estimates, truth: Tensor) -> Figures:
 
 
 def _by_difficulty(
-    algorithm: Algorithm, setting: Setting, steps: WeightedSteps, found: Estimates
+    algorithm: Algorithm, setting: LabSetting, steps: WeightedSteps, found: Estimates
 ) -> tuple[Mapping[str, float], ...]:
     if int(steps.group.max()) > 0:
         return ()
     world, rows = setting.world, []
     prompt = steps.rows[:, 0] // world.tree.size
-    p = world.success(setting.behaviour).detach()
+    p = world.success(setting.sampling_theta).detach()
     for x in range(world.prompts):
         here = found.weight * (prompt == x)
-        truth = setting.truth_at(algorithm, x)
+        truth = setting.true_gradient_at(algorithm, x)
         if float(here.sum()) == 0 or float(truth @ truth) == 0:
             continue
-        f = figures(found.gradient, here / here.sum(), truth, found.exact)
+        f = compute_figures(found.gradient, here / here.sum(), truth, found.exact)
         rows.append({"p": float(p[x]), "scale": f.scale, "cosine": f.cosine, "snr": f.snr})
     return tuple(rows)
 
 
-def _by_length(setting: Setting, steps: WeightedSteps, found: Estimates) -> tuple[Mapping[str, float], ...]:
+def _by_length(setting: LabSetting, steps: WeightedSteps, found: Estimates) -> tuple[Mapping[str, float], ...]:
     world = setting.world
     best = (world.reward == world.reward.amax(1, keepdim=True)).flatten()[steps.rows]
     length = world.tree.lengths.repeat(world.prompts)[steps.rows]
     weight = found.weight[:, None].expand(length.shape)
-    if steps.silent is not None:
-        weight = weight * ~steps.silent
+    if steps.statistics_only is not None:
+        weight = weight * ~steps.statistics_only
     rows = []
     for n in sorted(set(world.tree.lengths.tolist())):
         row = {"length": float(n)}
@@ -188,16 +203,16 @@ class Finding:
     """Columns of equal length, to plot; the first one is the x axis."""
 
 
-def percent(x: float) -> str:
+def format_percent(x: float) -> str:
     """12 %, 0.3 %."""
     return f"{100 * x:.0f} %" if abs(x) >= 0.0995 else f"{100 * x:.2g} %"
 
 
-def tiny(x: float) -> str:
+def format_small(x: float) -> str:
     """4e-16, or 0 where it is nothing at all."""
     return f"{x:.0e}" if x else "0"
 
 
-def verdict(holds: bool, yes: str, no: str) -> str:
+def choose_text(holds: bool, yes: str, no: str) -> str:
     """The wording for either outcome."""
     return yes if holds else no

@@ -12,11 +12,11 @@ from policygrad.catalog import ABOUT
 from policygrad.core.advantages import BatchStd, GroupStd
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.process import ProcessReward
-from policygrad.lab.findings.ratios import SHAPE_GATES, weights
+from policygrad.lab.findings.ratios import SHAPE_GATES, gate_curve
 from policygrad.lab.measurement import Finding
-from policygrad.lab.plots import plot_of
+from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import LabReport
-from policygrad.pages.render import framed
+from policygrad.pages.render import render_page
 
 # Findings by theme, as the page shows them.
 
@@ -50,7 +50,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 """Those of no theme come last."""
 
 
-def sections(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+def group_findings(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
     """Findings by theme."""
     by_name = {f.name: f for f in findings}
     themes = {title: [by_name.pop(name) for name in names if name in by_name] for title, names in SECTIONS.items()}
@@ -72,71 +72,75 @@ FIGURES = {
 }
 
 
-def page(
-    found: LabReport, algorithms: Mapping[str, Algorithm], matrix: Mapping[str, Mapping[str, Sequence[str]]]
+def render_lab_page(
+    report: LabReport, algorithms: Mapping[str, Algorithm], matrix: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> str:
     """The page.
 
     algorithms: those that were measured, by the names in the report.
     matrix: for each of them its parts by column, in words.
     """
-    findings = [with_own_gates(f, algorithms) if f.name == "gate_weights" else f for f in found.findings]
+    findings = [add_custom_gates(f, algorithms) if f.name == "gate_weights" else f for f in report.findings]
     web = files("policygrad.lab") / "web"
-    told = found.to_dict()
+    report_dict = report.to_dict()
     columns = [
         c
         for c in dict.fromkeys(c for row in matrix.values() for c in row)
         if any(row.get(c) for row in matrix.values())
     ]
-    return framed(
+    return render_page(
         web / "page.html",
-        {"algorithms": _rows(told, algorithms), "families": FAMILIES, "plots": _plots(findings)},
+        {"algorithms": _rows(report_dict, algorithms), "families": FAMILIES, "plots": _plots(findings)},
         scripts=(web / "page.js",),
-        found=found,
+        found=report,
         figures=FIGURES,
         columns=columns,
         matrix=matrix,
         about=ABOUT,
-        sections=sections(found.findings),
-        plotted={f.name for f in found.findings if f.curves},
-        held=sum(f.holds for f in found.findings),
-        sampled=not all(m.exact for pair in found.rows for m in pair),
+        sections=group_findings(report.findings),
+        plotted={f.name for f in report.findings if f.curves},
+        held=sum(f.holds for f in report.findings),
+        sampled=not all(m.exact for pair in report.rows for m in pair),
     )
 
 
-def with_own_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
+def add_custom_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
     """The weights of the library's gates, and beside them those of gates that are not the library's."""
-    known, ratios = (
+    library_gates, ratios = (
         [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())],
         finding.curves["ratio"],
     )  # not all have a hash
-    own = {name: a.gate for name, a in algorithms.items() if a.gate not in known}
-    curves = {f"{name} {way}": weights(g, ratios, s) for name, g in own.items() for way, s in (("up", 1), ("down", -1))}
+    custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
+    curves = {
+        f"{name} {way}": gate_curve(g, ratios, s)
+        for name, g in custom_gates.items()
+        for way, s in (("up", 1), ("down", -1))
+    }
     return replace(finding, curves={**finding.curves, **curves})
 
 
-def family(name: str, algorithm: Algorithm) -> int:
+def classify_algorithm(name: str, algorithm: Algorithm) -> int:
     """Which of `FAMILIES`."""
     if name not in ALGORITHMS:
         return 3
-    if algorithm.critic is not None or any(link.samples_values for link in algorithm.psi):
+    if algorithm.critic is not None or any(link.samples_values for link in algorithm.advantage):
         return 2
-    return int(any(isinstance(part, (GroupStd, BatchStd, ProcessReward)) for part in algorithm.psi))
+    return int(any(isinstance(part, (GroupStd, BatchStd, ProcessReward)) for part in algorithm.advantage))
 
 
-def _rows(told: dict[str, Any], algorithms: Mapping[str, Algorithm]) -> list[dict[str, Any]]:
+def _rows(report_dict: dict[str, Any], algorithms: Mapping[str, Algorithm]) -> list[dict[str, Any]]:
     sides = ("on_policy", "off_policy")
     return [
         {
             "name": row["name"],
-            "family": family(row["name"], algorithms[row["name"]]),
+            "family": classify_algorithm(row["name"], algorithms[row["name"]]),
             "sides": [row[side]["figures"] for side in sides],
             "errors": [row[side]["errors"] for side in sides],
         }
-        for row in told["algorithms"]
+        for row in report_dict["algorithms"]
     ]
 
 
 def _plots(findings: Sequence[Finding]) -> dict[str, Any]:
-    plots = {finding.name: (plot_of(finding), finding) for finding in findings}
-    return {name: plot.drawn(finding) for name, (plot, finding) in plots.items() if plot is not None}
+    plots = {finding.name: (choose_plot(finding), finding) for finding in findings}
+    return {name: plot.to_data(finding) for name, (plot, finding) in plots.items() if plot is not None}

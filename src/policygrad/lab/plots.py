@@ -31,7 +31,7 @@ class FindingPlot:
     panels: tuple[Panel, ...]
     log: bool = False
 
-    def drawn(self, finding: Finding) -> dict[str, Any]:
+    def to_data(self, finding: Finding) -> dict[str, Any]:
         """The numbers to draw, x ascending; a column that the finding lacks is left out."""
         curves, first = finding.curves, next(iter(finding.curves))
         order = sorted(range(len(curves[first])), key=curves[first].__getitem__)
@@ -43,8 +43,8 @@ class FindingPlot:
             return [curves[key][i] for i in order]
 
         def lines(panel: Panel) -> list[dict[str, Any]]:
-            there = {key: name for key, name in panel.columns.items() if key in curves}
-            return [{"series": names.index(name), "values": column(key)} for key, name in there.items()]
+            present = {key: name for key, name in panel.columns.items() if key in curves}
+            return [{"series": names.index(name), "values": column(key)} for key, name in present.items()]
 
         return {
             "x": {"label": self.x, "values": column(first), "log": self.log},
@@ -56,7 +56,7 @@ class FindingPlot:
         }
 
 
-def plot_of(finding: Finding) -> FindingPlot | None:
+def choose_plot(finding: Finding) -> FindingPlot | None:
     """The finding's figure: the one below, or all columns over the first; None where it has no curves."""
     if not finding.curves:
         return None

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policygrad.lab.sequences import Tree
+from policygrad.lab.sequences import PrefixTree
 
 
-def normal(parameters: int, scale: float, seed: int) -> Tensor:
+def sample_normal(parameters: int, scale: float, seed: int) -> Tensor:
     """[P] float64."""
     return scale * torch.randn(parameters, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Table:
+class TabularPolicy:
     """A logit of its own for every prompt, prefix and token: scores at different states are orthogonal."""
 
-    tree: Tree
+    tree: PrefixTree
     prompts: int = 1
     scale: float = 0.5
 
@@ -31,7 +31,7 @@ class Table:
 
     def initial(self, seed: int) -> Tensor:
         x, s, v = self.shape
-        return normal(x * s * v, self.scale, seed)
+        return sample_normal(x * s * v, self.scale, seed)
 
     def logits(self, theta: Tensor) -> Tensor:
         return theta.reshape(self.shape)
@@ -41,7 +41,7 @@ class Table:
 class Bigram:
     """logit = W[position, previous token, token] + U[prompt, position, token]: prompts share parameters."""
 
-    tree: Tree
+    tree: PrefixTree
     prompts: int = 1
     scale: float = 0.5
 
@@ -51,7 +51,7 @@ class Bigram:
         return (n, v, v), (self.prompts, n, v)
 
     def initial(self, seed: int) -> Tensor:
-        return normal(sum(a * b * c for a, b, c in self._shapes), self.scale, seed)
+        return sample_normal(sum(a * b * c for a, b, c in self._shapes), self.scale, seed)
 
     def logits(self, theta: Tensor) -> Tensor:
         pairs, own = self._shapes
@@ -70,7 +70,7 @@ def _slices(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 class Transformer:
     """One block: an attention head over prompt and prefix, a two-layer perceptron, both with residuals; width D."""
 
-    tree: Tree
+    tree: PrefixTree
     prompts: int = 1
     width: int = 4
     scale: float = 0.3
@@ -82,7 +82,7 @@ class Transformer:
         return [(symbols, d), (self.tree.length, d), (3, d, d), (d, 2 * d), (2 * d, d), (d, v)]
 
     def initial(self, seed: int) -> Tensor:
-        return normal(sum(map(math.prod, self._shapes)), self.scale, seed)
+        return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)
 
     def logits(self, theta: Tensor) -> Tensor:
         symbol, position, attend, up, down, out = _slices(theta, self._shapes)
@@ -109,7 +109,7 @@ class Experts:
     [S] fixes the choice (routing replay).
     """
 
-    tree: Tree
+    tree: PrefixTree
     prompts: int = 1
     experts: int = 4
     width: int = 6
@@ -124,10 +124,10 @@ class Experts:
     def features(self) -> Tensor:
         """[S, width], fixed."""
         states = len(self.tree.prefixes)
-        return normal(states * self.width, 1 / math.sqrt(self.width), 17).reshape(states, self.width)
+        return sample_normal(states * self.width, 1 / math.sqrt(self.width), 17).reshape(states, self.width)
 
     def initial(self, seed: int) -> Tensor:
-        return normal(sum(map(math.prod, self._shapes)), self.scale, seed)
+        return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)
 
     def routes(self, theta: Tensor) -> Tensor:
         """[S] int64, the expert each state goes to."""

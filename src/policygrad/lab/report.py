@@ -19,8 +19,8 @@ from policygrad.lab.findings import (
     critics,
     ratios,
 )
-from policygrad.lab.measurement import Finding, Measured, compare
-from policygrad.lab.worlds import OFF_POLICY_KL, table_settings
+from policygrad.lab.measurement import Finding, Measurement, compare_on_off_policy
+from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
 
 # Every experiment of the lab by name: the field's claims, the theory of trust regions, and training runs.
 
@@ -69,12 +69,12 @@ DYNAMICS: dict[str, Experiment] = {f.__name__: f for f in _RUNS}
 EXPERIMENTS = CLAIMS | THEORY | DYNAMICS
 
 
-def run(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
+def run_experiments(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
     """The findings of the named experiments, or of all."""
-    return [experiment(seed) for experiment in chosen(names)]
+    return [experiment(seed) for experiment in select_experiments(names)]
 
 
-def chosen(names: Iterable[str] | None = None) -> list[Experiment]:
+def select_experiments(names: Iterable[str] | None = None) -> list[Experiment]:
     """The named experiments, or all.
 
     Raises:
@@ -94,7 +94,7 @@ def chosen(names: Iterable[str] | None = None) -> list[Experiment]:
 class LabReport:
     """What `policygrad lab` shows."""
 
-    rows: tuple[tuple[Measured, Measured], ...]
+    rows: tuple[tuple[Measurement, Measurement], ...]
     """(on-policy, off-policy) for each algorithm."""
     findings: tuple[Finding, ...]
     group_size: int
@@ -120,22 +120,22 @@ class LabReport:
         }
 
 
-def report(
+def build_lab_report(
     algorithms: Mapping[str, Algorithm],
     group_size: int = 4,
     kl: float = OFF_POLICY_KL,
     seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> LabReport:
-    """Measures the algorithms and runs the experiments (`names`; None = all, () = none).
+    """Measures the algorithms and runs the experiments (`option_names`; None = all, () = none).
 
     Raises:
         ConfigError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.
     """
-    todo = chosen(names)  # a wrong name is said before the work, not after it
-    with one_thread():
-        on, off = table_settings(kl, seed)
-        rows = tuple(compare(algorithms, on, off, group_size, seed))
+    todo = select_experiments(names)  # a wrong name is said before the work, not after it
+    with single_threaded():
+        on, off = make_table_settings(kl, seed)
+        rows = tuple(compare_on_off_policy(algorithms, on, off, group_size, seed))
         findings = tuple(experiment(seed) for experiment in todo)
     tree = on.world.tree
     p = ", ".join(f"{x:.2f}" for x in on.world.success(on.theta).tolist())
@@ -147,7 +147,7 @@ def report(
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """The lab's tensors are tiny: threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -157,7 +157,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _measured(m: Measured) -> dict[str, Any]:
+def _measured(m: Measurement) -> dict[str, Any]:
     return {name: value for name, value in asdict(m).items() if name != "name"}
 
 

@@ -33,20 +33,20 @@ def jacobian(f: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
 
 
 EOS = 0
-LARGEST = 6000
+MAX_COMPLETIONS = 6000
 """Completions of one prompt that are still enumerated: vocabulary 5 and length 6 have 5461."""
 Verifier = Callable[[tuple[int, ...]], float]
 """The reward of a completion's tokens, EOS left out."""
 
 
-def completions(vocabulary: int, length: int) -> int:
+def count_completions(vocabulary: int, length: int) -> int:
     """N, how many completions there are."""
     words = vocabulary - 1
     return sum(int(words**n) for n in range(length)) + int(words**length)
 
 
 @dataclass(frozen=True)
-class Tree:
+class PrefixTree:
     """Every completion and every prefix of it.
 
     Raises:
@@ -62,10 +62,10 @@ class Tree:
                 f"a world needs a vocabulary of at least 2 (EOS is one) and a length of at least 1, not {self.vocabulary} "
                 f"and {self.length}"
             )
-        if (size := completions(self.vocabulary, self.length)) > LARGEST:
+        if (size := count_completions(self.vocabulary, self.length)) > MAX_COMPLETIONS:
             raise ConfigError(
                 f"a vocabulary of {self.vocabulary} and a length of {self.length} make {size} completions, and at most "
-                f"{LARGEST} are enumerated: take a smaller one (5 and 6 make 5461)"
+                f"{MAX_COMPLETIONS} are enumerated: take a smaller one (5 and 6 make 5461)"
             )
 
     @cached_property
@@ -132,7 +132,7 @@ class World:
         ConfigError: a reward table that does not fit the tree.
     """
 
-    tree: Tree
+    tree: PrefixTree
     reward: Tensor
     """[X, N]."""
     policy: Policy
@@ -224,7 +224,7 @@ class World:
         return (weight * self.tree.lengths).sum() / weight.sum()
 
     def values(self, theta: Tensor, to_go: Tensor) -> Tensor:
-        """[X·S] V(s) = E[G | s]: the mean, over the completions that pass through s, of the reward to go `to_go` [X·N, L]."""
+        """[X·S] V(s) = E[G | s]: the mean, over the completions that pass through s, of the reward to go `reverse_cumsum` [X·N, L]."""
         weight = torch.where(self.mask, self.logp(theta).exp().flatten()[:, None], 0)
         total, mass = (torch.zeros(self.prompts * len(self.tree.prefixes)).double() for _ in range(2))
         total.index_add_(0, self.state.flatten(), torch.where(self.mask, weight * to_go, 0).flatten())
@@ -232,7 +232,7 @@ class World:
         return total / mass
 
 
-def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tensor | None = None) -> Tensor:
+def perturb_policy(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tensor | None = None) -> Tensor:
     """θ + a·direction with a > 0 such that KL(π_θ‖π_moved) = `kl` nats a completion; the direction is random unless given.
 
     Raises:
@@ -267,23 +267,25 @@ def moved(world: World, theta: Tensor, kl: float, seed: int = 0, direction: Tens
 # Rewards of the lab's worlds: a number for every completion, as a verifier would give it.
 
 
-def verified(tree: Tree, verifier: Verifier, prompts: int = 1) -> Tensor:
+def reward_table(tree: PrefixTree, verifier: Verifier, prompts: int = 1) -> Tensor:
     """[X, N] float64, the same for every prompt."""
     row = [verifier(word) for word in tree.words]
     return torch.tensor([row] * prompts, dtype=torch.float64)
 
 
-def sum_equals(target: int) -> Verifier:
+def reward_sum(target: int) -> Verifier:
     """1 where the tokens add up to `target`."""
     return lambda word: float(sum(word) == target)
 
 
-def long_enough(tokens: int) -> Verifier:
+def reward_min_length(tokens: int) -> Verifier:
     """1 where there are at least so many tokens before EOS."""
     return lambda word: float(len(word) >= tokens)
 
 
-def random_subsets(tree: Tree, policy: Policy, theta: Tensor, difficulty: Sequence[float], seed: int = 0) -> Tensor:
+def sample_right_answers(
+    tree: PrefixTree, policy: Policy, theta: Tensor, difficulty: Sequence[float], seed: int = 0
+) -> Tensor:
     """[X, N] 0 or 1: for each prompt the set of right completions, drawn in random order, whose probability under θ comes as
     near to p as it can.
 

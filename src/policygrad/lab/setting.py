@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.core.advantages import TeacherLogRatio, reward_to_go, totals
+from policygrad.core.advantages import TeacherLogRatio, reward_to_go, total_rewards
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.shaping import KLInReward
@@ -19,13 +19,13 @@ from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 from policygrad.lab.sequences import World, derivative
 
-STEP = 2
+STEP_TOKENS = 2
 """Tokens of a step of an answer, for the parts that read step ends; the last one may be shorter."""
 
 
-def unmeasurable(algorithm: Algorithm, group_size: int = 1) -> str | None:
+def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
     """Why the lab has no step of this algorithm in groups of this size; None = it has."""
-    if not any(isinstance(link, Vine) for link in algorithm.psi):
+    if not any(isinstance(link, Vine) for link in algorithm.advantage):
         try:
             check_sampling(algorithm, group_size, 1.0)
         except ConfigError as error:
@@ -37,13 +37,13 @@ def unmeasurable(algorithm: Algorithm, group_size: int = 1) -> str | None:
     )
 
 
-def measurable(algorithms: Mapping[str, Algorithm], group_size: int = 1) -> dict[str, Algorithm]:
+def supported_algorithms(algorithms: Mapping[str, Algorithm], group_size: int = 1) -> dict[str, Algorithm]:
     """Those that the lab has a step of, in groups of this size; of one, nobody is left out, since most rows refuse that."""
-    return {name: a for name, a in algorithms.items() if unmeasurable(a, group_size) is None}
+    return {name: a for name, a in algorithms.items() if unsupported_reason(a, group_size) is None}
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class LabSetting:
     """Where an estimator is measured."""
 
     world: World
@@ -59,65 +59,69 @@ class Setting:
     """The critic says V(s) + error·z(s), z standard normal, drawn once for each state."""
     values: Tensor | None = None
     """[X·S] what the critic says, in place of V + error."""
-    cut: bool = False
+    truncates: bool = False
     """Whether a completion of the longest length was cut off by the budget; otherwise the budget is one token longer."""
     seed: int = 0
     """Of the critic's errors."""
 
     @property
-    def old_or_theta(self) -> Tensor:
+    def old_theta(self) -> Tensor:
         """[P] of π_old."""
         return self.theta if self.old is None else self.old
 
     @property
-    def behaviour(self) -> Tensor:
+    def sampling_theta(self) -> Tensor:
         """[P] of the policy that completions are drawn from."""
-        return self.old_or_theta if self.sampler is None else self.sampler
+        return self.old_theta if self.sampler is None else self.sampler
 
     @property
-    def budget(self) -> int:
-        return self.world.tree.length + (not self.cut)
+    def max_tokens(self) -> int:
+        return self.world.tree.length + (not self.truncates)
 
-    def prepared(self, algorithm: Algorithm) -> Algorithm:
+    def prepare(self, algorithm: Algorithm) -> Algorithm:
         """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J.
 
         Raises:
             ConfigError: an algorithm whose steps are no groups of completions.
         """
-        if why := unmeasurable(algorithm):
+        if why := unsupported_reason(algorithm):
             raise ConfigError(why)
-        zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.behaviour.detach())[None]
+        zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.sampling_theta.detach())[None]
         batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=seen, logp_old=zero, logp_ref=zero)
-        batch = replace(batch, example=torch.zeros(1).long())
-        algorithm = algorithm.with_budget(self.budget)
-        return algorithm.at(algorithm.update(algorithm.init(), batch))
+        batch = replace(batch, example_id=torch.zeros(1).long())
+        algorithm = algorithm.with_max_tokens(self.max_tokens)
+        return algorithm.with_state(algorithm.update_state(algorithm.init_state(), batch))
 
-    def book(self, algorithm: Algorithm) -> Batch:
+    def enumerate_batch(self, algorithm: Algorithm) -> Batch:
         """Every completion of every prompt once, [X·N, L], with the fields that the algorithm reads."""
-        world, old = self.world, self.old_or_theta
-        said = algorithm.behaviour == "sampler"  # π_old := μ
-        reads = set(algorithm.declared) | ({"logp_old"} if self.old is not None or said else set())
-        if any(link.samples_values for link in algorithm.psi):
+        world, old = self.world, self.old_theta
+        said = algorithm.old_policy == "sampler"  # π_old := μ
+        reads = set(algorithm.all_needs) | ({"logp_old"} if self.old is not None or said else set())
+        if any(link.samples_values for link in algorithm.advantage):
             reads.add("values")  # a rollout would sample them
         batch = Batch(
             mask=world.mask,
             group=torch.arange(world.prompts).repeat_interleave(world.tree.size),
-            truncated=world.tree.truncated.repeat(world.prompts) if self.cut else None,
-            **self.rewards(reads),
+            truncated=world.tree.truncated.repeat(world.prompts) if self.truncates else None,
+            **self.reward_fields(reads),
         )
         reference = self.theta if self.reference is None else self.reference
-        thetas = {"logp_old": self.behaviour if said else old, "logp_ref": reference, "logp_sampler": self.behaviour}
+        thetas = {
+            "logp_old": self.sampling_theta if said else old,
+            "logp_ref": reference,
+            "logp_sampler": self.sampling_theta,
+        }
         filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in reads}
-        if "score_norm" in reads:
-            filled["score_norm"] = world.scores(old).square().sum(1)
+        if "grad_logp_sq_norm" in reads:
+            filled["grad_logp_sq_norm"] = world.scores(old).square().sum(1)
         if "baseline" in reads:  # the greedy completion's reward, at each completion of its prompt
-            best = (world.reward * world.greedy(self.behaviour)).sum(1)
+            best = (world.reward * world.greedy(self.sampling_theta)).sum(1)
             filled["baseline"] = best.repeat_interleave(world.tree.size)
-        if "example" in reads:
-            filled["example"] = batch.group
+        if "example_id" in reads:
+            filled["example_id"] = batch.group
         if "step_end" in reads:
             last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
-            filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP == 0))
+            filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP_TOKENS == 0))
         if algorithm.reward_model is not None:
             filled["implicit_reward"] = self._implicit(algorithm.reward_model.beta, reference)
         if "rewards" in reads:  # the world's reward is all there is
@@ -127,10 +131,10 @@ class Setting:
         batch = replace(batch, **filled)
         return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
 
-    def rewards(self, reads: Set[str]) -> dict[str, Any]:
+    def reward_fields(self, reads: Set[str]) -> dict[str, Any]:
         """`reward` [X·N], and of `token_reward` and `anchor` [X·N, L] what is read: here one turn, all of it the outcome's."""
         nothing = torch.zeros(self.world.mask.shape, dtype=torch.float64)
-        of_tokens = {"token_reward": nothing, "anchor": nothing.long()}
+        of_tokens = {"token_reward": nothing, "turn_state": nothing.long()}
         return {"reward": self.world.reward.flatten()} | {name: x for name, x in of_tokens.items() if name in reads}
 
     def _implicit(self, beta: float, reference: Tensor) -> Tensor:
@@ -148,12 +152,12 @@ class Setting:
         """[X·N, L] of the rewards after shaping, under π_old."""
         values = self.values
         if values is None:
-            values = self.world.values(old, reward_to_go(algorithm.shaped(batch)))
+            values = self.world.values(old, reward_to_go(algorithm.shape_rewards(batch)))
             generator = torch.Generator().manual_seed(self.seed)
             values = values + self.critic_error * torch.randn(len(values), generator=generator, dtype=torch.float64)
         return values[self.world.state]
 
-    def truth(self, algorithm: Algorithm) -> Tensor:
+    def true_gradient(self, algorithm: Algorithm) -> Tensor:
         """[P] ∇J of the objective that the algorithm states: E of the shaped reward less β·KL(π_θ‖π_ref) of whole completions.
 
         A KL to the reference in the loss is read as that KL, and so is learning from a teacher, with no reward beside it. What
@@ -162,33 +166,33 @@ class Setting:
         """
         return self.world.gradient(self.theta, self._stated(algorithm))
 
-    def truth_at(self, algorithm: Algorithm, prompt: int) -> Tensor:
+    def true_gradient_at(self, algorithm: Algorithm, prompt: int) -> Tensor:
         """[P] the same for one prompt alone."""
         reward = self._stated(algorithm)
         return derivative(lambda theta: self.world.success(theta, reward)[prompt], self.theta)
 
     def _stated(self, algorithm: Algorithm) -> Tensor:
         """[X, N] the reward whose expectation the algorithm says it maximises."""
-        algorithm = self.prepared(algorithm)
+        algorithm = self.prepare(algorithm)
         # At π_old = π_θ the penalty's own derivative has expectation 0, so that it may stand still.
-        batch = algorithm.shaped(replace(self, old=self.theta, sampler=None).book(algorithm))
+        batch = algorithm.shape_rewards(replace(self, old=self.theta, sampler=None).enumerate_batch(algorithm))
         if not algorithm.reads_reward:
             batch = replace(batch, reward=torch.zeros_like(batch.reward), token_reward=None)
-        for part in (*algorithm.terms, *algorithm.psi):
+        for part in (*algorithm.terms, *algorithm.advantage):
             if isinstance(part, KLToReference | ExactKLToReference | TeacherLogRatio):
                 scale = part.coefficient if isinstance(part, TeacherLogRatio) else part.beta
                 batch = KLInReward(scale)(batch)
-        return totals(batch).reshape(self.world.prompts, -1)
+        return total_rewards(batch).reshape(self.world.prompts, -1)
 
     def forward(self, algorithm: Algorithm) -> Forward:
         """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term or a choice reads them, with the graph of `theta`."""
         now = self.world.conditionals(self.theta)
-        old = self.world.conditionals(self.old_or_theta)
+        old = self.world.conditionals(self.old_theta)
         reference = self.world.conditionals(self.theta if self.reference is None else self.reference)
         exact = {
             "entropy": -(now.exp() * now).sum(-1),
             "kl_old": (old.exp() * (old - now)).sum(-1),
             "kl_ref": (now.exp() * (now - reference)).sum(-1),
         }
-        extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs | algorithm.select_needs}
+        extra = {name: exact[name][self.world.state] for name in algorithm.forward_needs | algorithm.selection_needs}
         return Forward(self.world.token_logp(self.theta), **extra)

@@ -12,7 +12,7 @@ from torch import Tensor
 from policygrad.core.trust_region import TrustRegion
 from policygrad.lab import mdp as exact
 from policygrad.lab.mdp import ExactProblem, TabularMDP, chain, gridworld, random_mdp, softmax, solve
-from policygrad.lab.measurement import Finding, verdict
+from policygrad.lab.measurement import Finding, choose_text
 
 EXACT = 1e-10
 PROBLEMS = 20
@@ -46,7 +46,7 @@ def performance_difference(seed: int = 0) -> Finding:
         "performance_difference",
         "J(π') − J(π) is the advantage of π, summed where π' goes.",
         holds,
-        f"On {PROBLEMS} random problems both sides {verdict(holds, 'agree', 'differ')}: the largest difference is {worst:.0e}, of "
+        f"On {PROBLEMS} random problems both sides {choose_text(holds, 'agree', 'differ')}: the largest difference is {worst:.0e}, of "
         f"changes up to {biggest:.2f}.",
         {"difference": worst},
     )
@@ -57,19 +57,19 @@ def surrogate_matches(seed: int = 0) -> Finding:
     value, slope, theorem = 0.0, 0.0, 0.0
     for mdp, old, _ in _pairs(seed):
         theta = old.log()
-        truth = exact.gradient(mdp, theta)
+        truth = exact.objective_gradient(mdp, theta)
         moving = theta.clone().requires_grad_()
         level = exact.surrogate_value(mdp, old, softmax(moving))
         found = torch.autograd.grad(level, moving)[0]
         value = max(value, abs(float(level.detach()) - float(solve(mdp, old).objective)))
         slope = max(slope, float((found - truth).abs().max()))
-        theorem = max(theorem, float((exact.theorem_gradient(mdp, theta) - truth).abs().max()))
+        theorem = max(theorem, float((exact.policy_gradient_theorem(mdp, theta) - truth).abs().max()))
     holds = max(value, slope, theorem) < EXACT
     return Finding(
         "surrogate_matches",
         "At π_old the surrogate has J's value and J's gradient.",
         holds,
-        f"Value and gradient {verdict(holds, 'match', 'do not match')} to {value:.0e} and {slope:.0e}; the policy-gradient theorem "
+        f"Value and gradient {choose_text(holds, 'match', 'do not match')} to {value:.0e} and {slope:.0e}; the policy-gradient theorem "
         f"and differentiating the linear solve agree to {theorem:.0e}.",
         {"value": value, "gradient": slope, "theorem": theorem},
     )
@@ -92,7 +92,7 @@ def trust_region_bound(seed: int = 0) -> Finding:
         "trust_region_bound",
         "J(π) ≥ L(π) − 4εγ/(1−γ)²·max KL, and the form in total variation is tighter.",
         holds,
-        f"{verdict(holds, 'Never', f'{violated} times')} violated on {PROBLEMS * len(distances)} pairs of policies. It is far from "
+        f"{choose_text(holds, 'Never', f'{violated} times')} violated on {PROBLEMS * len(distances)} pairs of policies. It is far from "
         f"tight: the median of J − bound is {_listed(gap[d][0] for d in distances)} in the KL form and "
         f"{_listed(gap[d][1] for d in distances)} in the other, for logits moved by {_listed(distances)}.",
         {"violated": float(violated)},
@@ -134,8 +134,8 @@ def conservative_mixture(seed: int = 0) -> Finding:
         "A mixture with a better policy improves J by at least its bound; the step α* never decreases J.",
         holds,
         f"On {PROBLEMS} random problems with the greedy policy mixed in, the bound is "
-        f"{verdict(violated == 0, 'never violated', f'violated {violated} times')} and α* "
-        f"{verdict(worse == 0, 'always raises J', f'lowers J {worse} times')}, by {min(gains):.1e} to {max(gains):.2f}.",
+        f"{choose_text(violated == 0, 'never violated', f'violated {violated} times')} and α* "
+        f"{choose_text(worse == 0, 'always raises J', f'lowers J {worse} times')}, by {min(gains):.1e} to {max(gains):.2f}.",
         {"violated": float(violated), "worse": float(worse), "least_gain": min(gains)},
     )
 
@@ -149,7 +149,7 @@ def natural_invariance(seed: int = 0) -> Finding:
         change = torch.eye(size).double() + 0.3 * torch.randn(size, size, generator=generator, dtype=torch.float64)
         features, theta = change.reshape(mdp.states, mdp.actions, size), old.log()
         phi = torch.linalg.solve(change, theta.flatten())
-        for rule, cosines in ((exact.natural_gradient, natural), (exact.gradient, plain)):
+        for rule, cosines in ((exact.natural_gradient, natural), (exact.objective_gradient, plain)):
             direct = _policy_change(theta, rule(mdp, theta))
             mapped = _policy_change(theta, (features @ rule(mdp, phi, features)).reshape(theta.shape))
             cosines.append(float(torch.cosine_similarity(direct, mapped, dim=0)))
@@ -159,7 +159,7 @@ def natural_invariance(seed: int = 0) -> Finding:
         "The natural gradient changes the policy alike however it is parametrised; the gradient does not.",
         holds,
         f"Under a random linear change of parameters the policy's change keeps a cosine of at least {min(natural):.8f} along the "
-        f"natural gradient, {verdict(holds, 'the same to rounding', 'not the same')}, and of {min(plain):.3f} to {max(plain):.3f} "
+        f"natural gradient, {choose_text(holds, 'the same to rounding', 'not the same')}, and of {min(plain):.3f} to {max(plain):.3f} "
         f"along the gradient.",
         {"natural": min(natural), "gradient_least": min(plain)},
     )
@@ -178,7 +178,7 @@ def monotonic_improvement(seed: int = 0) -> Finding:
     for name, mdp in problems.items():
         problem = ExactProblem(mdp, 0.1 * _logits(mdp, seed))
         for _ in range(steps):
-            TrustRegion(0.01, damping=1e-6, iterations=50)(problem)
+            TrustRegion(0.01, damping=1e-6, cg_iters=50)(problem)
         falls += sum(b < a - EXACT for a, b in pairwise(problem.history))
         gain[name] = (problem.history[0], problem.history[-1])
         covered += _bounded_run(mdp, seed)
@@ -188,9 +188,9 @@ def monotonic_improvement(seed: int = 0) -> Finding:
         "monotonic_improvement",
         "Exact trust-region steps improve J step by step.",
         holds,
-        f"With δ = 0.01, which no bound covers, J {verdict(falls == 0, 'never falls', f'falls {falls} times')} in {steps} steps "
+        f"With δ = 0.01, which no bound covers, J {choose_text(falls == 0, 'never falls', f'falls {falls} times')} in {steps} steps "
         f"each ({told}). Steps so short that the bound promises a gain "
-        f"{verdict(covered == 0, 'never lower J', f'lower J {covered} times')}.",
+        f"{choose_text(covered == 0, 'never lower J', f'lower J {covered} times')}.",
         {"falls": float(falls), "falls_bounded": float(covered)},
     )
 
@@ -213,7 +213,7 @@ def occupancy_sum(seed: int = 0) -> Finding:
     worst = max(abs(float(solve(mdp, old).occupancy.sum()) * (1 - mdp.gamma) - 1) for mdp, old, _ in _pairs(seed))
     finite = 0.0
     for steps in (1, 5, 20):
-        mdp = random_mdp(seed=seed).finite(steps)
+        mdp = random_mdp(seed=seed).with_horizon(steps)
         finite = max(finite, abs(float(solve(mdp, softmax(_logits(mdp, seed))).occupancy.sum()) - steps))
     undiscounted = replace(random_mdp(seed=seed), gamma=0.0)
     first = float(solve(undiscounted, softmax(_logits(undiscounted, seed))).occupancy.sum())
@@ -222,7 +222,7 @@ def occupancy_sum(seed: int = 0) -> Finding:
         "occupancy_sum",
         "The unnormalised discounted occupancy sums to 1/(1−γ).",
         holds,
-        f"It {verdict(holds, 'does', 'does not')}, to {worst:.0e} relative on {PROBLEMS} random problems (γ up to 0.99), and to H "
+        f"It {choose_text(holds, 'does', 'does not')}, to {worst:.0e} relative on {PROBLEMS} random problems (γ up to 0.99), and to H "
         f"over a horizon of H steps at γ = 1, to {finite:.0e}.",
         {"relative": worst, "finite": finite},
     )

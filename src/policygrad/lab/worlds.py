@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from policygrad.lab.episodes import Conversations, ConversationSetting, Episodes, Walk
-from policygrad.lab.policies import Bigram, Table
-from policygrad.lab.sequences import Tree, World, moved, random_subsets
-from policygrad.lab.setting import Setting
+from policygrad.lab.episodes import ConversationSetting, ConversationWorld, EpisodeTree, Walk
+from policygrad.lab.policies import Bigram, TabularPolicy
+from policygrad.lab.sequences import PrefixTree, World, perturb_policy, sample_right_answers
+from policygrad.lab.setting import LabSetting
 
 DIFFICULTY = (0.15, 0.5, 0.85)
 CRITIC_ERROR = 0.1
@@ -21,44 +21,44 @@ OFF_POLICY_KL = 0.05
 """Nats a completion between π_old and π_θ, off-policy."""
 
 
-def table_settings(kl: float = OFF_POLICY_KL, seed: int = 0) -> tuple[Setting, Setting]:
+def make_table_settings(kl: float = OFF_POLICY_KL, seed: int = 0) -> tuple[LabSetting, LabSetting]:
     """(on-policy, off-policy): three prompts of unequal difficulty, 15 completions of up to 3 tokens each, shared parameters.
 
     One π_old samples in both; off-policy π_θ is `kl` nats away from it, in a random direction. π_ref is another such move of
     0.02 nats away; the critic errs by 0.1.
     """
-    tree = Tree(3, 3)
+    tree = PrefixTree(3, 3)
     policy = Bigram(tree, len(DIFFICULTY))
     old = policy.initial(seed)
-    world = World(tree, random_subsets(tree, policy, old, DIFFICULTY, seed), policy)
-    reference = moved(world, old, REFERENCE_KL, seed=seed + 2)
-    on = Setting(world, old, reference=reference, critic_error=CRITIC_ERROR, seed=seed)
-    return on, replace(on, theta=moved(world, old, kl, seed=seed + 1), old=old)
+    world = World(tree, sample_right_answers(tree, policy, old, DIFFICULTY, seed), policy)
+    reference = perturb_policy(world, old, REFERENCE_KL, seed=seed + 2)
+    on = LabSetting(world, old, reference=reference, critic_error=CRITIC_ERROR, seed=seed)
+    return on, replace(on, theta=perturb_policy(world, old, kl, seed=seed + 1), old=old)
 
 
-def one_prompt(length: int = 3, p: float = 0.4, seed: int = 0, vocabulary: int = 3) -> Setting:
+def one_prompt(length: int = 3, p: float = 0.4, seed: int = 0, vocabulary: int = 3) -> LabSetting:
     """One prompt, a table of logits, a random set of right answers of probability about p; on-policy."""
-    tree = Tree(vocabulary, length)
-    policy = Table(tree)
+    tree = PrefixTree(vocabulary, length)
+    policy = TabularPolicy(tree)
     theta = policy.initial(seed)
-    return Setting(World(tree, random_subsets(tree, policy, theta, (p,), seed), policy), theta)
+    return LabSetting(World(tree, sample_right_answers(tree, policy, theta, (p,), seed), policy), theta)
 
 
-def two_answers(p: float, rewards: Sequence[float] = (0.0, 1.0)) -> Setting:
+def two_answers(p: float, rewards: Sequence[float] = (0.0, 1.0)) -> LabSetting:
     """One token: EOS, or the answer that pays the second reward, which has probability p."""
-    tree = Tree(2, 1)
+    tree = PrefixTree(2, 1)
     theta = torch.tensor([0.0, math.log(p / (1 - p))], dtype=torch.float64)
-    return Setting(World(tree, torch.tensor([list(rewards)], dtype=torch.float64), Table(tree)), theta)
+    return LabSetting(World(tree, torch.tensor([list(rewards)], dtype=torch.float64), TabularPolicy(tree)), theta)
 
 
-def walk(turns: int = 3, gamma: float = 1.0, seed: int = 0, game: Walk = Walk()) -> ConversationSetting:  # noqa: B008, frozen
+def walk_setting(turns: int = 3, gamma: float = 1.0, seed: int = 0, game: Walk = Walk()) -> ConversationSetting:  # noqa: B008, frozen
     """Conversations of up to so many turns with a world that may draw, a logit for each history; J discounts by γ per turn."""
-    tree = Episodes(length=3 * turns, game=game)
-    policy = Table(tree)
-    return ConversationSetting(Conversations.of(tree, policy, gamma), policy.initial(seed))
+    tree = EpisodeTree(length=3 * turns, game=game)
+    policy = TabularPolicy(tree)
+    return ConversationSetting(ConversationWorld.from_tree(tree, policy, gamma), policy.initial(seed))
 
 
-def directional(setting: Setting, gradient: Tensor, direction: Tensor) -> float:
+def directional_growth(setting: LabSetting, gradient: Tensor, direction: Tensor) -> float:
     """How fast a quantity with this gradient grows along `direction`, where J grows by ‖∇J‖² along it."""
     truth = setting.world.gradient(setting.theta)
     return float(gradient @ direction) * float(truth @ truth) / float(truth @ direction)

@@ -10,11 +10,11 @@ from torch import Tensor
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PublishedWeights
 
 
 @runtime_checkable
-class Closing(Protocol):
+class CloseableLearner(Protocol):
     """A learner that has something to end with the run: other processes."""
 
     def close(self) -> None:
@@ -36,10 +36,10 @@ class Learner(Protocol):
         ...
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """Hands `algorithm.step` a problem: one rollout's updates, with Ψ [B, T]."""
+        """Hands `algorithm.update_rule` a problem: one rollout's updates, with Ψ [B, T]."""
         ...
 
-    def publish(self) -> Published:
+    def publish(self) -> PublishedWeights:
         """The weights a sampler should use next."""
         ...
 

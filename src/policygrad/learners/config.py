@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from policygrad.errors import ConfigError
-from policygrad.models.lora_config import RATE, Lora, parse
+from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 
-SMALL = 5_000_000
+SMALL_MODEL_PARAMETERS = 5_000_000
 """Parameters; below, a model is small: a matrix product of it is over before a second thread has woken up."""
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -18,7 +18,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
 
 
-def _chosen(device: str) -> str:
+def _pick_dtype(device: str) -> str:
     """The format that a run on a device computes in, where none is named."""
     import torch  # only where a run begins
 
@@ -55,15 +55,15 @@ class OptimizerConfig:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas must be two numbers, at least 0 and below 1, not {self.betas}")
 
-    def rate(self, step: int, total: int) -> float:
+    def lr_factor(self, step: int, total: int) -> float:
         """Factor on the learning rate at update `step` of `total`, from 0: a pure function, so a checkpoint needs
         only the count."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.schedule == "constant":
             return 1.0
-        done = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
-        return 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        progress = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
+        return 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class LearnerConfig:
     """Tokens per forward and backward pass, shared ones once; 0 = 16384 on a GPU, 1024 on a CPU, there 2048 of a small model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    ranks: int = 1
+    world_size: int = 1
     """Processes that learn together, weights, gradients and moments spread over them (FSDP2); on GPUs each has one of its own."""
-    tensor: int = 1
+    tensor_parallel: int = 1
     """Of these, how many share each layer's matrices and compute the same texts (tensor parallel, by transformers' plan)."""
-    patience: float = 45.0
+    hang_timeout: float = 45.0
     """Seconds that one of several processes may stand still in what all do together, before the run ends resumably; 0 = any."""
     trainable: str = ""
     """Regular expression: the parameters that train, by name; empty = all."""
@@ -101,41 +101,43 @@ class LearnerConfig:
                 raise ConfigError(
                     f"learner.{name} {getattr(self, name)!r} is no regular expression: {error}"
                 ) from error
-        if parse(self.lora) is not None and self.trainable:
+        if parse_lora(self.lora) is not None and self.trainable:
             raise ConfigError(
                 "learner.lora says what trains, the adapters, and learner.trainable says it too: leave one of them empty"
             )
         if self.dtype not in (AUTO, "fp32", "bf16"):
             raise ConfigError(f"learner.dtype must be fp32 or bf16, or auto, not {self.dtype!r}")
-        if self.ranks < 1:
-            raise ConfigError(f"learner.ranks must be at least 1, not {self.ranks}")
-        if self.tensor < 1:
-            raise ConfigError(f"learner.tensor must be at least 1, not {self.tensor}")
-        if not 0 <= self.patience < math.inf:
-            raise ConfigError(f"learner.patience must be at least 0, and finite, not {self.patience}: 0 waits for ever")
+        if self.world_size < 1:
+            raise ConfigError(f"learner.world_size must be at least 1, not {self.world_size}")
+        if self.tensor_parallel < 1:
+            raise ConfigError(f"learner.tensor_parallel must be at least 1, not {self.tensor_parallel}")
+        if not 0 <= self.hang_timeout < math.inf:
+            raise ConfigError(
+                f"learner.hang_timeout must be at least 0, and finite, not {self.hang_timeout}: 0 waits for ever"
+            )
         if self.micro_tokens < 0:
             raise ConfigError(
                 f"learner.micro_tokens must be at least 1, or 0 to leave it open, not {self.micro_tokens}"
             )
 
-    def resolved(self) -> Self:
+    def resolve(self) -> Self:
         """With `dtype` chosen. On a CPU bf16 makes large matrix products faster and a small model slower, and takes more memory:
         docs/benchmarks.md has both."""
-        return replace(self, dtype=_chosen(self.device)) if self.dtype == AUTO else self
+        return replace(self, dtype=_pick_dtype(self.device)) if self.dtype == AUTO else self
 
     @property
     def adapters(self) -> Lora | None:
         """`lora`, read."""
-        return parse(self.lora)
+        return parse_lora(self.lora)
 
     @property
-    def rate(self) -> float:
+    def lora_lr_multiplier(self) -> float:
         """What the default learning rate of a large model is multiplied by."""
-        return RATE if self.lora else 1.0
+        return LORA_LR_FACTOR if self.lora else 1.0
 
-    def tokens_at(self, device: object, parameters: int) -> int:
-        """`micro_tokens`, or what suits a torch device and a model's size where that is left open: on a CPU 1024 tokens of a larger
+    def resolve_micro_tokens(self, device: object, parameters: int) -> int:
+        """`micro_batch_tokens`, or what suits a torch device and a model's size where that is left open: on a CPU 1024 tokens of a larger
         model take no longer than 2048, in two thirds of the memory."""
         if not str(device).startswith("cpu"):
             return self.micro_tokens or 16384
-        return self.micro_tokens or (2048 if parameters < SMALL else 1024)
+        return self.micro_tokens or (2048 if parameters < SMALL_MODEL_PARAMETERS else 1024)

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError, install_command
-from policygrad.models.lora_config import ALPHA, RANK, TARGETS, Lora
+from policygrad.models.lora_config import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, Lora
 
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
 """Of names in an adapter's file, and in a model of PEFT's own."""
 
 
-def adapters_of(model: nn.Module) -> dict[str, Any]:
+def adapter_configs(model: nn.Module) -> dict[str, Any]:
     """PEFT's configurations by name, in a model of PEFT's own and in one of transformers that has adapters; {} of any other."""
     return dict(getattr(model, "peft_config", None) or {})
 
 
-def words(model: nn.Module) -> str:
+def describe_adapters(model: nn.Module) -> str:
     """What trains of a model with adapters, for people; "" without any."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     said = [
@@ -35,19 +35,21 @@ def words(model: nn.Module) -> str:
             for name, key in (("rank", "r"), ("alpha", "lora_alpha"))
             if hasattr(config, key)
         )
-        for config in adapters_of(model).values()
+        for config in adapter_configs(model).values()
     ]
     return f"{'; '.join(said)}: {trained:,} parameters train".lstrip(": ") if said else ""
 
 
-def need_peft(what: str, extra: str = "lora") -> None:
+def require_peft(what: str, extra: str = "lora") -> None:
     """Raises ConfigError where PEFT is not installed. extra: which brings it."""
     if find_spec("peft") is None:
         raise ConfigError(f"{what} needs peft, which is not installed: {install_command(extra)}")
 
 
-def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole: tuple[str, ...] = ()) -> nn.Module:
-    """The model with new adapters, in place; they train, and nothing else but the modules `whole`. It says what it said before.
+def add_adapters(
+    model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, modules_to_save: tuple[str, ...] = ()
+) -> nn.Module:
+    """The model with new adapters, in place; they train, and nothing else but the modules `extract_single_line`. It says what it said before.
 
     base: the folder or hub id that the adapters' own folder is to name. seed: of A. whole: modules that train whole, by name (a
     new head).
@@ -55,11 +57,11 @@ def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole:
     Raises:
         ConfigError: no PEFT; a model that has adapters already, or is none of transformers'; targets that it does not have.
     """
-    need_peft("learner.lora")
+    require_peft("learner.lora")
     from peft import LoraConfig
     from transformers.integrations.peft import PeftAdapterMixin
 
-    if adapters_of(model):
+    if adapter_configs(model):
         raise ConfigError(
             "learner.lora would put adapters into a model that has some, which train already: leave it empty"
         )
@@ -68,14 +70,14 @@ def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole:
             f"learner.lora: {type(model).__name__} is no model of transformers': put adapters into it yourself "
             "(peft.get_peft_model), and leave learner.lora empty"
         )
-    unfit, targets = unadaptable(model), lora.targets or TARGETS
-    _check_rank(model, lora.rank or RANK)
+    unfit, targets = find_unadaptable_layers(model), lora.targets or DEFAULT_TARGETS
+    _check_rank(model, lora.rank or DEFAULT_RANK)
     config = LoraConfig(
-        r=lora.rank or RANK,
-        lora_alpha=_whole(lora.alpha or ALPHA),
-        target_modules=_targets(model, targets, unfit, whole),
-        modules_to_save=list(whole) or None,
-        task_type="SEQ_CLS" if whole else "CAUSAL_LM",
+        r=lora.rank or DEFAULT_RANK,
+        lora_alpha=_whole(lora.alpha or DEFAULT_ALPHA),
+        target_modules=_targets(model, targets, unfit, modules_to_save),
+        modules_to_save=list(modules_to_save) or None,
+        task_type="SEQ_CLS" if modules_to_save else "CAUSAL_LM",
     )
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
@@ -84,7 +86,7 @@ def adapt(model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, whole:
             model.add_adapter(config)
     config.base_model_name_or_path = base
     config.target_modules = sorted(config.target_modules or ())  # a set, whose order is another in every process
-    only_they_train(model)
+    train_only_adapters(model)
     _check_runs(model.eval())
     return model
 
@@ -102,7 +104,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def unadaptable(model: nn.Module) -> dict[str, str]:
+def find_unadaptable_layers(model: nn.Module) -> dict[str, str]:
     """The linear layers that no adapter fits, by full name, each with the reason.
 
     A state-space (Mamba) layer computes with the weights of its projections directly, in its fused kernels and in part outside of
@@ -158,7 +160,7 @@ def _targets(model: nn.Module, targets: str, unfit: Mapping[str, str], whole: tu
     known = [
         n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding) or type(m).__name__ == "Conv1D"
     ]
-    if targets == TARGETS:
+    if targets == DEFAULT_TARGETS:
         if not unfit:
             return targets
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
@@ -172,7 +174,7 @@ def _targets(model: nn.Module, targets: str, unfit: Mapping[str, str], whole: tu
         if odd := next((full for full in unfit if full.endswith(f".{name}")), None):
             raise ConfigError(
                 f"learner.lora: no adapter fits the layer {name!r} of {type(model).__name__} ({odd}): {unfit[odd]}. Leave it out: "
-                f"targets={TARGETS} takes every layer that can be adapted"
+                f"targets={DEFAULT_TARGETS} takes every layer that can be adapted"
             )
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     for full, module in model.named_modules():
@@ -192,10 +194,10 @@ def _check_rank(model: nn.Module, rank: int) -> None:
         )
 
 
-def only_they_train(model: nn.Module) -> None:
+def train_only_adapters(model: nn.Module) -> None:
     """The active adapters train, in float32 also beside bf16 weights, and the base does not."""
     model.requires_grad_(False)
-    for module in tuned(model):
+    for module in iter_peft_modules(model):
         module.set_adapter(module.active_adapters if hasattr(module, "active_adapters") else module.active_adapter)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -203,31 +205,31 @@ def only_they_train(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def as_in_file(model: nn.Module, folder: str) -> None:
+def reload_saved_precision(model: nn.Module, folder: str) -> None:
     """Gives adapters in float32 what their file holds, where loading has rounded it to the base's precision."""
-    file = Path(folder) / WEIGHTS
+    file = Path(folder) / ADAPTER_WEIGHTS
     own = dict(model.named_parameters())
     names = {
-        name.replace(f".{adapter}.", "."): name for adapter in adapters_of(model) for name in own if "lora_" in name
+        name.replace(f".{adapter}.", "."): name for adapter in adapter_configs(model) for name in own if "lora_" in name
     }
     from safetensors.torch import load_file
 
     for name, tensor in load_file(file).items() if file.is_file() else ():
-        target = own.get(names.get(name.removeprefix(PREFIX), ""))
+        target = own.get(names.get(name.removeprefix(PEFT_PREFIX), ""))
         if target is not None and target.shape == tensor.shape:
             target.copy_(tensor)
 
 
-def head_precision(folder: str) -> torch.dtype | str:
+def saved_head_dtype(folder: str) -> torch.dtype | str:
     """Of what is in an adapter's file beside its low ranks, a head say, which trained in the precision of the whole."""
-    file = Path(folder) / WEIGHTS
+    file = Path(folder) / ADAPTER_WEIGHTS
     from safetensors.torch import load_file
 
     kinds = {t.dtype for name, t in load_file(file).items() if "lora_" not in name} if file.is_file() else set()
     return kinds.pop() if len(kinds) == 1 else "auto"
 
 
-def rebuilt(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
+def rebuild_with_adapters(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
     """A second one with the same adapters, on what `build` makes of the model without them.
 
     Raises:
@@ -235,7 +237,7 @@ def rebuilt(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
     """
     if any(getattr(module, "merged", False) for module in model.modules()):
         raise ModelError("the model's adapters are merged into its weights: call unmerge_adapter() first")
-    configs = adapters_of(model)
+    configs = adapter_configs(model)
     if hasattr(model, "get_base_model"):
         from peft import get_peft_model
 
@@ -254,23 +256,23 @@ def rebuilt(model: Any, build: Callable[[Any], nn.Module]) -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
-def untouched(model: nn.Module) -> bool:
+def is_initial_adapter(model: nn.Module) -> bool:
     """Whether the adapters add nothing yet: every B is 0, so that without them the model says the same, bit for bit."""
     found = [p for name, p in model.named_parameters() if "lora_B." in name or "lora_embedding_B." in name]
-    lora = all(getattr(config.peft_type, "value", "") == "LORA" for config in adapters_of(model).values())
+    lora = all(getattr(config.peft_type, "value", "") == "LORA" for config in adapter_configs(model).values())
     return bool(found) and lora and not any(bool(p.any()) for p in found)
 
 
-def switch(model: nn.Module, on: bool) -> None:
+def set_adapters_enabled(model: nn.Module, on: bool) -> None:
     """Lets the model speak with its adapters, or without; what trains stays as it is."""
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    for module in tuned(model):
+    for module in iter_peft_modules(model):
         module.enable_adapters(on)
     for name, p in model.named_parameters():
         p.requires_grad_(trained[name])
 
 
-def tuned(model: nn.Module) -> Iterator[Any]:
+def iter_peft_modules(model: nn.Module) -> Iterator[Any]:
     """PEFT's own modules: layers with adapters, and what trains whole."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -278,20 +280,20 @@ def tuned(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper))
 
 
-def shared_with(model: nn.Module) -> set[int]:
+def shareable_parameter_ids(model: nn.Module) -> set[int]:
     """ids of the parameters that a second model may have in common with this one: under adapters, the weights that stand still."""
-    if not adapters_of(model):
+    if not adapter_configs(model):
         return set()
     beside = {
         id(p)
-        for module in tuned(model)
+        for module in iter_peft_modules(model)
         for name, p in module.named_parameters()
         if not name.startswith(("base_layer.", "original_module."))
     }
     return {id(p) for p in model.parameters() if not p.requires_grad} - beside
 
 
-def twin(model: nn.Module, shared: set[int]) -> nn.Module:
+def copy_with_shared_weights(model: nn.Module, shared: set[int]) -> nn.Module:
     """A deep copy but for the shared tensors: of a quantised model, which no configuration builds."""
     memo: dict[int, Tensor] = {id(p): p for p in model.parameters() if id(p) in shared}
     return copy.deepcopy(model, memo)
@@ -300,16 +302,16 @@ def twin(model: nn.Module, shared: set[int]) -> nn.Module:
 # A model's adapters in its weights, W + (α/r)·B·A for W, for whatever knows no adapters.
 
 
-def merged(model: nn.Module) -> nn.Module:
+def merge_adapters(model: nn.Module) -> nn.Module:
     """The model with its adapters in its weights, W + (α/r)·B·A for W, and no longer one of PEFT's; in place.
 
     Raises:
         ModelError: a sum that is not finite.
     """
-    for module in list(tuned(model)):
+    for module in list(iter_peft_modules(model)):
         name = next(name for name, found in model.named_modules() if found is module)
         above, _, last = name.rpartition(".")
-        found = plain(module, name)
+        found = unwrap_layer(module, name)
         setattr(model.get_submodule(above), last, found)
     model._hf_peft_config_loaded = False  # type: ignore[assignment]
     model._weight_conversions = None  # type: ignore[assignment]  # of an adapter's names, by which saving would go
@@ -317,7 +319,7 @@ def merged(model: nn.Module) -> nn.Module:
     return model
 
 
-def plain(module: Any, name: str) -> nn.Module:
+def unwrap_layer(module: Any, name: str) -> nn.Module:
     """What PEFT's module is without PEFT, in place. Raises ModelError: a sum that is not finite."""
     if not hasattr(module, "get_base_layer"):
         return module.modules_to_save[module.active_adapters[0]]  # type: ignore[no-any-return]
@@ -328,29 +330,29 @@ def plain(module: Any, name: str) -> nn.Module:
     return module.get_base_layer()  # type: ignore[no-any-return]
 
 
-def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each parameter that `merged` would leave, the model as it is: one layer's sum at a time.
+def iter_merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each parameter that `merge_adapters` would leave, the model as it is: one layer's sum at a time.
 
     Raises:
         ModelError: a sum that is not finite.
     """
-    inside = {id(module) for module in tuned(model)}
+    inside = {id(module) for module in iter_peft_modules(model)}
     found = [(name, module) for name, module in model.named_modules() if id(module) in inside]
     beside = {id(p) for _, module in found for p in module.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in beside:
-            yield name.removeprefix(PREFIX), parameter
+            yield name.removeprefix(PEFT_PREFIX), parameter
     for name, module in found:
         with torch.no_grad():
-            whole = plain(copy.deepcopy(module), name)
+            whole = unwrap_layer(copy.deepcopy(module), name)
         for key, parameter in whole.named_parameters():
-            yield f"{name}.{key}".removeprefix(PREFIX), parameter
+            yield f"{name}.{key}".removeprefix(PEFT_PREFIX), parameter
 
 
 # Frozen weights in four bits, under adapters (Dettmers et al. 2023, QLoRA), by bitsandbytes where it is installed.
 
 
-def quantisation(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
+def quantization_kwargs(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` is told of four bits; {} where they are not asked for.
 
     Raises:
@@ -358,7 +360,7 @@ def quantisation(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
     """
     if lora is None or lora.bits is None:
         return {}
-    need_peft("learner.lora bits=4", "qlora")
+    require_peft("learner.lora bits=4", "qlora")
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"learner.lora bits=4 needs bitsandbytes, which is not installed: {install_command('qlora')}, or leave bits out "
@@ -370,7 +372,7 @@ def quantisation(lora: Lora | None, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options)}  # type: ignore[no-untyped-call]
 
 
-def settle_bits(model: nn.Module) -> None:
+def check_4bit_gradients(model: nn.Module) -> None:
     """Makes sure of four bits that gradients pass through them.
 
     bitsandbytes packs weights on some processors anew, for inference, when they are first read in evaluation mode, in which a

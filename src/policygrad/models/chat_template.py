@@ -1,7 +1,7 @@
 """Chat messages as text and token ids: the one place that renders a model's template, and what follows a sampled turn.
 
-Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `continuation`. Where
-a template writes earlier turns anew there is no such thing, and the next turn's prompt is `rewritten`.
+Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `encode_continuation`. Where
+a template writes earlier turns anew there is no such thing, and the next turn's prompt is `encode_rewritten`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import count, groupby
 from typing import Any, Protocol
 
 from policygrad.errors import DataError, ModelError
-from policygrad.models.control_tokens import Words, veiled, veiled_ids
-from policygrad.models.tool_calls import takes_tools, template_of
+from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
+from policygrad.models.tool_calls import get_chat_template, supports_tools
 
 # Tools in the words of a conversation, for models whose chat template knows none, or that have no template.
 
@@ -25,31 +25,31 @@ _HOW = (
 )
 
 
-def tools_block(tools: Tools) -> str:
+def format_tools(tools: Tools) -> str:
     """What tools there are, one JSON schema a line, and how they are called: the tags of Hermes and Qwen."""
     lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
     return "\n".join(["You can call these functions:", "<tools>", *lines, "</tools>", _HOW])
 
 
-def tool_response(text: str) -> str:
+def format_tool_response(text: str) -> str:
     """What a tool returned, in the tags of Hermes and Qwen."""
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def without_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
+def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
     """The same conversation for a template without tools: they stand before the first message's text, and what they return is
     said by the user, all answers to one turn in one message."""
     found: list[Message] = []
     for is_tool, some in groupby(messages, lambda message: message.get("role") == "tool"):
         if is_tool:
-            text = "\n".join(tool_response(str(message.get("content"))) for message in some)
+            text = "\n".join(format_tool_response(str(message.get("content"))) for message in some)
             found.append({"role": "user", "content": text})
         else:
             found += some
     if not found:
         return found
     first = found[0]
-    return [{**first, "content": f"{tools_block(tools)}\n\n{first.get('content')}"}, *found[1:]]
+    return [{**first, "content": f"{format_tools(tools)}\n\n{first.get('content')}"}, *found[1:]]
 
 
 class ChatTokenizer(Protocol):
@@ -60,10 +60,10 @@ class ChatTokenizer(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def end(self) -> frozenset[int]: ...
+    def end_ids(self) -> frozenset[int]: ...
 
 
-class RewrittenError(ModelError):
+class HistoryRewrittenError(ModelError):
     """The template writes earlier turns otherwise once there is another message."""
 
 
@@ -88,8 +88,8 @@ def render(
             f"{source} is a list of chat messages and the tokenizer of {tokenizer.name!r} has no chat template: set "
             "`chat_template` in its tokenizer_config.json, or give the prompts as strings"
         )
-    if tools and not takes_tools(template_of(tokenizer.hf)):
-        messages, tools = without_tools(messages, tools), None
+    if tools and not supports_tools(get_chat_template(tokenizer.hf)):
+        messages, tools = inline_tools(messages, tools), None
     given = {} if tools is None else {"tools": list(tools)}
     try:
         text = tokenizer.hf.apply_chat_template(
@@ -104,7 +104,7 @@ def render(
     return str(text)
 
 
-def rendered_ids(
+def render_ids(
     tokenizer: ChatTokenizer,
     messages: Sequence[Message],
     *,
@@ -117,7 +117,7 @@ def rendered_ids(
     return _plain_ids(tokenizer, text)
 
 
-def prompt_ids(
+def encode_prompt(
     tokenizer: ChatTokenizer,
     prompt: str | Sequence[Message],
     *,
@@ -126,14 +126,14 @@ def prompt_ids(
 ) -> list[int]:
     """What the model is to continue: text as it stands, with what its tokenizer puts before it, or chat messages rendered."""
     if not isinstance(prompt, str):
-        return rendered_ids(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
-    text = f"{tools_block(tools)}\n\n{prompt}" if tools else prompt
+        return render_ids(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
+    text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
     ids = list(tokenizer.hf(text, add_special_tokens=True)["input_ids"])
-    closed = len(ids) > 1 and ids[-1] in tokenizer.end  # some tokenizers close every text; a prompt is not closed
+    closed = len(ids) > 1 and ids[-1] in tokenizer.end_ids  # some tokenizers close every text; a prompt is not closed
     return ids[:-1] if closed else ids
 
 
-def grown_ids(
+def extend_ids(
     tokenizer: ChatTokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
 ) -> list[int]:
     """The ids of a longer conversation, which have to begin with `ids`, those of its beginning.
@@ -141,7 +141,7 @@ def grown_ids(
     Raises:
         ModelError: as `render`; a template that writes earlier messages otherwise once there are more.
     """
-    longer = rendered_ids(tokenizer, messages, generation_prompt=generation_prompt, source=source)
+    longer = render_ids(tokenizer, messages, generation_prompt=generation_prompt, source=source)
     if longer[: len(ids)] != ids:
         raise ModelError(
             f"{source}: the chat template of {tokenizer.name!r} renders the first {len(messages) - 1} messages otherwise once "
@@ -151,7 +151,7 @@ def grown_ids(
     return longer
 
 
-def continuation(
+def encode_continuation(
     tokenizer: ChatTokenizer,
     messages_so_far: str | Sequence[Message],
     reply_text: str,
@@ -173,15 +173,15 @@ def continuation(
     Raises:
         DataError: text that goes on as messages, or messages as text.
         ModelError: as `render`; letters that cannot be told from a control token.
-        RewrittenError: a template that writes earlier turns otherwise once there are more.
+        HistoryRewrittenError: a template that writes earlier turns otherwise once there are more.
     """
     if isinstance(messages_so_far, str) != isinstance(new_messages, str):
         raise DataError(f"{source}: what began as text goes on as text, and messages as messages: give both alike")
     word = _absent_from(repr((messages_so_far, reply_text, new_messages, tools)))
     if isinstance(messages_so_far, str) or isinstance(new_messages, str):
-        [text], words = veiled(tokenizer.hf, [{"content": str(new_messages)}], word)
-        return veiled_ids(tokenizer.hf, text["content"], words, source)
-    new, words = veiled(tokenizer.hf, new_messages, word)
+        [text], words = escape_special_tokens(tokenizer.hf, [{"content": str(new_messages)}], word)
+        return encode_escaped(tokenizer.hf, text["content"], words, source)
+    new, words = escape_special_tokens(tokenizer.hf, new_messages, word)
 
     def rendered(*reply: Message) -> str:
         messages = [*messages_so_far, *reply, *(new if reply else ())]
@@ -193,15 +193,15 @@ def continuation(
     said = full[len(before) : len(full) - len(tail)]
     grows = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
     if not found or not grows or said.strip() != reply_text.strip():
-        raise RewrittenError(
+        raise HistoryRewrittenError(
             f"{source}: the chat template of {tokenizer.name!r} rewrites earlier turns once there is another message (it leaves "
             "out their reasoning, say), so that the next turn cannot follow the tokens that were sampled: begin a new "
             "trajectory at every turn, or use a template whose rendering only grows"
         )
-    return _after_end(tokenizer, tail, tokenizer.end if end_ids is None else end_ids, words, source)
+    return _after_end(tokenizer, tail, tokenizer.end_ids if end_ids is None else end_ids, words, source)
 
 
-def rewritten(
+def encode_rewritten(
     tokenizer: ChatTokenizer,
     messages: Sequence[Message],
     opening: int,
@@ -218,9 +218,9 @@ def rewritten(
     opening: messages that the task began with, which are taken as they are written. new: messages behind the last reply.
 
     Raises:
-        ModelError: as `continuation`.
+        ModelError: as `encode_continuation`.
     """
-    since, words = veiled(tokenizer.hf, messages[opening:], _absent_from(repr((messages, tools))))
+    since, words = escape_special_tokens(tokenizer.hf, messages[opening:], _absent_from(repr((messages, tools))))
     whole = [*messages[:opening], *since]
 
     def rendered(messages: Sequence[Message]) -> str:
@@ -232,19 +232,23 @@ def rewritten(
     _, found, tail = rendered([*whole[: behind - 1], reply, *whole[behind:]]).partition(mark)
     if not found:  # a template that does not show the reply at all
         tail = "\n".join(str(message.get("content", "")) for message in whole[behind:])
-    return veiled_ids(tokenizer.hf, text, words, source), _after_end(tokenizer, tail, tokenizer.end, words, source)
+    return encode_escaped(tokenizer.hf, text, words, source), _after_end(
+        tokenizer, tail, tokenizer.end_ids, words, source
+    )
 
 
-def _after_end(tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], words: Words, source: str) -> list[int]:
+def _after_end(
+    tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], words: Placeholders, source: str
+) -> list[int]:
     """The ids of what stands behind the end token, which was sampled. It is tokenised behind that token, where a tokenizer may
     see it otherwise than at the beginning of a text."""
     for end in sorted(end_ids):
         text = str(tokenizer.hf.convert_ids_to_tokens(end))
         if tail.lstrip().startswith(text):
             tail = tail.lstrip().removeprefix(text)
-            ids = veiled_ids(tokenizer.hf, text + tail, words, source)
-            return ids[1:] if ids[:1] == [end] else veiled_ids(tokenizer.hf, tail, words, source)
-    return veiled_ids(tokenizer.hf, tail, words, source)
+            ids = encode_escaped(tokenizer.hf, text + tail, words, source)
+            return ids[1:] if ids[:1] == [end] else encode_escaped(tokenizer.hf, tail, words, source)
+    return encode_escaped(tokenizer.hf, tail, words, source)
 
 
 def _plain_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:

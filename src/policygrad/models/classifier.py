@@ -13,28 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import adapters_of, as_in_file, head_precision, need_peft, only_they_train
-from policygrad.models.chat_template import rendered_ids
+from policygrad.models.adapters import (
+    adapter_configs,
+    reload_saved_precision,
+    require_peft,
+    saved_head_dtype,
+    train_only_adapters,
+)
+from policygrad.models.chat_template import render_ids
 from policygrad.models.loading import (
     at_least_float32,
-    cannot_load,
-    check_complete,
-    checked_config,
-    reading,
-    refuse_pickles,
-    weights,
+    check_missing_weights,
+    load_error,
+    pretrained_kwargs,
+    read_config,
+    reject_pickle_files,
+    weight_kwargs,
 )
-from policygrad.models.lora_config import base_of, config_of
-from policygrad.models.tokenizer import Tokenizer, pretrained_tokenizer
+from policygrad.models.lora_config import adapter_base, read_adapter_config
+from policygrad.models.tokenizer import Tokenizer, load_pretrained_tokenizer
 
-MICRO_TOKENS = 8192
+MICRO_BATCH_TOKENS = 8192
 """Tokens per forward pass, padding included."""
 _HEAD = "ForSequenceClassification"
 
 Messages = Sequence[Mapping[str, str]]
 
 
-def encode(tokenizer: Tokenizer, prompt: str | Messages, completion: str, source: str = "the prompt") -> list[int]:
+def encode_for_scoring(
+    tokenizer: Tokenizer, prompt: str | Messages, completion: str, source: str = "the prompt"
+) -> list[int]:
     """Token ids of prompt and completion as the reward model reads them.
 
     Chat messages go through its chat template, the completion as the assistant's turn, which the template closes. Plain text
@@ -45,7 +53,7 @@ def encode(tokenizer: Tokenizer, prompt: str | Messages, completion: str, source
     """
     if not isinstance(prompt, str):
         messages = [*prompt, {"role": "assistant", "content": completion}]
-        return rendered_ids(tokenizer, messages, generation_prompt=False, source=source)
+        return render_ids(tokenizer, messages, generation_prompt=False, source=source)
     ids = list(tokenizer.hf(prompt + completion)["input_ids"])
     end = tokenizer.hf.eos_token_id
     return ids if end is None or ids[-1:] == [end] or _is_closed(tokenizer.hf, ids) else [*ids, end]
@@ -106,7 +114,7 @@ def _padded_with(config: Any, filler: int | None) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def score(model: nn.Module, texts: Sequence[Sequence[int]], tokens: int = MICRO_TOKENS) -> Tensor:
+def score(model: nn.Module, texts: Sequence[Sequence[int]], tokens: int = MICRO_BATCH_TOKENS) -> Tensor:
     """r [n] float32 on the CPU."""
     out = torch.zeros(len(texts))
     for places in micro_batches([len(text) for text in texts], tokens):
@@ -114,22 +122,22 @@ def score(model: nn.Module, texts: Sequence[Sequence[int]], tokens: int = MICRO_
     return out
 
 
-def context_length(model: nn.Module) -> int | None:
+def classifier_context_length(model: nn.Module) -> int | None:
     """Positions the model was made for, in tokens; None when its configuration does not say."""
     config: Any = model.config
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
+def load_classifier_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer beside a model; nothing ends a text that is read, so it names no ends.
 
     Raises:
         ModelError: none.
     """
     try:
-        return Tokenizer(pretrained_tokenizer(path, trust_remote_code), frozenset(), path, None)
+        return Tokenizer(load_pretrained_tokenizer(path, trust_remote_code), frozenset(), path, None)
     except Exception as error:  # of which class depends on what is wrong with which file
-        raise cannot_load(f"the tokenizer of {path!r}", error, "tokenizer.json and tokenizer_config.json") from error
+        raise load_error(f"the tokenizer of {path!r}", error, "tokenizer.json and tokenizer_config.json") from error
 
 
 def load_classifier(
@@ -148,19 +156,19 @@ def load_classifier(
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    base = base_of(path)
+    base = adapter_base(path)
     if base is not None:
-        need_peft(f"the reward model {path!r}, which is an adapter,")
-        refuse_pickles(base, f"the model {base!r}, which {path!r} adapts,")
-        checked_config(base, f"the model {base!r}, which {path!r} adapts,")
+        require_peft(f"the reward model {path!r}, which is an adapter,")
+        reject_pickle_files(base, f"the model {base!r}, which {path!r} adapts,")
+        read_config(base, f"the model {base!r}, which {path!r} adapts,")
         dtype = (
-            head_precision(path) if dtype == "auto" else dtype
+            saved_head_dtype(path) if dtype == "auto" else dtype
         )  # the base's file may be in another than it was trained in
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    refuse_pickles(path, f"the reward model {path!r}")
-    checked_config(path, f"the reward model {path!r}")
-    options = weights(trust_remote_code) | ({"num_labels": 1} if new_head or base is not None else {})
+    reject_pickle_files(path, f"the reward model {path!r}")
+    read_config(path, f"the reward model {path!r}")
+    options = weight_kwargs(trust_remote_code) | ({"num_labels": 1} if new_head or base is not None else {})
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of a new head the caller speaks, the rest is refused below
     try:
@@ -168,7 +176,7 @@ def load_classifier(
             path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except Exception as error:  # of which class depends on what is wrong with which file
-        raise cannot_load(f"the reward model {path!r}", error, "config.json and safetensors") from error
+        raise load_error(f"the reward model {path!r}", error, "config.json and safetensors") from error
     finally:
         logging.set_verbosity(before)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -176,12 +184,12 @@ def load_classifier(
         raise ModelError(f"{kind}, which reads a text twice: take an encoder or a decoder alone")
     body = f"{model.base_model_prefix}."
     head = lambda name: not name.startswith(body) or ".pooler." in name  # noqa: E731
-    check_complete(model, info, f"the reward model {path!r}", new=head if new_head else lambda name: False)
-    if adapters_of(model):
-        only_they_train(model)
-        as_in_file(model, path)
-        choose_padding(
-            model, load_tokenizer(path, trust_remote_code).hf
+    check_missing_weights(model, info, f"the reward model {path!r}", new=head if new_head else lambda name: False)
+    if adapter_configs(model):
+        train_only_adapters(model)
+        reload_saved_precision(model, path)
+        set_padding_token(
+            model, load_classifier_tokenizer(path, trust_remote_code).hf
         )  # as in training: an adapter's folder has no config.json
     text = model.config.get_text_config()
     if getattr(text, "use_cache", False):
@@ -191,7 +199,7 @@ def load_classifier(
     return model.to(device).eval()
 
 
-def choose_padding(model: nn.Module, tokenizer: object) -> None:
+def set_padding_token(model: nn.Module, tokenizer: object) -> None:
     """A padding token for whoever loads the model: what is scored is the last token that is no padding. The end token serves
     where there is no other; the last token before it is then scored, in training as in use."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -204,7 +212,7 @@ def choose_padding(model: nn.Module, tokenizer: object) -> None:
         tokenizer.pad_token_id = config.pad_token_id  # type: ignore[attr-defined]
 
 
-def heads(model: Any) -> tuple[str, ...]:
+def score_head_modules(model: Any) -> tuple[str, ...]:
     """The modules beside the body, which make a score of its states: a new one has to be learned whole."""
     return tuple(
         name
@@ -213,7 +221,7 @@ def heads(model: Any) -> tuple[str, ...]:
     )
 
 
-def labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
+def read_num_labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
     """(how many scores the model's head gives, its architectures) by its configuration; 0 = it has no such head.
 
     Raises:
@@ -221,15 +229,15 @@ def labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:
     """
     from transformers import AutoConfig
 
-    said = config_of(path)
+    said = read_adapter_config(path)
     if said is not None and said.get("task_type") == "SEQ_CLS":
         return 1, [f"adapter of {said['base_model_name_or_path']} with a head that scores"]
     if said is not None:
         return 0, [f"adapter of {said['base_model_name_or_path']}"]
-    checked_config(path, f"the model {path!r}")
+    read_config(path, f"the model {path!r}")
     try:
-        config: Any = AutoConfig.from_pretrained(path, **reading(trust_remote_code))
+        config: Any = AutoConfig.from_pretrained(path, **pretrained_kwargs(trust_remote_code))
     except Exception as error:  # likewise
-        raise cannot_load(f"the model {path!r}", error, "config.json") from error
+        raise load_error(f"the model {path!r}", error, "config.json") from error
     kinds = list(config.architectures or [config.model_type])
     return (config.num_labels if any(kind.endswith(_HEAD) for kind in kinds) else 0), kinds

@@ -13,12 +13,12 @@ from typing import Any
 
 from policygrad.errors import ModelError
 
-Words = Mapping[str, str]
+Placeholders = Mapping[str, str]
 """Words to the texts that they stand for."""
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
-def encodable(value: Any) -> Any:
+def replace_surrogates(value: Any) -> Any:
     """Replace each lone surrogate by U+FFFD, in text and in the lists, tuples and mappings that hold text.
 
     JSON can write one ("\\ud800"), and neither a tokenizer nor a UTF-8 file takes it. Every text that comes from outside passes
@@ -27,15 +27,17 @@ def encodable(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else _HALVES.sub("\ufffd", value)
     if isinstance(value, Mapping):
-        return {encodable(key): encodable(inner) for key, inner in value.items()}
+        return {replace_surrogates(key): replace_surrogates(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [encodable(inner) for inner in value]
+        return [replace_surrogates(inner) for inner in value]
     if type(value) is tuple:
-        return tuple(encodable(inner) for inner in value)
+        return tuple(replace_surrogates(inner) for inner in value)
     return value
 
 
-def veiled(hf: Any, messages: Sequence[Mapping[str, Any]], word: str) -> tuple[list[Mapping[str, Any]], Words]:
+def escape_special_tokens(
+    hf: Any, messages: Sequence[Mapping[str, Any]], word: str
+) -> tuple[list[Mapping[str, Any]], Placeholders]:
     """The messages without the text of any control token, and the words in their places, which begin with `word`."""
     tokens = sorted(_controls(hf).values(), key=lambda token: len(token.content), reverse=True)
     words: dict[str, str] = {}
@@ -56,7 +58,7 @@ def veiled(hf: Any, messages: Sequence[Mapping[str, Any]], word: str) -> tuple[l
     return [hidden(message) for message in messages], words
 
 
-def veiled_ids(hf: Any, text: str, words: Words, source: str) -> list[int]:
+def encode_escaped(hf: Any, text: str, words: Placeholders, source: str) -> list[int]:
     """The ids of a rendered text, each of the words in it read as the letters that it stands for.
 
     Raises:
@@ -86,7 +88,7 @@ def _controls(hf: Any) -> dict[int, Any]:
     return {number: token for number, token in getattr(hf, "added_tokens_decoder", {}).items() if token.special}
 
 
-def _mark(hf: Any, words: Words, source: str) -> tuple[int, str]:
+def _mark(hf: Any, words: Placeholders, source: str) -> tuple[int, str]:
     """A control token that takes nothing along of what stands beside it: text is cut there, and nowhere else on its account."""
     for number, token in _controls(hf).items():
         if not (token.lstrip or token.rstrip or token.single_word):

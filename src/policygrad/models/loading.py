@@ -19,21 +19,28 @@ from torch import Tensor, nn
 
 from policygrad.errors import ConfigError, ModelError
 from policygrad.models.adapters import (
-    adapt,
-    adapters_of,
-    as_in_file,
-    need_peft,
-    only_they_train,
-    quantisation,
-    settle_bits,
+    adapter_configs,
+    add_adapters,
+    check_4bit_gradients,
+    quantization_kwargs,
+    reload_saved_precision,
+    require_peft,
+    train_only_adapters,
 )
-from policygrad.models.lora_config import ADAPTER_FILE, Lora, base_of, check_agrees, described, holds_model
+from policygrad.models.lora_config import (
+    ADAPTER_FILE,
+    Lora,
+    adapter_base,
+    check_same_adapter,
+    is_model_folder,
+    read_lora,
+)
 from policygrad.planning.model_shapes import check_sizes
 from policygrad.utils.filesystem import parse_json
 
 # Whether a model's file has every weight that its configuration asks for: what it lacks, transformers would draw at random.
 
-NAMED = 5
+MAX_NAMES_SHOWN = 5
 """Tensors that a message names; it counts the others."""
 _COMPUTED = re.compile(
     r"(^|\.)(inv_freq|original_inv_freq|position_ids|token_type_ids|num_batches_tracked|masked_bias|attn\.bias"
@@ -47,7 +54,7 @@ _OF_ANOTHER_TASK = re.compile(
 """Heads that a model trained for something else has."""
 
 
-def check_complete(
+def check_missing_weights(
     model: nn.Module,
     info: Mapping[str, Any],
     what: str,
@@ -86,8 +93,8 @@ def check_complete(
 
 def _named(names: Iterable[str]) -> str:
     names = list(names)
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:NAMED])}{more})"
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:MAX_NAMES_SHOWN])}{more})"
 
 
 def _way_out(model: nn.Module, missing: list[str], unknown: list[str]) -> str:
@@ -101,8 +108,8 @@ def _way_out(model: nn.Module, missing: list[str], unknown: list[str]) -> str:
 
 
 @contextmanager
-def unreported() -> Iterator[None]:
-    """Without transformers' own table of such tensors, which `check_complete` says in fewer words."""
+def silence_load_report() -> Iterator[None]:
+    """Without transformers' own table of such tensors, which `check_missing_weights` says in fewer words."""
 
     def keep(record: logging.LogRecord) -> bool:
         said = record.getMessage()
@@ -120,20 +127,20 @@ def unreported() -> Iterator[None]:
 
 # Where a model is: a folder, or a hub id. What is neither is refused at once, and without a network only the cache is asked.
 
-TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
-LONGEST = 255  # bytes of a name
+HUB_TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
+MAX_NAME_BYTES = 255  # bytes of a name
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def check_name(model: str) -> None:
+def check_model_name(model: str) -> None:
     """Raises ModelError for what no system takes for a folder's name."""
-    if any(len(part.encode(errors="replace")) > LONGEST for part in Path(model).parts):
+    if any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in Path(model).parts):
         raise ModelError(
-            f"there is no model {model[:40]!r}…: a name has at most {LONGEST} bytes, this has {len(model)} characters"
+            f"there is no model {model[:40]!r}…: a name has at most {MAX_NAME_BYTES} bytes, this has {len(model)} characters"
         )
 
 
-def locate(model: str) -> str:
+def locate_model(model: str) -> str:
     """A folder as it is; a hub id, or the folder of the cache that holds it when the hub cannot be reached.
 
     Raises:
@@ -151,7 +158,7 @@ def locate(model: str) -> str:
     return _on_hub(model)[0]
 
 
-def files(model: str) -> frozenset[str]:
+def list_hub_files(model: str) -> frozenset[str]:
     """Names of what a hub's repository holds, as the hub says, or of what the cache has of it; empty of a folder.
 
     Raises:
@@ -167,7 +174,7 @@ def _on_hub(model: str) -> tuple[str, frozenset[str]]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:
-        found = HfApi().model_info(model, timeout=TIMEOUT)
+        found = HfApi().model_info(model, timeout=HUB_TIMEOUT)
     except RepositoryNotFoundError:
         raise ModelError(
             f"{model!r} is neither a folder here nor a model on the hub. A private one needs `hf auth login`; 'tiny' is the "
@@ -189,7 +196,7 @@ def _on_hub(model: str) -> tuple[str, frozenset[str]]:
     return model, frozenset(file.rfilename for file in found.siblings or ())
 
 
-def push(folder: Path, repo: str, public: bool = False) -> str:
+def push_to_hub(folder: Path, repo: str, public: bool = False) -> str:
     """The folder's files as one commit on the hub; where it then is. public: for everybody, where the repository is new.
 
     repo: OWNER/NAME. The hub is that of HF_ENDPOINT, the token that of HF_TOKEN or `hf auth login`.
@@ -200,7 +207,7 @@ def push(folder: Path, repo: str, public: bool = False) -> str:
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    check_repo(repo)
+    check_hub_repo(repo)
     if get_token() is None:
         raise ModelError(
             f"to push to {repo} the hub asks who you are: `hf auth login`, or set HF_TOKEN to a token that may write"
@@ -222,7 +229,7 @@ def push(folder: Path, repo: str, public: bool = False) -> str:
         raise ModelError(f"the hub cannot be reached ({why}); the model stays in {folder}, push again later") from error
 
 
-def check_repo(repo: str) -> None:
+def check_hub_repo(repo: str) -> None:
     """Raises ModelError for what is no OWNER/NAME."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise ModelError(f"{repo!r} is no repository of the hub: OWNER/NAME, such as me/my-model")
@@ -231,14 +238,14 @@ def check_repo(repo: str) -> None:
 # Floating-point formats by name, and the one that sums are taken in.
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
+ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 """oneDNN's variable for how many compiled operations it keeps, 1024 without it; and how many are enough."""
 
 
-def keep_few_primitives() -> None:
+def limit_onednn_cache() -> None:
     """oneDNN compiles an operation for every shape that it meets, in bfloat16 on a CPU, and micro-batches have ever new ones:
     400 of the 1,900 MiB of a run, which takes as long without. It reads the variable at its first operation; one's own stays."""
-    os.environ.setdefault(*PRIMITIVES)
+    os.environ.setdefault(*ONEDNN_CACHE)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -248,26 +255,26 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 # What of a model's folder is believed: configuration, tokenizer and safetensors. Code and pickles are programs.
 
-FLAG = "--trust-remote-code"
+TRUST_FLAG = "--trust-remote-code"
 ADAPTER, SAFE_ADAPTER = "adapter_model.bin", "adapter_model.safetensors"
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
-def reading(trust: bool) -> dict[str, Any]:
+def pretrained_kwargs(trust: bool) -> dict[str, Any]:
     """How `from_pretrained` and `from_config` are called: never a question on the terminal. trust: run the folder's own code."""
     return {"trust_remote_code": trust}
 
 
-def weights(trust: bool) -> dict[str, Any]:
-    """`reading`, for what also has weights: those of safetensors only."""
-    return {**reading(trust), "use_safetensors": True}
+def weight_kwargs(trust: bool) -> dict[str, Any]:
+    """`pretrained_kwargs`, for what also has weights: those of safetensors only."""
+    return {**pretrained_kwargs(trust), "use_safetensors": True}
 
 
-def refuse_pickles(path: str, what: str) -> None:
+def reject_pickle_files(path: str, what: str) -> None:
     """Raises ModelError where a folder has its weights as pickles only, or an adapter on the hub has. A whole model on the hub is
     transformers' to find, which is asked for safetensors; of an adapter it would take what there is."""
     folder = Path(path)
-    there = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else files(path)
+    there = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else list_hub_files(path)
     if ADAPTER in there and SAFE_ADAPTER not in there:  # whatever stands beside it
         raise ModelError(f"{_pickled(what, ADAPTER)}. {_adapter_as_safe(path)}")
     safe = not folder.is_dir() or any(name.endswith(".safetensors") for name in there)
@@ -297,7 +304,7 @@ def _adapter_as_safe(path: str) -> str:
     return f'Have its tensors written as safetensors, which runs nothing: {here}python -c "{command}"{end}'
 
 
-def checked_config(path: str, what: str) -> dict[str, Any]:
+def read_config(path: str, what: str) -> dict[str, Any]:
     """Read config.json; {} where there is none that transformers could read either, which says why.
 
     Raises:
@@ -319,12 +326,12 @@ def checked_config(path: str, what: str) -> dict[str, Any]:
     return config
 
 
-def cannot_load(what: str, error: Exception, needs: str, path: str = "") -> ModelError:
+def load_error(what: str, error: Exception, needs: str, path: str = "") -> ModelError:
     """What transformers says, as a refusal with a way out. path: the folder, whose files may tell more."""
     text = str(error)
     if "trust_remote_code" in text:
         return ModelError(
-            f"{what} brings code of its own along, which is not run unless you say so: read it, then give {FLAG} (from Python "
+            f"{what} brings code of its own along, which is not run unless you say so: read it, then give {TRUST_FLAG} (from Python "
             "trust_remote_code=True), or take a model whose architecture transformers has"
         )
     lines = [line.strip().rstrip(" .") for line in text.strip().splitlines()] or [""]
@@ -344,18 +351,18 @@ def _malformed(path: str) -> str:
     return ""
 
 
-EMBEDDED = "tiny"
-Loaded = Mapping[str, Any]
+EMBEDDED_MODEL = "tiny"
+LoadingInfo = Mapping[str, Any]
 """Names of tensors by what became of them, as transformers tells."""
 
 
-def resolve(model: str) -> str:
-    """A directory or hub id; `tiny` is the base model inside the package, a run's folder the model it trained."""
-    if model == EMBEDDED:
-        return str(Path(__file__).parents[1] / "models" / EMBEDDED)
-    check_name(model)
+def resolve_model(model: str) -> str:
+    """A directory or hub id; `format_small` is the base model inside the package, a run's folder the model it trained."""
+    if model == EMBEDDED_MODEL:
+        return str(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL)
+    check_model_name(model)
     trained = Path(model) / "model"
-    return str(trained) if holds_model(trained) else locate(model)
+    return str(trained) if is_model_folder(trained) else locate_model(model)
 
 
 def load_model(
@@ -380,7 +387,7 @@ def load_model(
         ConfigError: adapters that cannot be put in, or are others than those that are there.
     """
     if DTYPES[dtype] == torch.bfloat16 and device == "cpu":
-        keep_few_primitives()
+        limit_onednn_cache()
     if isinstance(model, str):
         loaded = _load(model, dtype, device, trust_remote_code, lora)
     else:
@@ -391,16 +398,16 @@ def load_model(
             )
     if not getattr(loaded, "is_quantized", False):
         loaded = loaded.to(device)
-    if lora is not None and not (isinstance(model, str) and adapters_of(loaded)):
-        loaded = adapt(loaded, lora, base=origin(model), seed=seed)
+    if lora is not None and not (isinstance(model, str) and adapter_configs(loaded)):
+        loaded = add_adapters(loaded, lora, base=model_origin(model), seed=seed)
     for module in loaded.modules():
-        without_dropout(module)
+        disable_dropout(module)
     return loaded.eval()
 
 
-def origin(model: str | nn.Module) -> str:
+def model_origin(model: str | nn.Module) -> str:
     """What an adapter's folder is to name as the model it adapts: a hub id, or a folder wherever it is read from."""
-    name = resolve(model) if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
+    name = resolve_model(model) if isinstance(model, str) else str(getattr(model, "name_or_path", ""))
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
@@ -408,16 +415,16 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    path = resolve(model)
-    refuse_pickles(path, f"the model {model!r}")
-    _refuse_encoder_decoder(checked_config(path, f"the model {model!r}"), model)
-    adapted = base_of(path)
+    path = resolve_model(model)
+    reject_pickle_files(path, f"the model {model!r}")
+    _refuse_encoder_decoder(read_config(path, f"the model {model!r}"), model)
+    adapted = adapter_base(path)
     if adapted is not None:
-        need_peft(f"the model {model!r}, which is an adapter,")
-        check_agrees(lora or Lora(), described(path), model)
-        refuse_pickles(adapted, f"the model {adapted!r}, which {model!r} adapts,")
-        checked_config(adapted, f"the model {adapted!r}, which {model!r} adapts,")
-    bits = quantisation(lora, DTYPES[dtype])
+        require_peft(f"the model {model!r}, which is an adapter,")
+        check_same_adapter(lora or Lora(), read_lora(path), model)
+        reject_pickle_files(adapted, f"the model {adapted!r}, which {model!r} adapts,")
+        read_config(adapted, f"the model {adapted!r}, which {model!r} adapts,")
+    bits = quantization_kwargs(lora, DTYPES[dtype])
     try:
         loaded, info, base = _pretrained(
             path, DTYPES[dtype], trust, adapted, bits | ({"device_map": device} if bits else {})
@@ -429,16 +436,16 @@ def _load(model: str, dtype: str, device: str, trust: bool, lora: Lora | None) -
                 f"{model!r} is an adapter of {adapted!r}, and there is no such folder: write where it is now into "
                 f"{Path(path) / ADAPTER_FILE}, as base_model_name_or_path"
             ) from error
-        raise cannot_load(f"the model {model!r}", error, "config.json and safetensors", path) from error
+        raise load_error(f"the model {model!r}", error, "config.json and safetensors", path) from error
     if base is not None:
-        check_complete(*base, f"the model {model!r} adapts")
-    check_complete(loaded, info, f"the model {model!r}")
+        check_missing_weights(*base, f"the model {model!r} adapts")
+    check_missing_weights(loaded, info, f"the model {model!r}")
     if bits:
-        settle_bits(loaded)
-    if not adapters_of(loaded):
+        check_4bit_gradients(loaded)
+    if not adapter_configs(loaded):
         return loaded.requires_grad_(True) if not bits else loaded
-    only_they_train(loaded)
-    as_in_file(loaded, path)
+    train_only_adapters(loaded)
+    reload_saved_precision(loaded, path)
     return loaded
 
 
@@ -464,7 +471,7 @@ def _checked(model: object) -> nn.Module:
 
 def _pretrained(
     path: str, dtype: torch.dtype, trust: bool, adapted: str | None, options: Mapping[str, Any]
-) -> tuple[nn.Module, Loaded, tuple[nn.Module, Loaded] | None]:
+) -> tuple[nn.Module, LoadingInfo, tuple[nn.Module, LoadingInfo] | None]:
     """The model and what was loaded of it; of an adapter alone also its base, without weights, and what would be loaded.
 
     With SDPA where the architecture has it, else (Gemma 2, BLOOM, Mamba) with what transformers chooses.
@@ -476,10 +483,10 @@ def _pretrained(
         dtype=dtype,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        **weights(trust),
+        **weight_kwargs(trust),
         **options,
     )
-    with unreported():  # sizes that mismatch are refused by name, and not by transformers, which names none
+    with silence_load_report():  # sizes that mismatch are refused by name, and not by transformers, which names none
         base = None
         if adapted is not None and not options:  # transformers tells of the adapter only
             base = load(adapted, device_map="meta")
@@ -492,7 +499,7 @@ def _pretrained(
     return loaded, info, base
 
 
-def without_dropout(module: nn.Module) -> None:
+def disable_dropout(module: nn.Module) -> None:
     """Modules and plain numbers (`attention_dropout`, `resid_pdrop`, `layerdrop`): recomputed activations are in training mode."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         module.p = 0.0

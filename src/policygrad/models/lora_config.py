@@ -13,8 +13,8 @@ from typing import Any
 from policygrad.errors import ConfigError, ModelError
 
 ADAPTER_FILE = "adapter_config.json"
-RANK, ALPHA, TARGETS = 16, 32.0, "all-linear"
-RATE = 10.0
+DEFAULT_RANK, DEFAULT_ALPHA, DEFAULT_TARGETS = 16, 32.0, "all-linear"
+LORA_LR_FACTOR = 10.0
 """Factor on the default learning rate: the best rate of adapters is about ten times that of all weights, in fine-tuning and in
 reinforcement learning, with α = 32 at any rank (Schulman and Thinking Machines 2025, LoRA Without Regret)."""
 
@@ -48,7 +48,7 @@ class Lora:
             raise ConfigError(f"learner.lora: bits must be 4, or left out for weights as they are, not {self.bits}")
 
 
-def parse(text: str) -> Lora | None:
+def parse_lora(text: str) -> Lora | None:
     """`rank=16,alpha=32,targets=all-linear`; None of an empty text.
 
     Raises:
@@ -75,12 +75,12 @@ def parse(text: str) -> Lora | None:
     return Lora(**found)
 
 
-def holds_model(folder: Path) -> bool:
+def is_model_folder(folder: Path) -> bool:
     """Whether there is a model in it, whole or as an adapter."""
     return (folder / "config.json").is_file() or (folder / ADAPTER_FILE).is_file()
 
 
-def config_of(path: str | Path) -> Mapping[str, Any] | None:
+def read_adapter_config(path: str | Path) -> Mapping[str, Any] | None:
     """What the folder of an adapter says of it; None of any other folder, of a whole model with an adapter beside it among them.
 
     Raises:
@@ -100,15 +100,15 @@ def config_of(path: str | Path) -> Mapping[str, Any] | None:
     return found
 
 
-def base_of(path: str | Path) -> str | None:
+def adapter_base(path: str | Path) -> str | None:
     """The model that the adapter in this folder adapts; None of a folder that holds no adapter."""
-    found = config_of(path)
+    found = read_adapter_config(path)
     return None if found is None else str(found["base_model_name_or_path"])
 
 
-def described(path: str | Path) -> Lora:
+def read_lora(path: str | Path) -> Lora:
     """Rank, α and targets of the adapter in a folder, as far as its configuration says."""
-    found = config_of(path) or {}
+    found = read_adapter_config(path) or {}
     targets = found.get("target_modules")
     return Lora(
         rank=found.get("r"),
@@ -117,14 +117,14 @@ def described(path: str | Path) -> Lora:
     )
 
 
-def check_agrees(asked: Lora, has: Lora, what: str) -> None:
+def check_same_adapter(asked: Lora, has: Lora, what: str) -> None:
     """Raises ConfigError where the option says another adapter than the one that is there."""
     for f in fields(Lora):
         said, is_ = getattr(asked, f.name), getattr(has, f.name)
         if f.name == "bits" or said is None:
             continue
         if f.name == "targets" and (
-            said == TARGETS or (is_ is not None and set(said.split("+")) == set(is_.split("+")))
+            said == DEFAULT_TARGETS or (is_ is not None and set(said.split("+")) == set(is_.split("+")))
         ):
             continue
         if said != is_:

@@ -87,7 +87,7 @@ class Routing:
         self.routers = routers
 
     @classmethod
-    def of(cls, model: nn.Module) -> Routing:
+    def for_model(cls, model: nn.Module) -> Routing:
         """Found by looking which modules ask for a `topk` of experts.
 
         Raises:
@@ -106,7 +106,7 @@ class Routing:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The model chooses for itself, and `take` gives what it chose."""
+        """The model chooses for itself, and `acquire_lock` gives what it chose."""
         for router in self.routers:
             router.recorded, router.replayed = [], None
         try:
@@ -115,7 +115,7 @@ class Routing:
             for router in self.routers:
                 router.recorded = None
 
-    def take(self) -> Tensor:
+    def pop_recorded(self) -> Tensor:
         """[n, layers, k] int16 on the CPU: the choices of the forward pass just made, in the order of its n input tokens."""
         passes = [torch.cat(router.recorded or []) for router in self.routers]
         for router in self.routers:
@@ -128,7 +128,7 @@ class Routing:
         for layer, router in enumerate(self.routers):
             router.replayed = None if routes is None else routes[:, layer].long()
 
-    def measured(self) -> Metrics:
+    def pop_metrics(self) -> Metrics:
         """routing/changed: the share of replayed choices, since last asked, where the weights would now choose other experts."""
         changed, tokens = (sum(getattr(r, name) for r in self.routers) for name in ("changed", "tokens"))
         for router in self.routers:

@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import adapters_of, rebuilt, shared_with, twin
-from policygrad.models.loading import load_model, without_dropout
+from policygrad.models.adapters import (
+    adapter_configs,
+    copy_with_shared_weights,
+    rebuild_with_adapters,
+    shareable_parameter_ids,
+)
+from policygrad.models.loading import disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
-Build = Callable[[], nn.Module]
+ModelFactory = Callable[[], nn.Module]
 """Makes another instance of a model, whose weights are then replaced."""
 _WAY_OUT = "pass build=, a function that makes another instance of the model (its weights are copied)"
 
 
-def replica(model: nn.Module, build: Build | None = None) -> nn.Module:
+def clone_model(model: nn.Module, build: ModelFactory | None = None) -> nn.Module:
     """The model once more: equal parameters and buffers of its own, tied where the model's are, no dropout, in evaluation mode
     and frozen. No random number is drawn. Of a model with adapters the adapters alone: what stands still under them is the same
     memory in both.
@@ -35,7 +40,7 @@ def replica(model: nn.Module, build: Build | None = None) -> nn.Module:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         made = _built(model) if build is None else build().to(next(model.parameters()).device)
-    if ({*map(id, model.parameters())} & {*map(id, made.parameters())}) - shared_with(model):
+    if ({*map(id, model.parameters())} & {*map(id, made.parameters())}) - shareable_parameter_ids(model):
         raise ModelError("build() gave back the model's own parameters: let it make another instance each time")
     other = {n: t.shape for n, t in _tensors(made)}
     wanted = {n: t.shape for n, t in _tensors(model)}
@@ -46,7 +51,7 @@ def replica(model: nn.Module, build: Build | None = None) -> nn.Module:
             + (f": {_WAY_OUT}" if build is None else "")
         )
     for module in made.modules():
-        without_dropout(module)
+        disable_dropout(module)
     copy_weights(model, made)
     return made.eval().requires_grad_(False)
 
@@ -64,10 +69,10 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             continue
         if found[name].dtype != tensor.dtype:
             raise ModelError(f"{name} is {tensor.dtype} in the model and {found[name].dtype} in its copy")
-        found[name].copy_(tensor if hasattr(found[name], "full_tensor") else full(tensor))
+        found[name].copy_(tensor if hasattr(found[name], "full_tensor") else full_tensor(tensor))
 
 
-def full(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """The whole of a tensor that is spread over processes, each of which asks for it; any other as it is."""
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()
@@ -80,11 +85,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _built(model: nn.Module) -> nn.Module:
     """From the configuration, without weights until there is a place for each, like the model's own in precision and device."""
-    shared = shared_with(model)
+    shared = shareable_parameter_ids(model)
     if getattr(model, "is_quantized", False):
-        return twin(model, shared)
+        return copy_with_shared_weights(model, shared)
     with torch.device("meta"):
-        made = rebuilt(model, _from_config) if adapters_of(model) else _from_config(model)
+        made = rebuild_with_adapters(model, _from_config) if adapter_configs(model) else _from_config(model)
     memo: dict[Tensor, Tensor] = {p: p for p in model.parameters() if id(p) in shared}
     others = dict(made.named_modules())
     for name, module in model.named_modules():
@@ -110,41 +115,41 @@ def _from_config(model: Any) -> nn.Module:
     return made
 
 
-def local(x: Tensor) -> Tensor:
+def local_tensor(x: Tensor) -> Tensor:
     """This process's share of a tensor that is spread over processes; any other as it is."""
     share = getattr(x, "to_local", None)
     return x if share is None else share()
 
 
-def as_spread(share: Tensor, x: Tensor) -> Tensor:
+def redistribute_like(share: Tensor, x: Tensor) -> Tensor:
     """The tensor of x's shape, spread as x is, of which this process has `share`, in whatever shape."""
     if not hasattr(x, "to_local"):
         return share.view_as(x)
     like: Any = x  # a DTensor, which a torch without torch.distributed does not have
-    mine = share.view_as(local(x.detach()))
+    mine = share.view_as(local_tensor(x.detach()))
     found: Tensor = type(like).from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
     return found
 
 
-def own(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+def unshared_parameters(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a second model that are not the first one's memory too."""
     theirs = {id(p) for p in model.parameters()}
     return {name: p for name, p in made.named_parameters() if id(p) not in theirs}
 
 
-def apart(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a second model but those that stand still under the first one's adapters, which in one process are the same
     memory in both."""
-    shared = shared_with(model)
+    shared = shareable_parameter_ids(model)
     still = {name for name, p in model.named_parameters() if id(p) in shared}
     return {name: p for name, p in made.named_parameters() if name not in still}
 
 
-def let_train(made: nn.Module, model: nn.Module) -> nn.Module:
+def enable_gradients(made: nn.Module, model: nn.Module) -> nn.Module:
     """The second model, which trains: of one with adapters these alone."""
-    for parameter in apart(made, model).values():
+    for parameter in trainable_parameters(made, model).values():
         parameter.requires_grad_(True)
     return made
 
@@ -188,7 +193,7 @@ def load_reference(
 ) -> nn.Module:
     """The model, frozen. It is given the token ids that the policy sampled, so both must mean the same by them.
 
-    name: a folder, a hub id, a run's folder, `tiny`. policy: the policy's tokenizer.
+    name: a folder, a hub id, a run's folder, `format_small`. policy: the policy's tokenizer.
 
     Raises:
         ModelError: no such model; a tokenizer with another vocabulary than the policy's, or than the model has embeddings for.

@@ -16,19 +16,19 @@ from policygrad.models.chat_template import (
     ChatTokenizer,
     Message,
     Tools,
-    continuation,
-    grown_ids,
-    prompt_ids,
-    rewritten,
+    encode_continuation,
+    encode_prompt,
+    encode_rewritten,
+    extend_ids,
 )
-from policygrad.models.loading import cannot_load, context_length, reading, resolve
-from policygrad.models.lora_config import base_of
-from policygrad.models.tool_calls import CallForm, form_of, template_of
+from policygrad.models.loading import context_length, load_error, pretrained_kwargs, resolve_model
+from policygrad.models.lora_config import adapter_base
+from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 
 # What somebody else wrote, as the token ids that a policy would have sampled: the prompt's own, then the answer's, closed.
 
 
-def shown_ids(
+def encode_demonstration(
     tokenizer: ChatTokenizer,
     prompt_ids: list[int],
     prompt: str | Sequence[Message],
@@ -53,8 +53,8 @@ def _text(
 ) -> tuple[list[int], list[bool]]:
     """Prompt + completion as plain text, with the end token behind it."""
     whole = list(tokenizer.hf(prompt + rest)["input_ids"])
-    if len(whole) == len(ids) or whole[-1] not in tokenizer.end:
-        whole.append(end_token(tokenizer))
+    if len(whole) == len(ids) or whole[-1] not in tokenizer.end_ids:
+        whole.append(end_token_id(tokenizer))
     if whole[: len(ids)] != ids:
         raise ModelError(
             f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
@@ -64,10 +64,10 @@ def _text(
     return whole, [i >= len(ids) for i in range(len(whole))]
 
 
-def end_token(tokenizer: ChatTokenizer) -> int:
+def end_token_id(tokenizer: ChatTokenizer) -> int:
     """The tokenizer's own end token, or the first of those that the model names."""
     own = tokenizer.hf.eos_token_id
-    return int(own) if own in tokenizer.end else min(tokenizer.end)
+    return int(own) if own in tokenizer.end_ids else min(tokenizer.end_ids)
 
 
 def _chat(
@@ -78,9 +78,9 @@ def _chat(
     ids, learnt = prompt_ids, [False] * len(prompt_ids)
     for message in rest:
         if message["role"] == "assistant":
-            ids = grown_ids(tokenizer, ids, messages, generation_prompt=True, source=source)
+            ids = extend_ids(tokenizer, ids, messages, generation_prompt=True, source=source)
             learnt += [False] * (len(ids) - len(learnt))
-            ids = grown_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=source)
+            ids = extend_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=source)
             learnt += _said(tokenizer, ids[len(learnt) :], source)
         messages.append(message)
     return ids, learnt
@@ -88,10 +88,10 @@ def _chat(
 
 def _said(tokenizer: ChatTokenizer, turn: list[int], source: str) -> list[bool]:
     """The assistant's turn is learnt up to its last end token: what a template writes behind it (a newline) is never sampled."""
-    ends = [i for i, token in enumerate(turn) if token in tokenizer.end]
+    ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
     if not ends:
         closes = tokenizer.hf.decode(turn[-3:])
-        known = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end)))
+        known = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
         raise ModelError(
             f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
             f"({known}), so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its "
@@ -100,12 +100,12 @@ def _said(tokenizer: ChatTokenizer, turn: list[int], source: str) -> list[bool]:
     return [i <= ends[-1] for i in range(len(turn))]
 
 
-def shown_answer(
+def encode_answer(
     tokenizer: ChatTokenizer, prompt_ids: list[int], prompt: str | Sequence[Message], text: str, source: str
 ) -> list[int]:
-    """The answer `text` alone, in the ids that follow the prompt's, its end token the last. Raises as `shown_ids`."""
+    """The answer `text` alone, in the ids that follow the prompt's, its end token the last. Raises as `encode_demonstration`."""
     rest = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-    whole, learnt = shown_ids(tokenizer, prompt_ids, prompt, rest, source)
+    whole, learnt = encode_demonstration(tokenizer, prompt_ids, prompt, rest, source)
     return [token for token, said in zip(whole, learnt, strict=True) if said]
 
 
@@ -115,10 +115,10 @@ class Tokenizer:
 
     hf: Any
     """The object of transformers."""
-    end: frozenset[int]
+    end_ids: frozenset[int]
     """Ids that end a completion."""
     name: str
-    context: int | None
+    context_length: int | None
     """Tokens a prompt and its completion may take together."""
 
     def encode(
@@ -134,17 +134,17 @@ class Tokenizer:
             ModelError: no chat template, or one that refuses the messages; a prompt without tokens; a prompt that leaves no
                 room for max_tokens.
         """
-        ids = prompt_ids(self, prompt, tools=tools, source=source)
+        ids = encode_prompt(self, prompt, tools=tools, source=source)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
-        if self.context is not None and len(ids) + max_tokens > self.context:
+        if self.context_length is not None and len(ids) + max_tokens > self.context_length:
             raise ModelError(
-                f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context} positions "
+                f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context_length} positions "
                 f"of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
             )
         return torch.tensor(ids, dtype=torch.int64)
 
-    def continuation(
+    def encode_continuation(
         self,
         so_far: str | Sequence[Message],
         reply: str,
@@ -153,9 +153,11 @@ class Tokenizer:
         tools: Tools | None = None,
     ) -> Tensor:
         """[n] int64; the ids between a sampled turn and the next: see `chat.continuation`, also for what it raises."""
-        return torch.tensor(continuation(self, so_far, reply, new, tools=tools, source=source), dtype=torch.int64)
+        return torch.tensor(
+            encode_continuation(self, so_far, reply, new, tools=tools, source=source), dtype=torch.int64
+        )
 
-    def rewritten(
+    def encode_rewritten(
         self,
         messages: Sequence[Message],
         opening: int,
@@ -165,18 +167,20 @@ class Tokenizer:
     ) -> tuple[Tensor, Tensor]:
         """([P'] int64, [n] int64) of a conversation that the template writes anew: see `chat.rewritten`, also for what it
         raises."""
-        whole, news = rewritten(self, messages, opening, new, tools=tools, source=source)
+        whole, news = encode_rewritten(self, messages, opening, new, tools=tools, source=source)
         return torch.tensor(whole, dtype=torch.int64), torch.tensor(news, dtype=torch.int64)
 
-    def answer(self, prompt: Tensor, said: str | Sequence[Message], text: str, source: str = "an answer") -> list[int]:
+    def encode_answer(
+        self, prompt: Tensor, said: str | Sequence[Message], text: str, source: str = "an answer"
+    ) -> list[int]:
         """The ids of an answer that somebody else wrote, as they would have been sampled behind the ids `prompt` of what was
-        `said`, closed by an end token. Raises as `shown.shown_ids`."""
-        return shown_answer(self, prompt.tolist(), said, text, source)
+        `add_statements`, closed by an end token. Raises as `shown.shown_ids`."""
+        return encode_answer(self, prompt.tolist(), said, text, source)
 
     @property
-    def form(self) -> CallForm:
+    def tool_call_parser(self) -> ToolCallParser:
         """How the model writes calls of tools, by its chat template."""
-        return form_of(template_of(self.hf), self.name)
+        return parser_for_template(get_chat_template(self.hf), self.name)
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """The text, without end and padding tokens."""
@@ -190,8 +194,8 @@ def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code
         ModelError: no tokenizer, one with more tokens than the model reads, or none of tokenizer and model names an end token.
     """
     if isinstance(model, str):
-        path = resolve(model)
-        base = base_of(path)
+        path = resolve_model(model)
+        base = adapter_base(path)
         own = base is None or (Path(path) / "tokenizer_config.json").is_file()
         tokenizer = _pretrained(path if own or base is None else base, model, trust_remote_code)
         ends = [*_written_ends(path), *(_written_ends(base) if base else ())]
@@ -223,7 +227,7 @@ def check_vocabulary(tokenizer: Any, network: nn.Module, name: str) -> None:
         )
 
 
-def pretrained_tokenizer(path: str, trust: bool) -> Any:
+def load_pretrained_tokenizer(path: str, trust: bool) -> Any:
     """Load the tokenizer of the class that the folder names.
 
     Beside a model of some types (qwen2, qwen3_5, qwen3_5_moe) transformers replaces the generic class by one of that type, which
@@ -232,7 +236,7 @@ def pretrained_tokenizer(path: str, trust: bool) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    tokenizer = AutoTokenizer.from_pretrained(path, **reading(trust))
+    tokenizer = AutoTokenizer.from_pretrained(path, **pretrained_kwargs(trust))
     if type(tokenizer).__module__.startswith("transformers.models."):
         named = get_tokenizer_config(path).get("tokenizer_class")
         if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -242,10 +246,10 @@ def pretrained_tokenizer(path: str, trust: bool) -> Any:
 
 def _pretrained(path: str, model: str, trust: bool) -> Any:
     try:
-        return pretrained_tokenizer(path, trust)
+        return load_pretrained_tokenizer(path, trust)
     except Exception as error:  # of which class depends on what is wrong with which file
         files = "tokenizer.json and tokenizer_config.json"
-        raise cannot_load(f"the tokenizer of {model!r}", error, files, path) from error
+        raise load_error(f"the tokenizer of {model!r}", error, files, path) from error
 
 
 def _checked(tokenizer: object) -> Any:
@@ -285,7 +289,7 @@ def _written_ends(path: str) -> Iterator[Any]:
                 yield place.get("eos_token_id")
 
 
-def padding_id(tokenizer: Tokenizer) -> int:
+def pad_token_id(tokenizer: Tokenizer) -> int:
     """What fills a row: the pad token, or an end token where there is none (padded positions are never read)."""
     pad = tokenizer.hf.pad_token_id
-    return int(pad) if pad is not None else min(tokenizer.end)
+    return int(pad) if pad is not None else min(tokenizer.end_ids)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from policygrad.errors import ModelError
-from policygrad.models.control_tokens import encodable
+from policygrad.models.control_tokens import replace_surrogates
 
 _OPENS, _CLOSES = "<tool_call>", "</tool_call>"
 _LOOKS_LIKE = re.compile(r"\[?\s*\{\s*\"(name|type|function|parameters|arguments)\"")
@@ -30,10 +30,10 @@ class ToolCall:
 
     def __post_init__(self) -> None:
         for part in ("name", "arguments", "positional", "error"):
-            object.__setattr__(self, part, encodable(getattr(self, part)))
+            object.__setattr__(self, part, replace_surrogates(getattr(self, part)))
 
 
-class CallForm(Protocol):
+class ToolCallParser(Protocol):
     """How a model writes calls."""
 
     def __call__(self, text: str) -> tuple[ToolCall, ...]:
@@ -42,7 +42,7 @@ class CallForm(Protocol):
 
 
 @dataclass(frozen=True)
-class TaggedCalls:
+class TaggedToolCallParser:
     """`<tool_call>…</tool_call>`, as Hermes and Qwen write calls, with JSON inside: {"name": …, "arguments": {…}}.
 
     Also `f(1, b="x")` inside, for models that have no convention: literals only, nothing is evaluated.
@@ -61,10 +61,10 @@ class TaggedCalls:
 
 
 @dataclass(frozen=True)
-class JsonCalls:
+class JsonToolCallParser:
     """A turn that is nothing but JSON, one object, several behind each other, or a list, as Llama 3.1 and Mistral write calls.
 
-    {"name": …, "parameters": {…}} or {"name": …, "arguments": {…}}; `mark` may stand before it, where decoding leaves it in.
+    {"name": …, "parameters": {…}} or {"name": …, "arguments": {…}}; `locate_steps` may stand before it, where decoding leaves it in.
     """
 
     mark: str = ""
@@ -87,7 +87,7 @@ class JsonCalls:
 
 
 @dataclass(frozen=True)
-class UnknownCalls:
+class UnsupportedToolCalls:
     """The template of a model describes tools in a way of its own."""
 
     model: str
@@ -95,15 +95,15 @@ class UnknownCalls:
     def __call__(self, text: str) -> tuple[ToolCall, ...]:
         raise ModelError(
             f"how the model of {self.model!r} writes calls is not known from its chat template: give ToolUse(form=…), a function "
-            "from the text of a turn to policygrad.ToolCall objects; TaggedCalls() and JsonCalls() in "
+            "from the text of a turn to policygrad.ToolCall objects; TaggedToolCallParser() and JsonToolCallParser() in "
             "policygrad.models.tool_calls are two"
         )
 
 
-TAGGED = TaggedCalls()
+TAGGED_PARSER = TaggedToolCallParser()
 
 
-def template_of(hf: Any) -> str | None:
+def get_chat_template(hf: Any) -> str | None:
     """The chat template that a tokenizer of transformers uses where there are tools."""
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):
@@ -112,7 +112,7 @@ def template_of(hf: Any) -> str | None:
 
 
 @cache
-def takes_tools(template: str | None) -> bool:
+def supports_tools(template: str | None) -> bool:
     """Whether a chat template reads `tools`."""
     from jinja2 import Environment, TemplateSyntaxError
 
@@ -123,21 +123,21 @@ def takes_tools(template: str | None) -> bool:
 
 
 @cache
-def form_of(template: str | None, model: str = "") -> CallForm:
+def parser_for_template(template: str | None, model: str = "") -> ToolCallParser:
     """How the model of this template writes calls; tags where the template knows no tools, as `plain_tools` then asks for them.
 
     Known by what their templates hold: Hermes 2 Pro, Qwen 2.5 and 3 (`<tool_call>` and JSON), Llama 3.1 to 3.3 (`ipython` and
     "parameters"), Mistral 7B 0.3 (`[TOOL_CALLS]` and a list).
     """
-    if template is None or not takes_tools(template):
-        return TAGGED
+    if template is None or not supports_tools(template):
+        return TAGGED_PARSER
     if _OPENS in template and "<arg_key>" not in template and "<function=" not in template:
-        return TAGGED
+        return TAGGED_PARSER
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return JsonCalls("[TOOL_CALLS]")
+        return JsonToolCallParser("[TOOL_CALLS]")
     if "ipython" in template and "parameters" in template:
-        return JsonCalls("<|python_tag|>")
-    return UnknownCalls(model)
+        return JsonToolCallParser("<|python_tag|>")
+    return UnsupportedToolCalls(model)
 
 
 def _spoken(text: str) -> str:

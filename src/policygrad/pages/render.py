@@ -14,7 +14,7 @@ BANDS = WEB / "bands.js"
 """For pages with bands around their curves."""
 
 
-def framed(
+def render_page(
     body: Traversable,
     data: Any,
     *,
@@ -25,7 +25,7 @@ def framed(
 ) -> str:
     """The page.
 
-    body: a template that extends `frame.html`, rendered with `values`.
+    body: a template that extends `frame.html`, rendered with `parse_gauge`.
     data: what the scripts draw, read by `plots.js`.
     styles, scripts: what the page has beside `page.css` and `plots.js`.
     """
@@ -37,11 +37,11 @@ def framed(
         lstrip_blocks=True,
         loader=DictLoader({"frame.html": _text(WEB / "frame.html")}),
     )
-    environment.filters |= {"typeset": typeset} | (filters or {})
+    environment.filters |= {"typeset": render_math} | (filters or {})
     page = environment.from_string(_text(body)).render(
         style="".join(map(_text, (WEB / "page.css", *styles))),
         script="\n".join(map(_text, (WEB / "plots.js", *scripts))),
-        data=embedded(data),
+        data=embed_json(data),
         **values,
     )
     return page.encode(
@@ -53,7 +53,7 @@ def _text(file: Traversable) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def typeset(text: str) -> Any:
+def render_math(text: str) -> Any:
     """Markup with π_ref and G^-0.5 as subscript and superscript."""
     from markupsafe import Markup, escape
 
@@ -61,7 +61,7 @@ def typeset(text: str) -> Any:
     return Markup(re.sub(r"\^([-−]?[\d.]*\d)", r"<sup>\1</sup>", lowered))
 
 
-def embedded(data: Any) -> str:
+def embed_json(data: Any) -> str:
     """JSON that may stand in a script element: no `</script>` can be in it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -18,7 +18,7 @@ from policygrad.errors import ConfigError
 from policygrad.utils.filesystem import read_json
 
 GB, TB = 10**9, 10**12
-MOST_DEVICES = 2**17
+MAX_DEVICES = 2**17
 """More than any cluster has; each is counted on its own."""
 
 
@@ -75,7 +75,7 @@ DEVICES = {
 ALIASES = {"A100-80": "A100", "A100-80GB": "A100", "H100-80": "H100", "H100-80GB": "H100", "H200-141GB": "H200"}
 
 
-def fleet(text: str, measured: Device | None = None) -> tuple[Device, int]:
+def parse_devices(text: str, measured: Device | None = None) -> tuple[Device, int]:
     """`H200:64`, or `H200` for one. measured: a device of a calibration, known by its name too.
 
     Raises:
@@ -87,8 +87,8 @@ def fleet(text: str, measured: Device | None = None) -> tuple[Device, int]:
         raise ConfigError(f"--gpus is a device and how many, as in H200:64, not {text!r}")
     devices = DEVICES if measured is None else {measured.name: measured} | DEVICES
     known = {name.lower(): name for name in (*devices, *ALIASES)}
-    if count > MOST_DEVICES:
-        raise ConfigError(f"--gpus has {found.group(2):.20} devices: from 1 to {MOST_DEVICES:,} can be planned")
+    if count > MAX_DEVICES:
+        raise ConfigError(f"--gpus has {found.group(2):.20} devices: from 1 to {MAX_DEVICES:,} can be planned")
     key = found.group(1).lower()
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -102,26 +102,26 @@ def fleet(text: str, measured: Device | None = None) -> tuple[Device, int]:
 
 # How much of a device's published figures is reached: assumed, or measured by `policygrad plan --calibrate`.
 
-KIND = "policygrad calibration 1"
+CALIBRATION_FORMAT = "policygrad calibration 1"
 
 
 @dataclass(frozen=True)
-class Reached:
+class Efficiency:
     """Shares of the time that operations at the peak rate and bytes at the full bandwidth would take, one after the other."""
 
-    learning: float = 0.5
+    training: float = 0.5
     """Forward and backward passes."""
     scoring: float = 0.5
     """Forward passes, also over prompts before anything is drawn."""
-    drawing: float = 0.7
+    sampling: float = 0.7
     """A token for each of the completions that are drawn at once."""
-    layer: float = 125e-6
+    layer_overhead: float = 125e-6
     """Seconds a layer takes besides for every such token: kernels are started, and the next tokens chosen."""
     link: float = 0.7
     """Of the bandwidth between devices."""
     storage: float = 2e9
     """Bytes a second, written to a folder and read from it by samplers apart."""
-    reduce: float = 10e-6
+    allreduce: float = 10e-6
     """Seconds to add up a small tensor over a sampler's devices, twice a layer."""
 
 
@@ -130,9 +130,9 @@ class Calibration:
     """What was measured, and on what."""
 
     device: Device
-    reached: Reached
+    efficiency: Efficiency
     dtype: str
-    about: Mapping[str, Any]
+    details: Mapping[str, Any]
     """The machine, versions, seconds that were measured."""
 
     def write(self, path: Path) -> None:
@@ -142,11 +142,11 @@ class Calibration:
             ConfigError: it cannot be written there.
         """
         values = {
-            "kind": KIND,
+            "kind": CALIBRATION_FORMAT,
             "dtype": self.dtype,
             "device": asdict(self.device),
-            "reached": asdict(self.reached),
-            "about": dict(self.about),
+            "reached": asdict(self.efficiency),
+            "about": dict(self.details),
         }
         try:
             path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -155,7 +155,7 @@ class Calibration:
                 f"--calibration {path} cannot be written ({error.strerror}): take another place"
             ) from error
 
-    def of(self, device: Device, dtype: str) -> tuple[Device, Reached]:
+    def apply(self, device: Device, dtype: str) -> tuple[Device, Efficiency]:
         """The device with the figures that were measured, and what it reaches of them.
 
         Raises:
@@ -171,10 +171,10 @@ class Calibration:
                 f"--calibration was measured in {self.dtype}, and the plan is for {dtype}: give --dtype {self.dtype}, or "
                 f"calibrate with --dtype {dtype}"
             )
-        return self.device, self.reached
+        return self.device, self.efficiency
 
 
-def load(path: Path) -> Calibration:
+def load_calibration(path: Path) -> Calibration:
     """What `Calibration.write` wrote.
 
     Raises:
@@ -188,13 +188,13 @@ def load(path: Path) -> Calibration:
         ) from error
     except ValueError as error:
         raise ConfigError(f"--calibration {path} is not JSON: {error}") from error
-    if not isinstance(values, dict) or values.get("kind") != KIND:
+    if not isinstance(values, dict) or values.get("kind") != CALIBRATION_FORMAT:
         raise ConfigError(f"--calibration {path} is not what `policygrad plan --calibrate` writes: measure again")
     try:
-        device, reached = Device(**values["device"]), Reached(**values["reached"])
-        numbers = [getattr(reached, f.name) for f in fields(Reached)]
+        device, reached = Device(**values["device"]), Efficiency(**values["reached"])
+        numbers = [getattr(reached, f.name) for f in fields(Efficiency)]
         good = all(isinstance(x, int | float) and x >= 0 for x in numbers)
-        if not good or min(reached.learning, reached.scoring, reached.drawing, reached.link, reached.storage) <= 0:
+        if not good or min(reached.training, reached.scoring, reached.sampling, reached.link, reached.storage) <= 0:
             raise ValueError("a share is not above 0")
         return Calibration(device, reached, str(values["dtype"]), dict(values["about"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -13,19 +13,19 @@ from typing import Any
 from policygrad.errors import ConfigError
 from policygrad.utils.filesystem import read_json
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """`model_type` of the architectures whose weights are counted."""
-EMBEDDED = "tiny"
-MOST = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1_000) | dict.fromkeys(
+EMBEDDED_MODEL = "tiny"
+MAX_SIZES = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1_000) | dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), 2**24
 )
 """The largest of each number that a config.json may have, several times that of any model; more would be built for hours."""
-SUFFIXES = ("-instruct-2507", "-thinking-2507", "-instruct", "-base")
+VARIANT_SUFFIXES = ("-instruct-2507", "-thinking-2507", "-instruct", "-base")
 """Of hub names: further training, the same shape."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A decoder-only transformer of Llama's kind: attention with grouped keys, a gated MLP, RMS norms."""
 
     name: str
@@ -42,57 +42,59 @@ class Shape:
     """The head's weights are the embeddings."""
     qk_norm: bool = False
     """Queries and keys are normalised, as in Qwen3."""
-    biases: int = 0
+    layer_biases: int = 0
     """Numbers a layer has in biases."""
     source: str = ""
     """Where the figures are from."""
 
     @property
-    def widths(self) -> int:
+    def qkv_width(self) -> int:
         """Of queries, keys and values of a token together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
-    def layer_products(self) -> int:
+    def layer_matmul_weights(self) -> int:
         """Weights of a layer's matrix products."""
-        attention = self.hidden * (self.widths + self.heads * self.head_dim)
+        attention = self.hidden * (self.qkv_width + self.heads * self.head_dim)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
-    def layer(self) -> int:
+    def layer_parameters(self) -> int:
         """Parameters of a layer."""
-        return self.layer_products + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + self.biases
+        return (
+            self.layer_matmul_weights + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + self.layer_biases
+        )
 
     @property
-    def embedding(self) -> int:
+    def embedding_parameters(self) -> int:
         """Parameters of the embeddings; as many are in the head."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
         """All of them, tied ones once."""
-        return self.layers * self.layer + self.embedding * (1 if self.tied else 2) + self.hidden
+        return self.layers * self.layer_parameters + self.embedding_parameters * (1 if self.tied else 2) + self.hidden
 
     @property
-    def cache(self) -> int:
+    def cache_numbers_per_token(self) -> int:
         """Numbers a token has in the cache of keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> Shape:
+def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> ModelShape:
     source = f"config.json of Qwen/{name}"
-    return Shape(name, hidden, intermediate, layers, heads, 8, 128, 151936, tied, qk_norm=True, source=source)
+    return ModelShape(name, hidden, intermediate, layers, heads, 8, 128, 151936, tied, qk_norm=True, source=source)
 
 
-def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int) -> Shape:
+def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int) -> ModelShape:
     source = f"config.json of meta-llama/{name}"
-    return Shape(name, hidden, intermediate, layers, heads, 8, 128, 128256, source=source)
+    return ModelShape(name, hidden, intermediate, layers, heads, 8, 128, 128256, source=source)
 
 
-NAMED = {
+KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
-        Shape(
+        ModelShape(
             "SmolLM2-135M",
             576,
             1536,
@@ -116,35 +118,35 @@ NAMED = {
 }
 
 
-def shape(model: str) -> Shape:
-    """Of a folder with a config.json (a run's folder: the model it trained), a config.json, `tiny`, or a name that is known here,
+def load_shape(model: str) -> ModelShape:
+    """Of a folder with a config.json (a run's folder: the model it trained), a config.json, `format_small`, or a name that is known here,
     with or without its owner.
 
     Raises:
         ConfigError: no such file or name, with the nearest; an architecture that is not counted.
     """
-    if model == EMBEDDED:
-        return read(Path(__file__).parents[1] / "models" / EMBEDDED / "config.json", EMBEDDED)
+    if model == EMBEDDED_MODEL:
+        return read_shape(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL / "config.json", EMBEDDED_MODEL)
     path = Path(model).expanduser()
     for file in (path / "config.json", path / "model" / "config.json", path):
         with suppress(OSError):  # of more bytes than a file's name has: no file
             if file.is_file():
-                return read(file, model)
+                return read_shape(file, model)
     key = model.rpartition("/")[2].lower()
-    for suffix in SUFFIXES:
+    for suffix in VARIANT_SUFFIXES:
         key = key.removesuffix(suffix)
-    known = {name.lower(): name for name in NAMED}
+    known = {name.lower(): name for name in KNOWN_SHAPES}
     if key in known:
-        return NAMED[known[key]]
+        return KNOWN_SHAPES[known[key]]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"did you mean {known[near[0]]!r}?" if near else f"known: {', '.join(NAMED)}, {EMBEDDED}"
+    hint = f"did you mean {known[near[0]]!r}?" if near else f"known: {', '.join(KNOWN_SHAPES)}, {EMBEDDED_MODEL}"
     raise ConfigError(
         f"--model {model}: neither a folder with a config.json nor a shape that is known here: {hint} (of any other, "
         "download its config.json alone and name that file)"
     )
 
 
-def read(file: Path, name: str) -> Shape:
+def read_shape(file: Path, name: str) -> ModelShape:
     """Of a config.json, as transformers writes it.
 
     Raises:
@@ -157,9 +159,9 @@ def read(file: Path, name: str) -> Shape:
     if not isinstance(config, dict) or "model_type" not in config:
         raise ConfigError(f"--model {name}: {file} has no model_type: name a model's config.json, or its folder")
     kind = config["model_type"]
-    if kind not in KINDS:
+    if kind not in MODEL_TYPES:
         raise ConfigError(
-            f"--model {name}: of {kind} models nothing is counted, only of dense ones of Llama's kind ({', '.join(KINDS)}): plan "
+            f"--model {name}: of {kind} models nothing is counted, only of dense ones of Llama's kind ({', '.join(MODEL_TYPES)}): plan "
             "with one of these of the same size"
         )
     try:
@@ -171,18 +173,18 @@ def read(file: Path, name: str) -> Shape:
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a number of a config.json that is beyond `MOST`; whatever else is wrong with one is not looked at."""
-    for key, most in MOST.items():
+    """Raise ValueError for a number of a config.json that is beyond `MAX_EPOCHS`; whatever else is wrong with one is not looked at."""
+    for key, most in MAX_SIZES.items():
         if isinstance(value := config.get(key), int) and value > most:
             raise ValueError(f"{key} must be at most {most:,}, not {_shown(value)}")
 
 
 def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number from 1 to `MOST`. Raises KeyError where it is missing, ValueError where it is something else."""
+    """A whole number from 1 to `MAX_EPOCHS`. Raises KeyError where it is missing, ValueError where it is something else."""
     value = config[key] if default is None else config.get(key)
     value = default if value is None and default is not None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[key]:
-        raise ValueError(f"{key} must be a whole number from 1 to {MOST[key]:,}, not {_shown(value)}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZES[key]:
+        raise ValueError(f"{key} must be a whole number from 1 to {MAX_SIZES[key]:,}, not {_shown(value)}")
     return value
 
 
@@ -191,7 +193,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def _of(config: Mapping[str, Any], kind: str, name: str) -> Shape:
+def _of(config: Mapping[str, Any], kind: str, name: str) -> ModelShape:
     hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     kv_heads = _count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -205,7 +207,7 @@ def _of(config: Mapping[str, Any], kind: str, name: str) -> Shape:
         biases = widths + hidden
     if config.get("mlp_bias"):
         biases += 2 * intermediate + hidden
-    return Shape(
+    return ModelShape(
         name=name,
         hidden=hidden,
         intermediate=intermediate,
@@ -216,5 +218,5 @@ def _of(config: Mapping[str, Any], kind: str, name: str) -> Shape:
         vocabulary=_count(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         qk_norm=kind == "qwen3",
-        biases=biases,
+        layer_biases=biases,
     )

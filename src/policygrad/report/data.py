@@ -10,20 +10,20 @@ from statistics import fmean
 from typing import Any
 
 from policygrad.errors import RunError
-from policygrad.trackers.console import count, duration
+from policygrad.trackers.console import format_count, format_duration
 from policygrad.trackers.jsonl import COMPLETIONS, METRICS, read_rows
-from policygrad.training.config.serialization import short
+from policygrad.training.config.serialization import format_option
 from policygrad.utils.filesystem import read_json, read_toml
 
-CONFIGS = {"train": "run.toml", "sft": "sft.toml", "reward-model": "reward-model.toml"}
-LARGEST = 1e300
+CONFIG_FILES = {"train": "run.toml", "sft": "sft.toml", "reward-model": "reward-model.toml"}
+MAX_VALUE = 1e300
 """Beyond which a metric's value is shown as this: sums and means stay finite."""
 Points = tuple[tuple[int, float], ...]
 """(step, value), steps ascending."""
 
 
 @dataclass(frozen=True)
-class RunFiles:
+class RunRecord:
     """A run, finished or not."""
 
     folder: Path
@@ -40,32 +40,32 @@ class RunFiles:
     """Options that a resumed run changed, each as `after step 12: lr 0.01 -> 0.003`."""
 
     @property
-    def completions(self) -> Path:
+    def completions_file(self) -> Path:
         return self.folder / COMPLETIONS
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The newest step with a number; 0 before the first."""
         return max((points[-1][0] for points in self.metrics.values()), default=0)
 
 
 def is_run(folder: Path) -> bool:
     """Whether it is the folder of a run, finished or not."""
-    return any((folder / name).is_file() for name in CONFIGS.values())
+    return any((folder / name).is_file() for name in CONFIG_FILES.values())
 
 
-def read(folder: Path, empty: bool = False) -> RunFiles:
+def read_run(folder: Path, empty: bool = False) -> RunRecord:
     """The run in this folder. empty: whether one without a single number will do.
 
     Raises:
         RunError: no run in it; a file that cannot be read; no number yet.
     """
-    kind = next((kind for kind, name in CONFIGS.items() if (folder / name).is_file()), None)
+    kind = next((kind for kind, name in CONFIG_FILES.items() if (folder / name).is_file()), None)
     if kind is None:
         what = "holds no run" if folder.is_dir() else "is no folder"
         raise RunError(
             f"{folder} {what}: give a folder that --output of train, sft or reward-model named, such as runs/dapo-1; "
-            f"it has one of {', '.join(CONFIGS.values())} in it"
+            f"it has one of {', '.join(CONFIG_FILES.values())} in it"
         )
     metrics = _metrics(folder / METRICS)
     if not metrics and not empty:
@@ -73,10 +73,12 @@ def read(folder: Path, empty: bool = False) -> RunFiles:
             f"{folder / METRICS} has no numbers yet: wait for the run's first step, or --watch shows them as they come"
         )
     result = _json(folder / "result.json")
-    return RunFiles(folder, kind, _config(folder / CONFIGS[kind]), metrics, result, _versions(folder), _changes(folder))
+    return RunRecord(
+        folder, kind, _config(folder / CONFIG_FILES[kind]), metrics, result, _versions(folder), _changes(folder)
+    )
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
     """A file's JSON lines; what is torn, because it is being written, is left out.
 
     Raises:
@@ -94,41 +96,41 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _metrics(path: Path) -> dict[str, Points]:
     """By name; a step that is there twice counts as it was last written."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows(path):
+    values: dict[str, dict[int, float]] = {}
+    for row in read_json_rows(path):
         step = row.pop("step")
         for name, value in row.items():
             if isinstance(value, int | float):
-                found.setdefault(name, {})[step] = max(-LARGEST, min(LARGEST, float(value)))
-    return {name: tuple(sorted(points.items())) for name, points in found.items()}
+                values.setdefault(name, {})[step] = max(-MAX_VALUE, min(MAX_VALUE, float(value)))
+    return {name: tuple(sorted(points.items())) for name, points in values.items()}
 
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        found = read_toml(path)
+        config = read_toml(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"{path} cannot be read: {reason}; put a copy of it back") from error
-    if not isinstance(algorithm := found.get("algorithm", {}), Mapping):
+    if not isinstance(algorithm := config.get("algorithm", {}), Mapping):
         raise RunError(
             f"{path}: algorithm is {algorithm!r:.40}, where a run writes a table; put a copy of the file back"
         )
-    return found
+    return config
 
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        found = read_json(path)
+        value = read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _versions(folder: Path) -> Mapping[str, str]:
     """Of the newest checkpoint, which says what the run began with."""
     for state in _states(folder):
-        began = state.get("began")
-        versions = began.get("versions") if isinstance(began, dict) else None
+        fingerprint = state.get("began")
+        versions = fingerprint.get("versions") if isinstance(fingerprint, dict) else None
         if versions and isinstance(versions, dict):
             return {str(name): str(version) for name, version in versions.items()}
     return {}
@@ -154,11 +156,11 @@ def _states(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 # Runs of one configuration as one series, and every metric over the steps, thinned so that a page can hold it.
 
-POINTS = 300
+MAX_POINTS = 300
 """Of a curve; more are put together."""
-OWN = ("seed", "output", "track", "overwrite")
+PER_RUN_OPTIONS = ("seed", "output", "track", "overwrite")
 """Options in which two runs of one configuration may differ."""
-NAMED = 3
+MAX_NAMED_OPTIONS = 3
 """Differences that a label names."""
 
 
@@ -167,40 +169,42 @@ class Series:
     """Runs that differ in their seed alone."""
 
     label: str
-    runs: tuple[RunFiles, ...]
+    runs: tuple[RunRecord, ...]
 
     @property
     def config(self) -> Mapping[str, Any]:
         return self.runs[0].config
 
 
-def grouped(runs: Sequence[RunFiles]) -> tuple[Series, ...]:
+def group_runs(runs: Sequence[RunRecord]) -> tuple[Series, ...]:
     """By configuration, in the order given, each with a label that tells it from the others."""
-    found: dict[str, list[RunFiles]] = {}
+    by_config: dict[str, list[RunRecord]] = {}
     for run in runs:
-        key = json.dumps([run.kind, {k: v for k, v in run.config.items() if k not in OWN}], sort_keys=True, default=str)
-        found.setdefault(key, []).append(run)
-    groups = list(found.values())
+        key = json.dumps(
+            [run.kind, {k: v for k, v in run.config.items() if k not in PER_RUN_OPTIONS}], sort_keys=True, default=str
+        )
+        by_config.setdefault(key, []).append(run)
+    groups = list(by_config.values())
     names = [_name(group[0]) for group in groups]
-    flat = [dict(_flat({k: v for k, v in group[0].config.items() if k not in OWN})) for group in groups]
+    flat = [dict(_flat({k: v for k, v in group[0].config.items() if k not in PER_RUN_OPTIONS})) for group in groups]
     return tuple(
         Series(_label(name, flat[i], [f for f, n in zip(flat, names, strict=True) if n == name]), tuple(groups[i]))
         for i, name in enumerate(names)
     )
 
 
-def _name(run: RunFiles) -> str:
+def _name(run: RunRecord) -> str:
     algorithm = run.config.get("algorithm", {})
     return str(algorithm.get("name", run.kind)) if isinstance(algorithm, Mapping) else run.kind
 
 
-def _label(name: str, own: Mapping[str, str], alike: Sequence[Mapping[str, str]]) -> str:
+def _label(name: str, config: Mapping[str, str], configs: Sequence[Mapping[str, str]]) -> str:
     """The name, and where others have it too what differs between them."""
-    keys = dict.fromkeys(key for flat in alike for key in flat)
-    differ = [key for key in keys if len({flat.get(key) for flat in alike}) > 1]
-    said = [f"{key.removeprefix('algorithm.')}={own.get(key, '–')}" for key in differ[:NAMED]]
-    more = [f"and {len(differ) - NAMED} more"] if len(differ) > NAMED else []
-    return " ".join([name, *said, *more])
+    keys = dict.fromkeys(key for flat in configs for key in flat)
+    differ = [key for key in keys if len({flat.get(key) for flat in configs}) > 1]
+    settings = [f"{key.removeprefix('algorithm.')}={config.get(key, '–')}" for key in differ[:MAX_NAMED_OPTIONS]]
+    more = [f"and {len(differ) - MAX_NAMED_OPTIONS} more"] if len(differ) > MAX_NAMED_OPTIONS else []
+    return " ".join([name, *settings, *more])
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -209,10 +213,10 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, short(value)
+            yield prefix + key, format_option(value)
 
 
-def drawn(series: Sequence[Series], name: str, most: int = POINTS) -> dict[str, Any]:
+def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) -> dict[str, Any]:
     """A metric for the script: {x: [step], lines: [{value, low, high} or None, by series], per: steps of a point}.
 
     A value is the mean over runs and over the steps that a point stands for; low and high are the ends of these, left out where
@@ -222,18 +226,18 @@ def drawn(series: Sequence[Series], name: str, most: int = POINTS) -> dict[str, 
     every = [p for group in points for p in group]
     last = max((p[-1][0] for p in every if p), default=0)
     per = max(1, -(-last // most)) if max(map(len, every), default=0) > most else 1
-    found = [_together(group, per, last) for group in points]
-    xs = sorted({x for line in found for x in line})
-    return {"x": xs, "lines": [_line(line, xs) for line in found], "per": per}
+    merged = [_merge_steps(group, per, last) for group in points]
+    xs = sorted({x for line in merged for x in line})
+    return {"x": xs, "lines": [_line(line, xs) for line in merged], "per": per}
 
 
-def _together(points: Sequence[Points], per: int, last: int) -> dict[int, list[float]]:
+def _merge_steps(points: Sequence[Points], per: int, last: int) -> dict[int, list[float]]:
     """All values by the last step of the `per` that they are put together with."""
-    found: dict[int, list[float]] = {}
+    merged: dict[int, list[float]] = {}
     for run in points:
         for step, value in run:
-            found.setdefault(min(last, -(-step // per) * per), []).append(value)
-    return found
+            merged.setdefault(min(last, -(-step // per) * per), []).append(value)
+    return merged
 
 
 def _line(values: Mapping[int, Sequence[float]], xs: Sequence[int]) -> dict[str, Any] | None:
@@ -264,7 +268,7 @@ SUMS = {
     "completions/trained": "of these trained on",
     "completions/offered": "completions offered to updates",
     "completions/computed": "of these computed",
-    "dynamic/carried": "groups kept for the step after",
+    "dynamic/leftover": "groups kept for the step after",
     "dynamic/discarded": "groups with spread discarded",
     "updates/taken": "updates taken",
     "updates/skipped": "updates skipped",
@@ -273,57 +277,57 @@ SUMS = {
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """Of one series."""
 
     label: str
     sums: tuple[tuple[str, str, str], ...]
     """(metric, what it counts, how many)."""
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
     """What was spared, or spent twice, in sentences."""
     times: tuple[tuple[str, str, float], ...]
     """(what, mean seconds in words, share of the step)."""
 
 
-def cost(group: Series) -> Cost:
+def compute_cost(group: Series) -> RunCost:
     """Means over the series' runs."""
-    known = {name: x for name in SUMS if (x := _total(group, name)) is not None}
-    shown = {name: x for name, x in known.items() if x or name in ("tokens/sampled", "completions/sampled")}
+    totals = {name: x for name in SUMS if (x := _total(group, name)) is not None}
+    displayed = {name: x for name, x in totals.items() if x or name in ("tokens/sampled", "completions/sampled")}
     step = {what: x for name, what in TIMES.items() if (x := _mean(group, name)) is not None}
-    whole = sum(step.values()) or 1.0
-    return Cost(
+    total_seconds = sum(step.values()) or 1.0
+    return RunCost(
         group.label,
-        tuple((name, SUMS[name], count(x)) for name, x in shown.items()),
-        tuple(_said(known)),
-        tuple((what, _seconds(x), x / whole) for what, x in step.items()),
+        tuple((name, SUMS[name], format_count(x)) for name, x in displayed.items()),
+        tuple(_savings_notes(totals)),
+        tuple((what, _seconds(x), x / total_seconds) for what, x in step.items()),
     )
 
 
-def _said(known: dict[str, float]) -> Sequence[str]:
-    said = []
-    sampled, trained = known.get("completions/sampled", 0.0), known.get("completions/trained", 0.0)
+def _savings_notes(totals: dict[str, float]) -> Sequence[str]:
+    notes = []
+    sampled, trained = totals.get("completions/sampled", 0.0), totals.get("completions/trained", 0.0)
     if trained and sampled > trained:
-        said.append(
+        notes.append(
             f"{sampled / trained:.2f} completions were sampled for each one trained on: filters left out the rest."
         )
-    offered, computed = known.get("completions/offered", 0.0), known.get("completions/computed", 0.0)
+    offered, computed = totals.get("completions/offered", 0.0), totals.get("completions/computed", 0.0)
     if offered > computed > 0:
-        said.append(f"{1 - computed / offered:.0%} of the forward and backward passes were spared: zero coefficients.")
-    if carried := known.get("dynamic/carried"):
-        said.append(f"{count(carried)} groups for which a step had no room were used in the next one.")
-    return said
+        notes.append(f"{1 - computed / offered:.0%} of the forward and backward passes were spared: zero coefficients.")
+    if carried := totals.get("dynamic/leftover"):
+        notes.append(f"{format_count(carried)} groups for which a step had no room were used in the next one.")
+    return notes
 
 
 def _total(group: Series, name: str) -> float | None:
-    found = [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics]
-    return fmean(found) if found else None
+    per_run = [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics]
+    return fmean(per_run) if per_run else None
 
 
 def _mean(group: Series, name: str) -> float | None:
-    found = [x for run in group.runs for _, x in run.metrics.get(name, ())]
-    return fmean(found) if found else None
+    per_step = [x for run in group.runs for _, x in run.metrics.get(name, ())]
+    return fmean(per_step) if per_step else None
 
 
 def _seconds(x: float) -> str:
     """0.52 s, 1m40s."""
-    return f"{x:.2g} s" if x < 10 else duration(x)
+    return f"{x:.2g} s" if x < 10 else format_duration(x)

@@ -8,19 +8,25 @@ from importlib.resources import files
 from typing import Any
 
 from policygrad.catalog import ABOUT
-from policygrad.pages.render import BANDS, framed
-from policygrad.report.completions import ROWS, TEXT, Shown, embedded, shown
-from policygrad.report.data import POINTS, RunFiles, Series, cost, drawn, grouped
-from policygrad.trackers.glossary import glossary, meaning
-from policygrad.training.config.serialization import parts, short
+from policygrad.pages.render import BANDS, render_page
+from policygrad.report.completions import (
+    MAX_PAGE_CHARS,
+    MAX_ROWS,
+    CompletionExcerpt,
+    embed_completions,
+    excerpt_completions,
+)
+from policygrad.report.data import MAX_POINTS, RunRecord, Series, build_curves, compute_cost, group_runs
+from policygrad.trackers.glossary import find_metric_doc, load_glossary
+from policygrad.training.config.serialization import format_option, format_parts
 
-FIRST = (
+KEY_METRICS = (
     "reward",
-    "held_out",
+    "eval/reward",
     "loss",
-    "held_out/loss",
+    "eval/loss",
     "accuracy",
-    "held_out/accuracy",
+    "eval/accuracy",
     "entropy",
     "kl",
     "kl_old",
@@ -35,9 +41,9 @@ FIRST = (
     "explained_variance",
 )
 """What people look at first."""
-QUIET = ("completions/truncated_ratio", "staleness/mean")
+HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean")
 """Of these, what is shown only where it is not 0 throughout."""
-WIDE = 4
+FULL_DETAIL_SERIES = 4
 """Series from which on curves have fewer points, so that the page stays as small."""
 
 
@@ -52,19 +58,22 @@ class Card:
     """Where the algorithm is from; "" of one that is not the library's."""
 
 
-def page(runs: Sequence[RunFiles], live: bool = False) -> str:
+def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
     """The page. live: it asks the server that it came from whether there is more.
 
     Raises:
         RunError: completions that cannot be read.
     """
-    series = grouped(runs)
+    series = group_runs(runs)
     ordered = [run for group in series for run in group.runs]
-    there = [shown(run.completions, TEXT // len(ordered), ROWS // len(ordered)) for run in ordered]
+    excerpts = [
+        excerpt_completions(run.completions_file, MAX_PAGE_CHARS // len(ordered), MAX_ROWS // len(ordered))
+        for run in ordered
+    ]
     web = files("policygrad.report") / "web"
-    return framed(
+    return render_page(
         web / "report.html",
-        data(series, there),
+        build_page_data(series, excerpts),
         styles=(web / "report.css",),
         scripts=(BANDS, web / "curves.js", web / "diff.js", web / "completions.js", web / "report.js"),
         live=live,
@@ -72,28 +81,30 @@ def page(runs: Sequence[RunFiles], live: bool = False) -> str:
         cards=[_card(group) for group in series],
         several=any(len(group.runs) > 1 for group in series),
         running=[str(run.folder) for run in ordered if not run.result],
-        cost=[cost(group) for group in series],
-        completions=_counted(ordered, there),
+        cost=[compute_cost(group) for group in series],
+        completions=_counted(ordered, excerpts),
         steps=_steps(ordered),
     )
 
 
-def data(series: Sequence[Series], there: Sequence[Shown]) -> dict[str, Any]:
+def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcerpt]) -> dict[str, Any]:
     """What the scripts draw."""
     names = dict.fromkeys(name for group in series for run in group.runs for name in run.metrics)
-    most = max(60, POINTS * WIDE // max(WIDE, len(series)))
-    metrics = {name: drawn(series, name, most) | _meaning(name) for name in names}
+    most = max(60, MAX_POINTS * FULL_DETAIL_SERIES // max(FULL_DETAIL_SERIES, len(series)))
+    metrics = {name: build_curves(series, name, most) | _meaning(name) for name in names}
     return {
         "series": [group.label for group in series],
         "runs": [_run(group, run) for group in series for run in group.runs],
-        "first": [name for name in FIRST if name in names and not (name in QUIET and _zero(metrics[name]))],
+        "first": [
+            name for name in KEY_METRICS if name in names and not (name in HIDDEN_WHEN_ZERO and _zero(metrics[name]))
+        ],
         "chapters": _chapters(list(names)),
         "metrics": metrics,
-        "completions": embedded(there),
+        "completions": embed_completions(excerpts),
     }
 
 
-def _run(group: Series, run: RunFiles) -> str:
+def _run(group: Series, run: RunRecord) -> str:
     """A run's name among the others."""
     return f"{group.label}, seed {run.config.get('seed', '–')}"
 
@@ -104,10 +115,10 @@ def _zero(plot: dict[str, Any]) -> bool:
 
 def _meaning(name: str) -> dict[str, str]:
     """As docs/metrics.md has it; nothing of a metric that nobody has described."""
-    said = meaning(name)
-    if said is None:
+    doc = find_metric_doc(name)
+    if doc is None:
         return {}
-    more = {k: v for k, v in asdict(said).items() if k != "name" and v}
+    more = {k: v for k, v in asdict(doc).items() if k != "name" and v}
     if more.get("unit") == name:  # the page has "NAME, UNIT"
         del more["unit"]
     return more
@@ -115,15 +126,17 @@ def _meaning(name: str) -> dict[str, str]:
 
 def _chapters(names: Sequence[str]) -> dict[str, list[str]]:
     """The metrics that there are, by the glossary's chapters; those that it lacks come last."""
-    place = {metric.name: chapter.title for chapter in glossary() for metric in chapter.metrics}
-    found: dict[str, list[str]] = {title: [] for title in (*(chapter.title for chapter in glossary()), "Others")}
+    place = {metric.name: chapter.title for chapter in load_glossary() for metric in chapter.metrics}
+    sections: dict[str, list[str]] = {
+        title: [] for title in (*(chapter.title for chapter in load_glossary()), "Others")
+    }
     for name in sorted(names):
-        said = meaning(name)
-        found[place[said.name] if said is not None else "Others"].append(name)
-    return {title: metrics for title, metrics in found.items() if metrics}
+        doc = find_metric_doc(name)
+        sections[place[doc.name] if doc is not None else "Others"].append(name)
+    return {title: metrics for title, metrics in sections.items() if metrics}
 
 
-def _title(series: Sequence[Series], runs: Sequence[RunFiles]) -> str:
+def _title(series: Sequence[Series], runs: Sequence[RunRecord]) -> str:
     if len(series) == 1:
         task = runs[0].config.get("task") or runs[0].config.get("data", "")
         return f"{series[0].label} on {task}" if isinstance(task, str) and task else series[0].label
@@ -146,35 +159,37 @@ def _card(group: Series) -> Card:
         "batch_size",
         "staleness",
     )
-    facts = {key.replace("_", " "): short(config[key]) for key in options if config.get(key) not in (None, "", [], 0)}
+    facts = {
+        key.replace("_", " "): format_option(config[key]) for key in options if config.get(key) not in (None, "", [], 0)
+    }
     facts["seeds" if len(runs) > 1 else "seed"] = ", ".join(str(run.config.get("seed", "–")) for run in runs)
     facts["steps done"] = f"{_steps(runs)} of {config.get('steps', '–')}"
     if changes := [text for run in runs for text in run.changes]:
         facts["changed"] = "; ".join(dict.fromkeys(changes))
-    if held := [run.metrics["held_out"] for run in runs if len(run.metrics.get("held_out", ())) > 1]:
-        before, after = (sum(points[i][1] for points in held) / len(held) for i in (0, -1))
+    if evals := [run.metrics["eval/reward"] for run in runs if len(run.metrics.get("eval/reward", ())) > 1]:
+        before, after = (sum(points[i][1] for points in evals) / len(evals) for i in (0, -1))
         facts["held-out reward"] = f"{before:.3f} → {after:.3f}"
     if versions := runs[0].versions:
         facts["versions"] = ", ".join(f"{k} {v}" for k, v in versions.items())
     facts["folders" if len(runs) > 1 else "folder"] = ", ".join(str(run.folder) for run in runs)
     about = ABOUT.get(name)
-    known_for = f"{about.title}. {about.source.partition(';')[0]}." if about else ""
-    return Card(group.label, facts, parts(algorithm), known_for)
+    origin = f"{about.title}. {about.source.partition(';')[0]}." if about else ""
+    return Card(group.label, facts, format_parts(algorithm), origin)
 
 
-def _steps(runs: Sequence[RunFiles]) -> str:
+def _steps(runs: Sequence[RunRecord]) -> str:
     """Return the steps that are done: 16, or `12 to 16` where runs differ."""
-    done = sorted({run.last for run in runs})
+    done = sorted({run.last_step for run in runs})
     return " to ".join(map(str, dict.fromkeys((done[0], done[-1]))))
 
 
-def _counted(runs: Sequence[RunFiles], there: Sequence[Shown]) -> dict[str, Any]:
+def _counted(runs: Sequence[RunRecord], excerpts: Sequence[CompletionExcerpt]) -> dict[str, Any]:
     """How much of the completions is on the page."""
-    rows = sum(len(found.rows) for found in there)
-    steps = {(i, row["step"]) for i, found in enumerate(there) for row in found.rows}
+    rows = sum(len(excerpt.rows) for excerpt in excerpts)
+    steps = {(i, row["step"]) for i, excerpt in enumerate(excerpts) for row in excerpt.rows}
     return {
         "rows": rows,
         "steps": len(steps),
-        "of": sum(run.last for run in runs if run.completions.is_file()),
-        "whole": all(found.whole for found in there),
+        "of": sum(run.last_step for run in runs if run.completions_file.is_file()),
+        "whole": all(excerpt.is_complete for excerpt in excerpts),
     }

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 from policygrad.errors import ConfigError, RunError
-from policygrad.report.data import CONFIGS, read
-from policygrad.report.page import page
+from policygrad.report.data import CONFIG_FILES, read_run
+from policygrad.report.page import render_report
 from policygrad.trackers.jsonl import COMPLETIONS, METRICS
 
-HERE = "127.0.0.1"
+DEFAULT_HOST = "127.0.0.1"
 
 
 @dataclass
-class Pages:
+class PageCache:
     """The page of these folders, made anew when a file of theirs has changed, and not before."""
 
     folders: tuple[Path, ...]
@@ -32,7 +32,7 @@ class Pages:
 
     def stamp(self) -> str:
         """Other than before when a file of a run has changed."""
-        names = (*CONFIGS.values(), METRICS, COMPLETIONS, "result.json")
+        names = (*CONFIG_FILES.values(), METRICS, COMPLETIONS, "result.json")
         return sha256(repr([_state(folder / name) for folder in self.folders for name in names]).encode()).hexdigest()
 
     def text(self) -> str:
@@ -40,26 +40,26 @@ class Pages:
         with self._lock:  # two browsers, one reading
             now = self.stamp()
             if now != self._stamp:
-                self._text = page([read(folder, empty=True) for folder in self.folders], live=True)
+                self._text = render_report([read_run(folder, empty=True) for folder in self.folders], live=True)
                 self._stamp = now
             return self._text
 
 
 def _state(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns
 
 
-class Server(ThreadingHTTPServer):
+class ReportServer(ThreadingHTTPServer):
     """Answers `/?token=…` with the page and `/stamp?token=…` with what changes when it does; anything else is refused."""
 
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], host: str, port: int) -> None:
-        self.pages, self.token = Pages(tuple(folders)), secrets.token_urlsafe(24)
+        self.pages, self.token = PageCache(tuple(folders)), secrets.token_urlsafe(24)
         super().__init__((host, port), _Handler)
 
     @property
@@ -70,23 +70,21 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: ReportServer
     server_version, sys_version = "policygrad", ""
     kinds: ClassVar[dict[str, str]] = {"/": "text/html", "/stamp": "text/plain"}
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        given = parse_qs(asked.query).get("token", [""])[0]
+        url = urlsplit(self.path)
+        given = parse_qs(url.query).get("token", [""])[0]
         if not secrets.compare_digest(given.encode(), self.server.token.encode()):
             self._say(
                 HTTPStatus.FORBIDDEN, "text/plain", "the token is missing or wrong: open the address that was printed"
             )
-        elif asked.path not in self.kinds:
+        elif url.path not in self.kinds:
             self._say(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here: open the address that was printed")
         else:
-            self._answer(
-                self.server.pages.text if asked.path == "/" else self.server.pages.stamp, self.kinds[asked.path]
-            )
+            self._answer(self.server.pages.text if url.path == "/" else self.server.pages.stamp, self.kinds[url.path])
 
     def _answer(self, make: Callable[[], str], kind: str) -> None:
         try:
@@ -111,16 +109,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: every two seconds a line with the token in it would help nobody."""
 
 
-def server(folders: Sequence[Path], host: str = HERE, port: int = 0) -> Server:
+def create_server(folders: Sequence[Path], host: str = DEFAULT_HOST, port: int = 0) -> ReportServer:
     """Listens, and answers once `serve_forever` is called. port: 0 = a free one.
 
     Raises:
         RunError: no run in a folder. ConfigError: nobody may listen there.
     """
     for folder in folders:
-        read(folder, empty=True)
+        read_run(folder, empty=True)
     try:
-        return Server(folders, host, port)
+        return ReportServer(folders, host, port)
     except OSError as error:
         where = f"{host}:{port}"
         raise ConfigError(
@@ -128,5 +126,5 @@ def server(folders: Sequence[Path], host: str = HERE, port: int = 0) -> Server:
         ) from error
     except (ValueError, TypeError) as error:  # a NUL, or letters that no name of a host is written in
         raise ConfigError(
-            f"--host {host!r} is no host or address ({error}): leave it out for {HERE}, this machine alone"
+            f"--host {host!r} is no host or address ({error}): leave it out for {DEFAULT_HOST}, this machine alone"
         ) from error

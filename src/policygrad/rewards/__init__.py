@@ -2,7 +2,7 @@
 
 from policygrad.errors import RewardError
 from policygrad.rewards.base import ProcessScores, Reward, RewardFunction, RewardScores, reward
-from policygrad.rewards.resolve import known_rewards, resolve
+from policygrad.rewards.resolve import list_rewards, resolve_reward
 from policygrad.rewards.workers.pool import RewardPool
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "RewardFunction",
     "RewardPool",
     "RewardScores",
-    "known_rewards",
-    "resolve",
+    "list_rewards",
+    "resolve_reward",
     "reward",
 ]

@@ -9,22 +9,22 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards.base import Reward, ScoredSteps, choice, from_options, reward, whole
+from policygrad.rewards.base import Reward, StepScores, parse_choice, parse_int, parse_reward_options, reward
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ONE_ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>(?:(?!</?answer>).)*\Z"
 
 
-def final_answer(completion: str) -> str:
+def extract_final_answer(completion: str) -> str:
     """The text inside the last <answer>...</answer>, or else the whole completion; stripped."""
     found = _ANSWER.findall(completion)
     return (found[-1] if found else completion).strip()
 
 
 def exact_match(prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1.0 if the final answer is the column `answer` (as text, stripped), else 0.0; None where `answer` is null."""
+    """1.0 if the final answer is the column `encode_reply` (as text, stripped), else 0.0; None where `encode_reply` is null."""
     return [
-        None if right is None else float(final_answer(text) == str(right).strip())
+        None if right is None else float(extract_final_answer(text) == str(right).strip())
         for text, right in zip(completions, answer, strict=True)
     ]
 
@@ -55,17 +55,17 @@ class Format:
 
 # By what answers vote: the answer that a completion gives, as the reward that judges it reads it.
 
-Voted = Callable[[str], str | None]
+AnswerExtractor = Callable[[str], str | None]
 """From a completion to its answer, equal texts for equal answers; None = it gives none."""
 
 
-def voted_by(rewards: Sequence[Reward]) -> Voted:
+def find_answer_extractor(rewards: Sequence[Reward]) -> AnswerExtractor:
     """The `voted` of the first reward whose function has one; otherwise what is inside the last <answer>, or the whole text."""
     for rewarding in rewards:
-        own: Voted | None = getattr(rewarding.function, "voted", None)
+        own: AnswerExtractor | None = getattr(rewarding.function, "voted", None)
         if own is not None:
             return own
-    return lambda text: final_answer(text) or None
+    return lambda text: extract_final_answer(text) or None
 
 
 # Penalties that need nothing but the completion's text: for length and for repetition. Between -1 and 0, to be weighted.
@@ -81,29 +81,29 @@ class LengthPenalty:
     L_cache = ramp, which counts tokens: that is the algorithm's part SoftOverlong, and what a reward sees is text.
     """
 
-    longest: int
+    max_length: int
     ramp: int | None = None
     """None = a fifth of `longest`, DAPO's share."""
     unit: str = "words"
 
     def __post_init__(self) -> None:
-        if self.longest < 1 or not 0 < self._ramp <= self.longest:
+        if self.max_length < 1 or not 0 < self._ramp <= self.max_length:
             raise ConfigError(
-                f"reward 'length_penalty': longest must be at least 1 and ramp from 1 to longest, not {self.longest}, {self._ramp}"
+                f"reward 'length_penalty': longest must be at least 1 and ramp from 1 to longest, not {self.max_length}, {self._ramp}"
             )
 
     @property
     def _ramp(self) -> int:
-        return max(1, self.longest // 5) if self.ramp is None else self.ramp
+        return max(1, self.max_length // 5) if self.ramp is None else self.ramp
 
     @classmethod
-    def of(cls, options: str) -> LengthPenalty:
+    def from_options(cls, options: str) -> LengthPenalty:
         """`longest=400,ramp=100,unit=characters`. Raises ConfigError."""
-        readers = {"longest": whole, "ramp": whole, "unit": choice(*_UNITS)}
-        return from_options(cls, "length_penalty", options, readers)
+        readers = {"longest": parse_int, "ramp": parse_int, "unit": parse_choice(*_UNITS)}
+        return parse_reward_options(cls, "length_penalty", options, readers)
 
     def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[float | None]:
-        free = self.longest - self._ramp
+        free = self.max_length - self._ramp
         return [min(0.0, max(-1.0, (free - len(_units(text, self.unit))) / self._ramp)) for text in completions]
 
 
@@ -123,9 +123,11 @@ class RepetitionPenalty:
             raise ConfigError(f"reward 'repetition_penalty': ngram must be at least 1, not {self.ngram}")
 
     @classmethod
-    def of(cls, options: str) -> RepetitionPenalty:
+    def from_options(cls, options: str) -> RepetitionPenalty:
         """`ngram=4,unit=characters`. Raises ConfigError."""
-        return from_options(cls, "repetition_penalty", options, {"ngram": whole, "unit": choice(*_UNITS)})
+        return parse_reward_options(
+            cls, "repetition_penalty", options, {"ngram": parse_int, "unit": parse_choice(*_UNITS)}
+        )
 
     def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[float | None]:
         return [self._penalty(_units(text.lower(), self.unit)) for text in completions]
@@ -151,7 +153,7 @@ _SPELLED = re.compile(r"(?<![\w-])[\w'](?:-[\w'])+(?![\w-])")
 @reward(process=True)
 def worked_steps(
     prompts: Any, completions: Sequence[str], dataset: Sequence[str], entry: Sequence[Mapping[str, Any]], **_: Any
-) -> list[ScoredSteps | None]:
+) -> list[StepScores | None]:
     """A step per statement before the answer: 1.0 for a result this problem needs, stated for the first time; else 0.0.
 
     The results are those of the way the embedded model works: tens and ones apart (`90 - 10 = 80, 2 - 8 = -6`), the
@@ -163,7 +165,7 @@ def worked_steps(
     return [_steps(text, name, item) for text, name, item in zip(completions, dataset, entry, strict=True)]
 
 
-def _steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> ScoredSteps | None:
+def _steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> StepScores | None:
     if dataset not in _EXPECTED:
         return None
     working = completion.partition("<answer>")[0]
@@ -221,14 +223,14 @@ class StepEnd:
     reward_options: ClassVar[Mapping[str, Any]] = {"process_reward": True}
 
     def __post_init__(self) -> None:
-        check_pattern(self.pattern)
+        check_step_pattern(self.pattern)
 
-    def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[ScoredSteps | None]:
+    def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[StepScores | None]:
         pattern = re.compile(self.pattern, re.DOTALL)
         return [tuple((m.end(), 0.0) for m in pattern.finditer(text) if m.end()) for text in completions]
 
 
-def check_pattern(pattern: str) -> None:
+def check_step_pattern(pattern: str) -> None:
     """Raises ConfigError for what is no regular expression, with the position, and for what is found everywhere."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -249,12 +251,12 @@ def check_pattern(pattern: str) -> None:
 _RIGHT = 1.0 - 1e-6
 
 
-def prepare() -> None:
+def import_reasoning_gym() -> None:
     """Import reasoning-gym (about a second) before the first sample's clock runs."""
     import reasoning_gym  # noqa: F401
 
 
-@reward(prepare=prepare)
+@reward(prepare=import_reasoning_gym)
 def reasoning_gym(
     prompts: Any, completions: Sequence[str], dataset: Sequence[str], entry: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float | None]:
@@ -263,13 +265,14 @@ def reasoning_gym(
     return [None if score is None else float(score >= _RIGHT) for score in scores]
 
 
-@reward(prepare=prepare)
+@reward(prepare=import_reasoning_gym)
 def reasoning_gym_partial(
     prompts: Any, completions: Sequence[str], dataset: Sequence[str], entry: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float | None]:
     """The scorer's own number, usually 0 to 1; a wrong but readable answer gets 0.01 or 0.05 from many datasets."""
     return [
-        _score(final_answer(text), name, item) for text, name, item in zip(completions, dataset, entry, strict=True)
+        _score(extract_final_answer(text), name, item)
+        for text, name, item in zip(completions, dataset, entry, strict=True)
     ]
 
 
@@ -289,5 +292,5 @@ def _scorer(dataset: str) -> Any:
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if dataset not in DATASETS:
-        raise DataError(f"column 'dataset' names {dataset!r}, which is no reasoning-gym dataset; see known_tasks()")
+        raise DataError(f"column 'dataset' names {dataset!r}, which is no reasoning-gym dataset; see list_tasks()")
     return get_score_answer_fn(dataset)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards.base import from_options, number, yes
-from policygrad.rewards.workers.limits import size
-from policygrad.sandbox import Dialogue, Examination, Limits, converse, examine, standing
+from policygrad.rewards.base import parse_bool, parse_float, parse_reward_options
+from policygrad.rewards.workers.limits import parse_size
+from policygrad.sandbox import FunctionTests, Limits, StdioTests, find_backend, run_function_tests, run_stdio_tests
 
 # The tests of a task's row, in the forms that data sets have them, and the program in a completion.
 
@@ -56,7 +56,7 @@ def _same(result, wanted, nested):
     return result == wanted or (nested and isinstance(wanted, list) and len(wanted) > 0 and result == wanted[0])
 """
 """What a function returns is compared as LiveCodeBench and APPS do: a tuple is a list; APPS puts most results in a list."""
-FORMS = (
+TEST_FORMATS = (
     "`test` and `entry_point` (HumanEval), `test_list` (MBPP), `tests`, `inputs` and `outputs`, `input_output` (APPS), or "
     "`public_test_cases` and `private_test_cases` (LiveCodeBench)"
 )
@@ -72,7 +72,7 @@ class _Block:
     before: str
 
 
-def program_in(completion: str) -> str:
+def extract_program(completion: str) -> str:
     """The program of a completion: its last fenced block of Python, or the last without a label that looks like a program; else
     what stands in the last `<answer>…</answer>`, or else all of it. A fence in `<answer>` goes before those elsewhere."""
     completion = completion.replace("\r\n", "\n")
@@ -173,7 +173,7 @@ def _compiles(code: str) -> bool:
     return True
 
 
-def exam_of(prompt: Any, row: Mapping[str, Any]) -> Examination | Dialogue | None:
+def build_tests(prompt: Any, row: Mapping[str, Any]) -> FunctionTests | StdioTests | None:
     """What a row asks of a program; None = its tests are null or there are none.
 
     Raises DataError for columns of no known form, and for tests that no program can pass.
@@ -182,7 +182,7 @@ def exam_of(prompt: Any, row: Mapping[str, Any]) -> Examination | Dialogue | Non
         entry, test = str(row["entry_point"]), row["test"]
         if (tree := _parsed(test)) is not None and "check" not in _defined(tree):
             raise DataError("its `test` defines no check(candidate), which `entry_point` goes with")
-        return Examination((f"{test}\n\ncheck({entry})",), setup=code_in(prompt), entry=entry)
+        return FunctionTests((f"{test}\n\ncheck({entry})",), setup=extract_prompt_code(prompt), entry=entry)
     if row.get("test_list") is not None:
         setup = "\n".join((*_texts(row.get("test_imports") or (), "test_imports"), row.get("test_setup_code") or ""))
         return _statements(row["test_list"], setup)
@@ -197,12 +197,12 @@ def exam_of(prompt: Any, row: Mapping[str, Any]) -> Examination | Dialogue | Non
     known = ("test", "test_list", "tests", "input_output", "inputs", "public_test_cases")
     if not any(name in row for name in known):
         raise DataError(
-            f"reward 'code' needs tests in the task's rows: {FORMS}; they have {', '.join(row) or 'nothing'}"
+            f"reward 'code' needs tests in the task's rows: {TEST_FORMATS}; they have {', '.join(row) or 'nothing'}"
         )
     return None
 
 
-def name_of(prompt: Any, row: Mapping[str, Any]) -> str:
+def describe_row(prompt: Any, row: Mapping[str, Any]) -> str:
     """How a message names a row: by its id, or by how its prompt begins."""
     for name in _NAMES:
         if row.get(name) is not None:
@@ -210,21 +210,21 @@ def name_of(prompt: Any, row: Mapping[str, Any]) -> str:
     return f"the row with the prompt {_prompt_text(prompt)[:60]!r}"
 
 
-def whole_program(prompt: Any, completion: str, tests: Examination | Dialogue) -> str:
+def complete_program(prompt: Any, completion: str, tests: FunctionTests | StdioTests) -> str:
     """The completion's program with what its tests let it take for granted.
 
     In HumanEval's form that is the prompt: its imports and helpers, and the beginning of the function where the completion is only
     its body. LiveCodeBench and APPS import modules for it, and call a method of its `Solution`.
     """
-    program = program_in(completion)
-    entry = tests.entry if isinstance(tests, Examination) else None
+    program = extract_program(completion)
+    entry = tests.entry if isinstance(tests, FunctionTests) else None
     if entry:
         tree = _parsed(program)
         if tree is None and (straight := _parsed(textwrap.dedent(program))) and entry in _defined(straight):
             program, tree = textwrap.dedent(program), straight
         if tree and "Solution" in _defined(tree) and entry not in _defined(tree):
             program += f"\n{entry} = Solution().{entry}\n"
-        elif head := code_in(prompt):
+        elif head := extract_prompt_code(prompt):
             program = _continued(head, program, entry, tree)
     return _behind(_imports_for(program), program) if tests.imports else program
 
@@ -292,7 +292,7 @@ def _top(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
             yield from _top(ast.iter_child_nodes(node))
 
 
-def code_in(prompt: Any) -> str:
+def extract_prompt_code(prompt: Any) -> str:
     """A prompt as Python, if it is: a text, or the last message, or a block in it; else ""."""
     text = _prompt_text(prompt)
     return next((code for code in (text, *(b.code for b in reversed(_blocks(text)))) if _parsed(code) is not None), "")
@@ -304,7 +304,7 @@ def _prompt_text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def _either(tests: Any) -> Examination | Dialogue | None:
+def _either(tests: Any) -> FunctionTests | StdioTests | None:
     """A column `tests`: statements, or pairs of input and output, or either as JSON."""
     if isinstance(tests, str):
         try:
@@ -320,7 +320,7 @@ def _either(tests: Any) -> Examination | Dialogue | None:
     return _statements(tests)
 
 
-def _apps(value: Any) -> Examination | Dialogue | None:
+def _apps(value: Any) -> FunctionTests | StdioTests | None:
     """A column `input_output`: a mapping, or its JSON."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
@@ -333,7 +333,7 @@ def _apps(value: Any) -> Examination | Dialogue | None:
     return _pairs(found["inputs"], found["outputs"], imports=True)
 
 
-def _livecodebench(row: Mapping[str, Any]) -> Examination | Dialogue | None:
+def _livecodebench(row: Mapping[str, Any]) -> FunctionTests | StdioTests | None:
     """Columns `public_test_cases`, `private_test_cases` and `metadata`, whose `func_name` is what functional tests call."""
     cases = [case for name in ("public_test_cases", "private_test_cases") for case in _cases(row.get(name), name)]
     given, wanted = [case["input"] for case in cases], [case["output"] for case in cases]
@@ -385,7 +385,7 @@ def _json_of(text: str) -> str:
     return str(texts[0])
 
 
-def _calls(name: str, inputs: Any, outputs: Any) -> Examination | None:
+def _calls(name: str, inputs: Any, outputs: Any) -> FunctionTests | None:
     """Calls of a function: arguments as lists (APPS), or as lines of JSON (LiveCodeBench)."""
     if not name.isidentifier():
         raise DataError(f"reward 'code': a row's tests call {name!r}, which is no function's name")
@@ -403,7 +403,7 @@ def _calls(name: str, inputs: Any, outputs: Any) -> Examination | None:
             raise DataError(f"reward 'code': a row's test of {name} has no list of arguments")
         call = f"{name}(*{_literal(arguments)})"
         tests.append(f"assert _same({call}, {_literal(result)}, {not lines})")
-    return Examination(tuple(tests), setup=_CALLS, entry=name, imports=True) if tests else None
+    return FunctionTests(tuple(tests), setup=_CALLS, entry=name, imports=True) if tests else None
 
 
 def _literal(value: Any) -> str:
@@ -426,16 +426,16 @@ def _keyed(value: Any) -> Any:
     return value
 
 
-def _statements(tests: Any, setup: str = "") -> Examination | None:
+def _statements(tests: Any, setup: str = "") -> FunctionTests | None:
     texts = _texts(tests, "tests")
-    return Examination(texts, setup=setup) if texts else None
+    return FunctionTests(texts, setup=setup) if texts else None
 
 
-def _pairs(inputs: Any, outputs: Any, *, imports: bool = False) -> Dialogue | None:
+def _pairs(inputs: Any, outputs: Any, *, imports: bool = False) -> StdioTests | None:
     given, wanted = _texts(_joined(inputs), "inputs"), _texts(_joined(outputs), "outputs")
     if len(given) != len(wanted):
         raise DataError(f"reward 'code': a row has {len(given)} inputs and {len(wanted)} outputs; give one for each")
-    return Dialogue(tuple(zip(given, wanted, strict=True)), imports=imports) if given else None
+    return StdioTests(tuple(zip(given, wanted, strict=True)), imports=imports) if given else None
 
 
 def _joined(values: Any) -> Any:
@@ -465,13 +465,13 @@ class Code:
     the completion's last fenced block.
     """
 
-    seconds: float = 8.0
+    timeout: float = 8.0
     """All tests of one program together, by the clock."""
     memory: str = "1GiB"
     """Address space of the program's process."""
     share: bool = False
     """The share of the tests that it passes, in place of all or nothing."""
-    wall: str = "auto"
+    sandbox: str = "auto"
     """bubblewrap, landlock, or the first of them that stands."""
 
     def __post_init__(self) -> None:
@@ -479,11 +479,11 @@ class Code:
 
     @property
     def reward_options(self) -> dict[str, Any]:
-        return {"batched": False, "budget": self.seconds + _SPARE, "process_reward": False}
+        return {"batched": False, "budget": self.timeout + _SPARE, "process_reward": False}
 
     def reward_prepare(self) -> None:
         """Find a wall that stands; raises ConfigError where there is none."""
-        standing(self.wall)
+        find_backend(self.sandbox)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float | None]:
         rows = ({name: values[i] for name, values in columns.items()} for i in range(len(completions)))
@@ -492,31 +492,31 @@ class Code:
     def score(self, prompt: Any, completion: str, row: dict[str, Any]) -> float | None:
         """One completion's reward. Raises DataError, with the row's name, for tests of no known form or without hope."""
         try:
-            tests = exam_of(prompt, row)
+            tests = build_tests(prompt, row)
         except DataError as error:
-            raise DataError(f"{name_of(prompt, row)}: {error}") from None
+            raise DataError(f"{describe_row(prompt, row)}: {error}") from None
         if tests is None:
             return None
-        program = whole_program(prompt, completion, tests)
+        program = complete_program(prompt, completion, tests)
         if not program.strip() or len(program) > _LONGEST:
             return 0.0
-        judge = converse if isinstance(tests, Dialogue) else examine
-        verdict = judge(program, tests, self._limits(), self.wall, to_end=self.share)  # type: ignore[arg-type]  # each has its kind
+        judge = run_stdio_tests if isinstance(tests, StdioTests) else run_function_tests
+        verdict = judge(program, tests, self._limits(), self.sandbox, to_end=self.share)  # type: ignore[arg-type]  # each has its kind
         if verdict.unfit:
-            raise DataError(f"{name_of(prompt, row)}: no program can pass its tests: {verdict.unfit}")
+            raise DataError(f"{describe_row(prompt, row)}: no program can pass its tests: {verdict.unfit}")
         passed = sum(verdict.points) / len(verdict.points)
         return passed if self.share else float(passed == 1.0)
 
     @classmethod
-    def of(cls, options: str) -> "Code":
-        """`seconds=20,memory=2GiB,share=yes`. Raises ConfigError."""
-        return from_options(cls, "code", options, {"seconds": number, "share": yes})
+    def from_options(cls, options: str) -> "Code":
+        """`parse_duration=20,memory=2GiB,share=yes`. Raises ConfigError."""
+        return parse_reward_options(cls, "code", options, {"seconds": parse_float, "share": parse_bool})
 
     def _limits(self) -> Limits:
-        memory = size(self.memory, "reward 'code': memory")
+        memory = parse_size(self.memory, "reward 'code': memory")
         if memory is None:
             raise ConfigError("reward 'code': a program's memory has to be limited, such as memory=1GiB")
-        return Limits(seconds=self.seconds, memory=memory)
+        return Limits(timeout=self.timeout, memory=memory)
 
 
 code = Code()

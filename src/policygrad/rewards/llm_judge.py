@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from policygrad.errors import ConfigError, RewardError, install_command
-from policygrad.rewards.base import from_options, number, whole
-from policygrad.rewards.workers.messages import needing, quote
+from policygrad.rewards.base import parse_float, parse_int, parse_reward_options
+from policygrad.rewards.workers.messages import build_signature, quote
 
 # What a judge has answered, and how often it was asked, in one file that all workers share: sqlite waits for its turn.
 
-FILE = "judged.sqlite"
+CACHE_FILE = "judged.sqlite"
 _WAITS = 60.0  # seconds for another worker's turn
 _TABLES = """
 create table if not exists scores (key text primary key, score real not null);
@@ -37,47 +37,47 @@ create table if not exists spent (session text primary key, calls integer not nu
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgeCache:
     """A folder's file; the texts are not in it, only what names them. Each step is on the disk when it returns."""
 
     folder: Path
     session: str
-    calls: int
+    max_calls: int
     """How many requests the session may send."""
 
-    def known(self, key: str) -> float | None:
+    def get(self, key: str) -> float | None:
         """The score that was given to this question; None = it has not been asked."""
         with self._open() as file:
             row = file.execute("select score from scores where key = ?", (key,)).fetchone()
         return None if row is None else float(row[0])
 
-    def keep(self, key: str, score: float) -> None:
+    def put(self, key: str, score: float) -> None:
         """Remember an answer."""
         with self._open() as file:
             file.execute("insert or replace into scores values (?, ?)", (key, score))
 
-    def spend(self) -> None:
+    def reserve_call(self) -> None:
         """Count one request. Raises RewardError where the session has sent as many as it may."""
         with self._open() as file:
             file.execute("insert or ignore into spent values (?, 0)", (self.session,))
             done = file.execute(
-                "update spent set calls = calls + 1 where session = ? and calls < ?", (self.session, self.calls)
+                "update spent set calls = calls + 1 where session = ? and calls < ?", (self.session, self.max_calls)
             )
         if not done.rowcount:
             raise RewardError(
-                f"the judge was asked {self.calls} times, which is all it may be: judge:…,calls=N allows more"
+                f"the judge was asked {self.max_calls} times, which is all it may be: judge:…,calls=N allows more"
             )
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with closing(sqlite3.connect(self.folder / FILE, timeout=_WAITS, isolation_level=None)) as file:
+            with closing(sqlite3.connect(self.folder / CACHE_FILE, timeout=_WAITS, isolation_level=None)) as file:
                 file.executescript(_TABLES)
                 yield file
         except (OSError, sqlite3.Error) as error:
             raise RewardError(
-                f"what the judge said cannot be kept in {self.folder / FILE}: {error}; judge:…,cache=FOLDER names another place"
+                f"what the judge said cannot be kept in {self.folder / CACHE_FILE}: {error}; judge:…,cache=FOLDER names another place"
             ) from error
 
 
@@ -90,7 +90,7 @@ _LONGEST = 60.0
 """Seconds between two tries, whatever the server asks for."""
 
 
-def check_installed() -> None:
+def check_httpx_installed() -> None:
     """Raises ConfigError, with the way out, where httpx is missing."""
     if find_spec("httpx") is None:
         raise ConfigError(f"reward 'judge' asks a server through httpx: {install_command('judge')}")
@@ -104,7 +104,7 @@ class _LaterError(Exception):
         self.after = after
 
 
-class Endpoint:
+class ChatEndpoint:
     """A pool of connections. key: the name of the environment variable that holds the key; where it is not set none is sent."""
 
     def __init__(self, url: str, key: str, seconds: float, retries: int, wait: float) -> None:
@@ -124,7 +124,7 @@ class Endpoint:
     ) -> None:
         await self._client.aclose()
 
-    async def ask(self, body: dict[str, Any], spend: Callable[[], None]) -> str:
+    async def complete(self, body: dict[str, Any], spend: Callable[[], None]) -> str:
         """The text of the answer. spend: called before each request; what it raises is raised.
 
         Raises:
@@ -183,7 +183,7 @@ def _seconds(text: str | None) -> float | None:
         return None
 
 
-BATCH = 3600.0
+SCORING_TIMEOUT = 3600.0
 """Seconds for all completions of a scoring; each answer has its own time."""
 _FORM = """
 
@@ -194,7 +194,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
-class Judge:
+class LLMJudge:
     """(score − low)/(high − low) of the judge's score on `scale`; `rubric` is the text that says what is good."""
 
     rubric: str
@@ -205,14 +205,14 @@ class Judge:
     scale: tuple[float, float] = (0.0, 10.0)
     columns: tuple[str, ...] = ()
     """Of the task, shown to the judge besides prompt and completion: answer+hint."""
-    calls: int = 100_000
+    max_calls: int = 100_000
     """Requests that one start of a run may send; beyond them samples fail."""
     retries: int = 5
     wait: float = 1.0
     """Seconds before the first retry, twice as many before the next, or what the server asks for."""
-    seconds: float = 60.0
+    timeout: float = 60.0
     """For one answer."""
-    parallel: int = 8
+    max_concurrency: int = 8
     """Requests at a time."""
     temperature: float | None = 0.0
     cache: str = ""
@@ -230,37 +230,37 @@ class Judge:
             raise ConfigError(
                 "reward 'judge': key is the *name* of an environment variable, such as OPENAI_API_KEY, not a key"
             )
-        if min(self.calls, self.parallel) < 1 or self.retries < 0 or self.wait < 0 or not self.seconds > 0:
+        if min(self.max_calls, self.max_concurrency) < 1 or self.retries < 0 or self.wait < 0 or not self.timeout > 0:
             raise ConfigError(
                 "reward 'judge': calls and parallel are at least 1, retries and wait at least 0, seconds above 0"
             )
 
     @classmethod
-    def of(cls, options: str) -> Judge:
+    def from_options(cls, options: str) -> LLMJudge:
         """`rubric.md,model=NAME,url=…,scale=1..5,columns=answer`. Raises ConfigError."""
-        check_installed()
+        check_httpx_installed()
         file, _, rest = options.partition(",")
         readers = {
             "scale": _scale,
             "columns": lambda text: tuple(filter(None, text.split("+"))),
             "temperature": _temperature,
-            **dict.fromkeys(("calls", "retries", "parallel"), whole),
-            **dict.fromkeys(("wait", "seconds"), number),
+            **dict.fromkeys(("calls", "retries", "parallel"), parse_int),
+            **dict.fromkeys(("wait", "seconds"), parse_float),
             "cache": lambda text: str(Path(text).expanduser().resolve()),
         }
-        return from_options(cls, "judge", rest, readers, rubric=_rubric(file))
+        return parse_reward_options(cls, "judge", rest, readers, rubric=_rubric(file))
 
     reward_network: ClassVar[bool] = True
     """It asks a server, so that no wall can be around it."""
 
     @property
     def reward_options(self) -> dict[str, Any]:
-        return {"batched": True, "budget": BATCH}
+        return {"batched": True, "budget": SCORING_TIMEOUT}
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The columns that the judge is shown."""
-        return needing(self.columns)
+        return build_signature(self.columns)
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
@@ -273,8 +273,8 @@ class Judge:
             body = self._body(shown)
             keys.append(hashlib.sha256(f"{self.url}\n{json.dumps(body, sort_keys=True)}".encode()).hexdigest())
             bodies[keys[-1]] = body
-        judged, turn = Judged(self._folder, self.session, self.calls), asyncio.Semaphore(self.parallel)
-        async with Endpoint(self.url, self.key, self.seconds, self.retries, self.wait) as endpoint:
+        judged, turn = JudgeCache(self._folder, self.session, self.max_calls), asyncio.Semaphore(self.max_concurrency)
+        async with ChatEndpoint(self.url, self.key, self.timeout, self.retries, self.wait) as endpoint:
             found = await asyncio.gather(
                 *(self._one(key, body, endpoint, judged, turn) for key, body in bodies.items())
             )
@@ -282,15 +282,15 @@ class Judge:
         return [by_key[key] for key in keys]
 
     async def _one(
-        self, key: str, body: dict[str, Any], endpoint: Endpoint, judged: Judged, turn: asyncio.Semaphore
+        self, key: str, body: dict[str, Any], endpoint: ChatEndpoint, judged: JudgeCache, turn: asyncio.Semaphore
     ) -> float | RewardError:
         low, high = self.scale
         try:
-            score = judged.known(key)
+            score = judged.get(key)
             if score is None:
                 async with turn:
-                    score = read_score(await endpoint.ask(body, judged.spend), low, high)
-                judged.keep(key, score)
+                    score = parse_score(await endpoint.complete(body, judged.reserve_call), low, high)
+                judged.put(key, score)
         except RewardError as error:
             return error
         return (score - low) / (high - low)
@@ -311,7 +311,7 @@ class Judge:
         return Path(self.cache) if self.cache else usual
 
 
-def read_score(text: str, low: float, high: float) -> float:
+def parse_score(text: str, low: float, high: float) -> float:
     """The score of an answer that is one JSON object, perhaps in a fence, and says one on the scale, once.
 
     Raises:
@@ -363,4 +363,4 @@ def _scale(text: str) -> tuple[float, float]:
 
 
 def _temperature(text: str) -> float | None:
-    return None if text == "none" else number(text)
+    return None if text == "none" else parse_float(text)

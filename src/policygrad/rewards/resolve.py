@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import builtin, code
 from policygrad.rewards import math as math_rewards
-from policygrad.rewards.base import Reward, RewardFunction, last_value
+from policygrad.rewards.base import Reward, RewardFunction, find_option
 from policygrad.rewards.builtin import Format, LengthPenalty, RepetitionPenalty, exact_match, worked_steps
-from policygrad.rewards.workers.messages import Caller, Judgement, Signature, needing
-from policygrad.utils.user_code import FileFunction, imported
+from policygrad.rewards.workers.messages import RewardCaller, SampleResult, Signature, build_signature
+from policygrad.utils.user_code import FileFunction, import_function
 
 # A reward as one writes it: `0.5*math within 0..1 if format and mine.py:short`.
 #
@@ -37,12 +37,12 @@ _AFTER = re.compile(
 _WITHIN = re.compile(rf"\s+within\s+({_NUMBER})?\.\.({_NUMBER})?\s*\Z")
 _IF, _AND = re.compile(r"\s+if\s+"), re.compile(r"\s+and\s+")
 _BRACKETS = "a pattern that ends so goes into brackets, format:(?:…)"
-Known = Callable[[str], bool]
+NameTest = Callable[[str], bool]
 """Whether a text may be the name of a reward; nothing is imported for that."""
 
 
 @dataclass(frozen=True)
-class Spec:
+class RewardSpec:
     """What a text says of a reward."""
 
     name: str
@@ -70,9 +70,9 @@ class Spec:
         return self.name + within + (f" if {' and '.join(self.gates)}" if self.gates else "")
 
 
-def parse(text: str, known: Known) -> Spec:
+def parse_reward(text: str, is_name: NameTest) -> RewardSpec:
     """Raises ConfigError for two weights, bounds that bound nothing, and gates with weights or gates of their own."""
-    rest, gates = _gates(text.strip(), known)
+    rest, gates = _gates(text.strip(), is_name)
     weights = []
     if found := _BEFORE.match(rest):
         rest, weights = rest[found.end() :], [float(found[1])]
@@ -87,10 +87,10 @@ def parse(text: str, known: Known) -> Spec:
             f"reward {text!r} has two weights, {weights[0]:g} and {weights[1]:g}: leave one away; {_BRACKETS}"
         )
     low, high = _bounds(text, within[1], within[2]) if within else (-math.inf, math.inf)
-    return Spec(rest.strip(), weights[0] if weights else 1.0, low, high, gates)
+    return RewardSpec(rest.strip(), weights[0] if weights else 1.0, low, high, gates)
 
 
-def _gates(text: str, known: Known) -> tuple[str, tuple[str, ...]]:
+def _gates(text: str, known: NameTest) -> tuple[str, tuple[str, ...]]:
     """(the text before them, the names): the first `if` behind which a reward is named."""
     for found in _IF.finditer(text):
         behind = text[found.end() :].strip()
@@ -107,18 +107,18 @@ def _gates(text: str, known: Known) -> tuple[str, tuple[str, ...]]:
     return text, ()
 
 
-def _split(text: str, known: Known) -> tuple[str, ...]:
+def _split(text: str, known: NameTest) -> tuple[str, ...]:
     """`NAME and NAME` as names."""
     cuts = _splits(_AND, text, known)
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
     return tuple(text[start:end].strip() for start, end in zip(starts, ends, strict=True))
 
 
-def _splits(word: re.Pattern[str], text: str, known: Known) -> list[tuple[int, int]]:
+def _splits(word: re.Pattern[str], text: str, known: NameTest) -> list[tuple[int, int]]:
     return [found.span() for found in word.finditer(text) if _begins(text[found.end() :].strip(), known)]
 
 
-def _begins(text: str, known: Known) -> bool:
+def _begins(text: str, known: NameTest) -> bool:
     """Whether a reward is named here, be it with a weight that it may not have."""
     text, _ = _without(_WITHIN, _without(_AFTER, _BEFORE.sub("", text, count=1))[0])
     text, _ = _without(_AFTER, text)
@@ -143,7 +143,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Composed:
+class GatedReward:
     """The inner reward's value, not below `low` or above `high`, where every gate holds; 0 where one does not.
 
     A gate holds where its value is above 0, and where it does not apply (None); where it fails, the sample fails. Gates are asked
@@ -169,10 +169,10 @@ class Composed:
     @property
     def reward_options(self) -> dict[str, Any]:
         """Those of what it is made of, the widest: the whole batch where one of them wants that, and the longest budget."""
-        budgets = [part.budget for part in self._parts if part.budget is not None]
+        budgets = [part.timeout for part in self._parts if part.timeout is not None]
         return {
             "batched": any(part.batched for part in self._parts),
-            "alone": any(part.alone for part in self._parts),
+            "alone": any(part.dedicated_worker for part in self._parts),
             "budget": max(budgets, default=None),
         }
 
@@ -189,22 +189,22 @@ class Composed:
                 prepare()
 
     @property
-    def voted(self) -> Any:
+    def extract_answer(self) -> Any:
         """The answer that the inner reward reads."""
         return getattr(self.inner.function, "voted", None)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The columns that its parts need."""
-        return needing(name for part in self._parts for name in Signature.of(part.function).required)
+        return build_signature(name for part in self._parts for name in Signature.from_function(part.function).required)
 
     @cached_property
-    def _callers(self) -> tuple[Caller, ...]:
-        return tuple(Caller(part.name, part.function) for part in self._parts)
+    def _callers(self) -> tuple[RewardCaller, ...]:
+        return tuple(RewardCaller(part.name, part.function) for part in self._parts)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
-        """One Judgement per completion; the reason of a failure is that of the part that failed."""
-        said: list[Judgement | None] = [None] * len(completions)
+        """One SampleResult per completion; the reason of a failure is that of the part that failed."""
+        said: list[SampleResult | None] = [None] * len(completions)
         for part, caller in zip(self._parts, self._callers, strict=True):
             open_ = [i for i, known in enumerate(said) if known is None]
             judgements = _ask(caller, part.batched, open_, prompts, completions, columns)
@@ -212,21 +212,26 @@ class Composed:
                 said[place] = self._bounded(judgement) if part is self.inner else _stopped(judgement)
         return [judgement for judgement in said if judgement is not None]
 
-    def _bounded(self, judgement: Judgement) -> Judgement:
+    def _bounded(self, judgement: SampleResult) -> SampleResult:
         value = judgement.value
         return judgement if value is None else replace(judgement, value=min(max(value, self.low), self.high))
 
 
-def _stopped(gate: Judgement) -> Judgement | None:
+def _stopped(gate: SampleResult) -> SampleResult | None:
     """What is said of a completion at this gate; None = it passes."""
     if gate.reason is not None:
         return gate
-    return None if gate.value is None or gate.value > 0 else Judgement(0.0)
+    return None if gate.value is None or gate.value > 0 else SampleResult(0.0)
 
 
 def _ask(
-    caller: Caller, batched: bool, places: Sequence[int], prompts: Sequence[Any], texts: Sequence[str], columns: Columns
-) -> list[Judgement]:
+    caller: RewardCaller,
+    batched: bool,
+    places: Sequence[int],
+    prompts: Sequence[Any],
+    texts: Sequence[str],
+    columns: Columns,
+) -> list[SampleResult]:
     """What a function says of these places, all at once or one at a time, as it is used to."""
     calls = [places] if batched and places else [[place] for place in places]
     return [
@@ -245,15 +250,15 @@ def _ask(
 # Sources: verl, docs/preparation/reward_function.rst ("Customized"), and its reward managers for what may be returned; OpenRLHF,
 # README, "Single-Turn Agent: Reinforced Fine-tuning with Custom Rewards" (--remote_rm_url FILE).
 
-USUAL = {"verl": "compute_score", "openrlhf": "reward_func"}
+DEFAULT_FUNCTION_NAMES = {"verl": "compute_score", "openrlhf": "reward_func"}
 """What each looks for in a file."""
 
 
 @dataclass(frozen=True)
-class Verl:
+class VerlReward:
     """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`).
 
-    ground_truth is the column `reward_model`'s, or `answer`; data_source and extra_info are the columns of these names, or None.
+    ground_truth is the column `reward_model`'s, or `encode_reply`; data_source and extra_info are the columns of these names, or None.
     It may be async.
     """
 
@@ -280,10 +285,10 @@ class Verl:
 
 
 @dataclass(frozen=True)
-class OpenRLHF:
+class OpenRLHFReward:
     """`reward_func(queries, prompts, labels)` → a tensor or list of rewards, or a dict with `rewards`.
 
-    queries are prompts with their completions behind them, labels the column `answer` (--label_key there), lists of one. The prompt
+    queries are prompts with their completions behind them, labels the column `encode_reply` (--label_key there), lists of one. The prompt
     of a chat is what its messages say, a line each: the model's template is not known here.
     """
 
@@ -301,19 +306,21 @@ class OpenRLHF:
         return said["rewards"] if isinstance(said, Mapping) else said
 
 
-def foreign(kind: str, name: str) -> RewardFunction:
+def load_foreign_reward(kind: str, name: str) -> RewardFunction:
     """The adapter around `FILE.py`, `FILE.py:NAME` or `package.module.NAME`. Raises ConfigError."""
     if not name:
-        raise ConfigError(f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{USUAL[kind]}")
-    file, function = place(kind, name)
-    found = FileFunction.load(str(Path(file).resolve()), function) if file.endswith(".py") else imported(name)
-    return Verl(found) if kind == "verl" else OpenRLHF(found)
+        raise ConfigError(
+            f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{DEFAULT_FUNCTION_NAMES[kind]}"
+        )
+    file, function = split_location(kind, name)
+    found = FileFunction.load(str(Path(file).resolve()), function) if file.endswith(".py") else import_function(name)
+    return VerlReward(found) if kind == "verl" else OpenRLHFReward(found)
 
 
-def place(kind: str, name: str) -> tuple[str, str]:
+def split_location(kind: str, name: str) -> tuple[str, str]:
     """(file or module, function)."""
     if name.endswith(".py"):
-        return name, USUAL[kind]
+        return name, DEFAULT_FUNCTION_NAMES[kind]
     file, colon, function = name.rpartition(":")
     return (file, function) if colon else (name.rpartition(".")[0], name.rpartition(".")[2])
 
@@ -357,24 +364,24 @@ _BUILTIN: dict[str, RewardFunction] = {
     "worked_steps": worked_steps,
 }
 _PRESETS: dict[str, Callable[[str], RewardFunction]] = {
-    "code": lambda options: _walled(code.Code.of(options)),
+    "code": lambda options: _walled(code.Code.from_options(options)),
     "format": Format,
     "gsm8k": lambda options: math_rewards.Gsm8k(_words(options)),
     "judge": lambda options: _judge(options),
-    "length_penalty": LengthPenalty.of,
+    "length_penalty": LengthPenalty.from_options,
     "math": lambda options: math_rewards.Math(_words(options)),
     "model": lambda path: _reward_model(path),
-    "openrlhf": lambda name: foreign("openrlhf", name),
-    "repetition_penalty": RepetitionPenalty.of,
-    "verl": lambda name: foreign("verl", name),
+    "openrlhf": lambda name: load_foreign_reward("openrlhf", name),
+    "repetition_penalty": RepetitionPenalty.from_options,
+    "verl": lambda name: load_foreign_reward("verl", name),
 }
 """What takes words behind a colon."""
-OPENAI = "https://api.openai.com/v1"
+OPENAI_URL = "https://api.openai.com/v1"
 _HERE = ("localhost", "127.0.0.1", "::1")
 _DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
-def known_rewards() -> list[str]:
+def list_rewards() -> list[str]:
     """Names of the built-in rewards, sorted.
 
     `format:REGEX` takes a pattern of your own, `gsm8k:POLICY,POLICY` and `math:…` say where the answer is looked for,
@@ -384,8 +391,8 @@ def known_rewards() -> list[str]:
     return sorted(_BUILTIN)
 
 
-def resolve(name: str | Reward | RewardFunction) -> Reward:
-    """The reward called `name`, with an optional weight, bounds and gates: `0.5*math within 0..1 if format` (`spec.py`).
+def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
+    """The reward called `option_name`, with an optional weight, bounds and gates: `0.5*math within 0..1 if format` (`spec.py`).
 
     Raises ConfigError for an unknown name and for what cannot be imported, with the way out. A Reward or a function is accepted in
     a name's place.
@@ -396,26 +403,28 @@ def resolve(name: str | Reward | RewardFunction) -> Reward:
         return _reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
     if not isinstance(name, str):
         raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
-    spec = parse(name, known)
+    spec = parse_reward(name, is_known_reward)
     if spec.plain:
         return _reward(spec.name, _function(spec.name), spec.weight)
     inner, *gates = (_reward(part, _function(part), 1.0) for part in spec.names)
-    return _reward(spec.title, Composed(inner, tuple(gates), spec.low, spec.high), spec.weight)
+    return _reward(spec.title, GatedReward(inner, tuple(gates), spec.low, spec.high), spec.weight)
 
 
-def codes_of(name: str) -> tuple[str, ...]:
+def find_code(name: str) -> tuple[str, ...]:
     """The modules and files that a reward's name would import, and the servers elsewhere that it would show texts to; none where
     all is policygrad's own. Imports nothing."""
-    return tuple(code for part in parse(name, known).names if (code := _code_of(part)))
+    return tuple(code for part in parse_reward(name, is_known_reward).names if (code := _code_of(part)))
 
 
-def rubrics_of(name: str) -> tuple[str, ...]:
+def find_rubrics(name: str) -> tuple[str, ...]:
     """The files that say to judges what is good."""
-    judges = (part.removeprefix("judge:") for part in parse(name, known).names if part.startswith("judge:"))
+    judges = (
+        part.removeprefix("judge:") for part in parse_reward(name, is_known_reward).names if part.startswith("judge:")
+    )
     return tuple(rest.partition(",")[0].strip().removeprefix("rubric=") for rest in judges)
 
 
-def is_local(address: str) -> bool:
+def is_local_url(address: str) -> bool:
     """Whether an address is one of this machine, in whatever way it is read: one with a user's name or a backslash is not."""
     try:
         return urlsplit(address).hostname in _HERE and not set("@\\") & set(address)
@@ -425,11 +434,11 @@ def is_local(address: str) -> bool:
 
 def _code_of(name: str) -> str | None:
     if name.startswith("judge:"):
-        address = last_value(name, "url") or OPENAI
-        return None if is_local(address) else address
+        address = find_option(name, "url") or OPENAI_URL
+        return None if is_local_url(address) else address
     kind, _, rest = name.partition(":")
-    if kind in USUAL:
-        return place(kind, rest)[0]
+    if kind in DEFAULT_FUNCTION_NAMES:
+        return split_location(kind, rest)[0]
     if name in _BUILTIN or kind in _PRESETS:
         return None
     path, colon, _ = name.rpartition(":")
@@ -438,7 +447,7 @@ def _code_of(name: str) -> str | None:
     return name.rpartition(".")[0] if _DOTTED.fullmatch(name) else None
 
 
-def known(text: str) -> bool:
+def is_known_reward(text: str) -> bool:
     """Whether a text may be the name of a reward; nothing is imported for that."""
     prefix, colon, _ = text.partition(":")
     return text in _BUILTIN or bool(colon and prefix in _PRESETS) or _code_of(text) is not None
@@ -460,19 +469,19 @@ def _walled(programs: code.Code) -> RewardFunction:
 def _reward_model(path: str) -> RewardFunction:
     from policygrad.rewards.reward_model import ModelReward  # which imports torch
 
-    return ModelReward.of(path)
+    return ModelReward.from_name(path)
 
 
 def _judge(options: str) -> RewardFunction:
-    from policygrad.rewards.llm_judge import Judge  # which few runs have
+    from policygrad.rewards.llm_judge import LLMJudge  # which few runs have
 
-    return Judge.of(options)
+    return LLMJudge.from_options(options)
 
 
 def _function(name: str) -> RewardFunction:
     preset, colon, options = name.partition(":")
     if preset == "math":
-        math_rewards.check_installed()
+        math_rewards.check_math_verify_installed()
     if preset == "code" or (preset in _PRESETS and (colon or name not in _BUILTIN)):
         return _PRESETS[preset](options)
     if name in _BUILTIN:
@@ -481,9 +490,9 @@ def _function(name: str) -> RewardFunction:
     if colon and path.endswith(".py"):
         return FileFunction.load(str(Path(path).resolve()), function)
     if _DOTTED.fullmatch(name):
-        return imported(name)
-    near = difflib.get_close_matches(name, known_rewards(), n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else f"the built-in ones are {', '.join(known_rewards())}."
+        return import_function(name)
+    near = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"the built-in ones are {', '.join(list_rewards())}."
     raise ConfigError(
         f"unknown reward {name!r}: {hint} Your own is package.module.function or path/to/file.py:function"
     )
@@ -491,25 +500,25 @@ def _function(name: str) -> RewardFunction:
 
 # A reward's name, `0.5*mine.py:f if judge:good.md`, with its files looked up in another folder than the current one.
 
-Find = Callable[[str], str]
+PathResolver = Callable[[str], str]
 """From a file or folder as it is named to where it is."""
 
 
-def found(name: str, find: Find) -> str:
-    """The same reward with every file that `find` knows by its whole path; weight, bounds and gates stay as they are written."""
+def resolve_paths(name: str, find: PathResolver) -> str:
+    """The same reward with every file that `find_reward_model` knows by its whole path; weight, bounds and gates stay as they are written."""
     done, rest = "", name
-    for part in parse(name, known).names:
+    for part in parse_reward(name, is_known_reward).names:
         before, _, after = rest.partition(part)
         done, rest = done + before + _part(part, find), after
     return done + rest
 
 
-def called(name: str, find: Find) -> Reward:
+def resolve_with_paths(name: str, find: PathResolver) -> Reward:
     """The reward, from where its files are, under the name that was given: metrics are called after it."""
-    return replace(resolve(found(name, find)), name=parse(name, known).title)
+    return replace(resolve_reward(resolve_paths(name, find)), name=parse_reward(name, is_known_reward).title)
 
 
-def _part(part: str, find: Find) -> str:
+def _part(part: str, find: PathResolver) -> str:
     kind, colon, rest = part.partition(":")
     if not colon:
         return part
@@ -518,8 +527,8 @@ def _part(part: str, find: Find) -> str:
     if kind == "judge":
         rubric, comma, options = rest.partition(",")
         return f"judge:{find(rubric)}{comma}{options}"
-    if kind in USUAL:
-        file = place(kind, rest)[0]
+    if kind in DEFAULT_FUNCTION_NAMES:
+        file = split_location(kind, rest)[0]
         return f"{kind}:{find(file)}{rest.removeprefix(file)}" if file.endswith(".py") else part
     file, _, function = part.rpartition(":")
     return f"{find(file)}:{function}" if file.endswith(".py") else part

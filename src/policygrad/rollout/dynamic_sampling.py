@@ -9,81 +9,89 @@ from dataclasses import dataclass
 from policygrad.core.base import Filter
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
-from policygrad.rollout.scoring import Judged
-from policygrad.rollout.trajectory import Group
+from policygrad.rollout.scoring import ScoringResult
+from policygrad.rollout.trajectory import EpisodeGroup
 
-Evaluate = Callable[[Batch, frozenset[str]], Batch]
+EvaluateFn = Callable[[Batch, frozenset[str]], Batch]
 """A learner's, for what filters read: (batch, names of the fields that shall be in it)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class SamplingRound:
     """What was sampled together, judged."""
 
-    groups: Sequence[Group]
+    groups: Sequence[EpisodeGroup]
     batch: Batch
     """Row by row that of the groups."""
-    aside: tuple[bool, ...]
+    dropped: tuple[bool, ...]
     """Per group, whether a filter sets it aside."""
 
 
 @dataclass(frozen=True, eq=False)
-class Filled:
+class FilledStep:
     """A step's groups, and how they came about."""
 
-    kept: list[Group]
+    groups: list[EpisodeGroup]
     """Carried ones first; where sampling came to its end before the step was full, the last ones have been set aside."""
-    rounds: list[Round]
+    rounds: list[SamplingRound]
     """Of this step, at least one."""
-    judged: Judged
+    scoring: ScoringResult
     position: int
     """The task's next example."""
-    surplus: tuple[Group, ...]
+    leftover_groups: tuple[EpisodeGroup, ...]
     """What the step has no room for, for the next one."""
-    carried: int
+    num_carried_over: int
     """Groups from the step before."""
-    missing: int
+    num_unfilled: int
     """Groups that have been set aside and stand in for others."""
     metrics: Metrics
 
 
-def fill(
-    sample: Callable[[int, int], tuple[Round, Judged, int]],
-    prompts: int,
+def sample_until_full(
+    sample: Callable[[int, int], tuple[SamplingRound, ScoringResult, int]],
+    prompts_per_step: int,
     position: int,
     refilling: Filter | None,
-    carried: Sequence[Group] = (),
-) -> Filled:
+    leftover_groups: Sequence[EpisodeGroup] = (),
+) -> FilledStep:
     """`prompts` groups; `sample(n, i)` plays n of the task's examples from i on, and says which is the next.
 
-    Where a filter refills, a round takes the prompts that `next_round` expects to be enough, and all of them together at most
+    Where a filter refills, a round takes the prompts that `next_round_size` expects to be enough, and all of them together at most
     `rounds` times the step's. What it carries are groups that would have been trained on; they go first, and a step samples one
     group at least, so that none of them is older than one step.
     """
-    carries = refilling is not None and refilling.carry
-    kept, good, aside = list(carried[: prompts - 1] if carries else ()), list[Group](), list[Group]()
-    begun, rounds, judged = len(kept), list[Round](), Judged()
-    left = prompts * (refilling.rounds if refilling else 1)
-    while (missing := prompts - begun - len(good)) > 0 and left > 0:
-        count = min(next_round(missing, len(good), len(good) + len(aside), prompts), left)
+    carries = refilling is not None and refilling.keep_leftovers
+    groups, good, aside = (
+        list(leftover_groups[: prompts_per_step - 1] if carries else ()),
+        list[EpisodeGroup](),
+        list[EpisodeGroup](),
+    )
+    num_carried_over, rounds, scoring = len(groups), list[SamplingRound](), ScoringResult()
+    left = prompts_per_step * (refilling.sampling_rounds if refilling else 1)
+    while (missing := prompts_per_step - num_carried_over - len(good)) > 0 and left > 0:
+        count = min(next_round_size(missing, len(good), len(good) + len(aside), prompts_per_step), left)
         found, said, position = sample(count, position)
-        left, judged = left - count, judged | said
+        left, scoring = left - count, scoring | said
         rounds.append(found)
-        for group, out in zip(found.groups, found.aside, strict=True):
+        for group, out in zip(found.groups, found.dropped, strict=True):
             (aside if out else good).append(group)
-    missing, room = max(missing, 0), prompts - begun
-    kept += [*good[:room], *aside[:missing]]
+    missing, room = max(missing, 0), prompts_per_step - num_carried_over
+    groups += [*good[:room], *aside[:missing]]
     surplus = tuple(good[room:]) if carries else ()
     if missing and refilling is not None:
-        most = f"{refilling.rounds} rounds of the step's {prompts} prompts"
+        most = f"{refilling.sampling_rounds} rounds of the step's {prompts_per_step} prompts"
         note = f"dynamic sampling: groups were still without spread after {most}; the others are reweighted"
-        judged |= Judged(messages=(note,))
-    counts = {"unfilled": missing, "carried": begun, "discarded": len(good) - min(len(good), room) - len(surplus)}
+        scoring |= ScoringResult(messages=(note,))
+    counts = {
+        "unfilled": missing,
+        "carried": num_carried_over,
+        "discarded": len(good) - min(len(good), room) - len(surplus),
+    }
     metrics: Metrics = {f"dynamic/{name}": Sum(float(n)) for name, n in counts.items()} if refilling else {}
-    return Filled(kept, rounds, judged, position, surplus, begun, missing, metrics)
+    return FilledStep(groups, rounds, scoring, position, surplus, num_carried_over, missing, metrics)
 
 
-def next_round(missing: int, good: int, seen: int, most: int) -> int:
+def next_round_size(missing: int, good: int, seen: int, most: int) -> int:
     """Prompts to sample where `missing` groups are, and `good` of the `seen` ones of this step were kept: n = m/q + √(m(1 − q))/q.
 
     q = good/seen is the rate at which they are kept: m/q is what it takes on average, the rest is a standard deviation of that
@@ -95,17 +103,17 @@ def next_round(missing: int, good: int, seen: int, most: int) -> int:
     return min(most, math.ceil((missing + math.sqrt(missing * (1 - rate))) / rate)) if good else most
 
 
-def flat(
-    groups: Sequence[Group], batch: Batch, refilling: Filter | None, evaluate: Evaluate | None
+def groups_to_drop(
+    groups: Sequence[EpisodeGroup], batch: Batch, refilling: Filter | None, evaluate: EvaluateFn | None
 ) -> tuple[bool, ...]:
     """Per group, whether a filter that refills sets it aside: all that it could teach is dropped."""
     if refilling is None:
         return (False,) * len(groups)
-    out = refilling.dropped(filled(batch, refilling.needs, evaluate))
+    out = refilling.find_dropped(fill_required_fields(batch, refilling.needs, evaluate))
     out, failed = (x.view(len(groups), -1) for x in (out, ~batch.mask.any(1)))
     return tuple(((out | failed).all(1) & out.any(1)).tolist())
 
 
-def filled(batch: Batch, needs: frozenset[str], evaluate: Evaluate | None) -> Batch:
+def fill_required_fields(batch: Batch, needs: frozenset[str], evaluate: EvaluateFn | None) -> Batch:
     """The batch with what filters read."""
     return evaluate(batch, needs) if needs and evaluate is not None else batch

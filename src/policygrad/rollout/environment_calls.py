@@ -14,33 +14,46 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from policygrad.environments.base import TIMEOUT, Environment, EnvironmentFactory, MalformedError, SingleTurn, made
+from policygrad.environments.base import (
+    DEFAULT_TIMEOUT,
+    Environment,
+    EnvironmentFactory,
+    MalformedError,
+    SingleTurn,
+    make_environment,
+)
 from policygrad.errors import EngineError, PolicygradError
-from policygrad.models.control_tokens import encodable
-from policygrad.rewards.workers.failures import FEWEST
-from policygrad.rewards.workers.messages import describe
+from policygrad.models.control_tokens import replace_surrogates
+from policygrad.rewards.workers.failures import MIN_LOST_CALLS
+from policygrad.rewards.workers.messages import describe_error
 from policygrad.tasks.base import Example
-from policygrad.utils.async_runner import BlockedError, OverdueError, contained, interrupts, within
-from policygrad.utils.progress import Phase, nobody
-from policygrad.utils.signals import Handling
+from policygrad.utils.async_runner import (
+    BlockedError,
+    OverdueError,
+    await_with_timeout,
+    contain_exit,
+    is_inside_contained,
+)
+from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.signals import SignalHandlers
 
-SILENCE = 4.0
+REPORT_AFTER_SECONDS = 4.0
 """Seconds after which a call that is waited for is reported."""
-EVERY = 1.0
+REPORT_INTERVAL = 1.0
 """Seconds between two reports."""
-CLOSING = 5.0
+CLOSE_TIMEOUT = 5.0
 """Seconds in which all open episodes together are closed when a rollout is stopped or fails."""
 
 
-URGENT = getattr(signal, "SIGURG", None)
+INTERRUPT_SIGNAL = getattr(signal, "SIGURG", None)
 """Interrupts what blocks the event loop: a signal that does nothing where nobody handles it. None = a system without it."""
 
 
-class FailedError(Exception):
+class EnvironmentFailedError(Exception):
     """Why an environment has lost its episode."""
 
 
-class Calls:
+class EnvironmentCalls:
     """Context in which the environments of one rollout are called.
 
     A thread reports which call is waited for. Where the event loop runs in the main thread, it also interrupts code that blocks the
@@ -54,13 +67,13 @@ class Calls:
 
     def __init__(
         self,
-        timeout: float = TIMEOUT,
-        phase: Phase = nobody,
+        timeout: float = DEFAULT_TIMEOUT,
+        progress: ProgressCallback = ignore_progress,
         *,
-        patient: bool = False,
+        tolerate_timeouts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.timeout, self._phase, self._patient, self._clock = timeout, phase, patient, clock
+        self.timeout, self._phase, self._patient, self._clock = timeout, progress, tolerate_timeouts, clock
         self._open: dict[int, tuple[float, str]] = {}
         """Calls under way by number: since when, and of what."""
         self._numbers, self._done = count(), 0
@@ -73,7 +86,7 @@ class Calls:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._moved = clock()
         """When the loop last went on, or a call began."""
-        self._signals = Handling(self._interrupt, () if URGENT is None else (URGENT,))
+        self._signals = SignalHandlers(self._interrupt, () if INTERRUPT_SIGNAL is None else (INTERRUPT_SIGNAL,))
         self._interrupting = False
 
     def __enter__(self) -> Self:
@@ -95,7 +108,7 @@ class Calls:
             name: of the environment, for messages. where: of the episode, for messages.
 
         Raises:
-            FailedError: it raised, or was not over in time.
+            EnvironmentFailedError: it raised, or was not over in time.
             EngineError: a method that is not async; an Observation or a Step that cannot be meant.
             PolicygradError: its own, such as a server that is not there.
         """
@@ -109,9 +122,9 @@ class Calls:
             if not inspect.isawaitable(result):
                 raise EngineError(f"{what} is not async: write `async def {method}`")
             waits = getattr(environment, "waits", True)
-            found = await (within(self.timeout, result) if waits else contained(result))
+            result = await (await_with_timeout(self.timeout, result) if waits else contain_exit(result))
             self._proven.add(what)
-            return found
+            return result
         except OverdueError:
             self._count(what)
             late = f"was not over within {self.timeout:g} s (--environment.timeout)"
@@ -123,26 +136,28 @@ class Calls:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            raise _failed(what, describe(error), where) from error  # its own
+            raise _failed(what, describe_error(error), where) from error  # its own
         except Exception as error:
-            raise _failed(what, describe(error), where) from error
+            raise _failed(what, describe_error(error), where) from error
         finally:
             del self._open[number]
             self._done += 1
 
-    def make(self, factory: EnvironmentFactory, example: Example, seed: int, name: str, where: str) -> Environment:
+    def create_environment(
+        self, factory: EnvironmentFactory, example: Example, seed: int, name: str, where: str
+    ) -> Environment:
         """Return the environment of one episode.
 
         Raises:
-            FailedError: what makes it raised.
+            EnvironmentFailedError: what makes it raised.
             EngineError: it is none.
         """
         try:
-            environment = made(factory, example, seed)
+            environment = make_environment(factory, example, seed)
         except PolicygradError:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            raise _failed(name, describe(error), where) from error
+            raise _failed(name, describe_error(error), where) from error
         for method in ("reset", "step"):
             if not callable(getattr(environment, method, None)):
                 raise EngineError(
@@ -150,11 +165,11 @@ class Calls:
                 )
         return environment
 
-    def look(self) -> None:
+    def report_waiting(self) -> None:
         """Report the call that is waited for longest, where that takes long."""
         waiting = list(self._open.values())
         since, what = min(waiting, default=(self._clock(), ""))
-        if what and self._clock() - since >= SILENCE:
+        if what and self._clock() - since >= REPORT_AFTER_SECONDS:
             text = f"waiting for {what} (each call has up to {self.timeout:g} s, --environment.timeout)"
             self._phase(text, self._done, self._done + len(waiting))
             self._reported = True
@@ -169,11 +184,11 @@ class Calls:
     def _follow(self) -> None:
         """What the thread does."""
         assert self._loop is not None
-        while not self._over.wait(EVERY):
-            self.look()
-            if URGENT is not None and self._open and self._clock() - self._moved > self.timeout:
+        while not self._over.wait(REPORT_INTERVAL):
+            self.report_waiting()
+            if INTERRUPT_SIGNAL is not None and self._open and self._clock() - self._moved > self.timeout:
                 self._interrupting = True
-                self._signals.send(URGENT)
+                self._signals.send(INTERRUPT_SIGNAL)
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._move)
 
@@ -182,7 +197,7 @@ class Calls:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         asked, self._interrupting = self._interrupting, False
-        if asked and interrupts(frame):
+        if asked and is_inside_contained(frame):
             self._moved = self._clock()  # what comes next has all its time
             raise BlockedError
 
@@ -191,18 +206,18 @@ class Calls:
         if what in self._proven:
             return
         self._lost[what] += 1
-        if self._lost[what] >= FEWEST and not self._patient:
+        if self._lost[what] >= MIN_LOST_CALLS and not self._patient:
             raise EngineError(
-                f"the environment's {what} was not over a single time within {self.timeout:g} s, in {FEWEST} calls: try it by "
+                f"the environment's {what} was not over a single time within {self.timeout:g} s, in {MIN_LOST_CALLS} calls: try it by "
                 "hand on one example, or give it longer, --environment.timeout SECONDS"
             )
 
 
-def _failed(what: str, why: str, where: str) -> FailedError:
-    return FailedError(str(encodable(f"the environment's {what} {why} (completion of {where})")))
+def _failed(what: str, why: str, where: str) -> EnvironmentFailedError:
+    return EnvironmentFailedError(str(replace_surrogates(f"the environment's {what} {why} (completion of {where})")))
 
 
-def kinds(messages: Iterable[str]) -> tuple[str, ...]:
+def first_of_each_kind(messages: Iterable[str]) -> tuple[str, ...]:
     """The first of each kind: of one call and one exception."""
     first: dict[str, str] = {}
     for message in messages:

@@ -18,22 +18,22 @@ from policygrad.environments.base import (
     FAILED,
     TOKENS,
     Action,
-    Cut,
     Environment,
     EnvironmentFactory,
     MalformedError,
     Observation,
     SingleTurn,
     Step,
+    SupportsTruncation,
 )
 from policygrad.errors import EngineError
-from policygrad.models.chat_template import Message, RewrittenError, Tools
-from policygrad.models.tool_calls import CallForm
-from policygrad.rollout.environment_calls import CLOSING, Calls, FailedError
-from policygrad.rollout.trajectory import Group, Segment, Start, Trajectory
-from policygrad.samplers.base import Generation, Request, Sampler, Sampling
+from policygrad.models.chat_template import HistoryRewrittenError, Message, Tools
+from policygrad.models.tool_calls import ToolCallParser
+from policygrad.rollout.environment_calls import CLOSE_TIMEOUT, EnvironmentCalls, EnvironmentFailedError
+from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, Trajectory
+from policygrad.samplers.base import Generation, Request, Sampler, SamplingParams
 from policygrad.tasks.base import Prompt
-from policygrad.utils.async_runner import within
+from policygrad.utils.async_runner import await_with_timeout
 
 # What episodes need of a tokenizer.
 
@@ -42,12 +42,12 @@ class Encoder(Protocol):
     """Text to tokens and back."""
 
     @property
-    def context(self) -> int | None:
+    def context_length(self) -> int | None:
         """Positions of the model, in tokens."""
         ...
 
     @property
-    def form(self) -> CallForm:
+    def tool_call_parser(self) -> ToolCallParser:
         """How the model writes calls of tools."""
         ...
 
@@ -57,17 +57,17 @@ class Encoder(Protocol):
 
     def decode(self, tokens: Any) -> str: ...
 
-    def answer(self, prompt: Tensor, said: Prompt, text: str, source: str = ...) -> list[int]:
+    def encode_answer(self, prompt: Tensor, said: Prompt, text: str, source: str = ...) -> list[int]:
         """The ids of an answer that somebody else wrote to the prompt, its end token the last."""
         ...
 
-    def continuation(
+    def encode_continuation(
         self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
     ) -> Tensor:
-        """[n] int64; what stands between a sampled turn and the next. Raises RewrittenError where that cannot be."""
+        """[n] int64; what stands between a sampled turn and the next. Raises HistoryRewrittenError where that cannot be."""
         ...
 
-    def rewritten(
+    def encode_rewritten(
         self, messages: Sequence[Message], opening: int, new: int, source: str = ..., tools: Tools | None = ...
     ) -> tuple[Tensor, Tensor]:
         """([P'] int64, [n] int64); a conversation as it is written from then on, and what of it is new."""
@@ -80,7 +80,7 @@ T = TypeVar("T")
 class _Episode:
     """One episode under way."""
 
-    def __init__(self, factory: EnvironmentFactory, start: Start, sample: int, calls: Calls) -> None:
+    def __init__(self, factory: EnvironmentFactory, start: EpisodeSpec, sample: int, calls: EnvironmentCalls) -> None:
         self.start, self.sample, self.calls = start, sample, calls
         self.environment: Environment | None = None
         self.failed = ""
@@ -105,14 +105,14 @@ class _Episode:
         self.limit, self.ended = TOKENS, ""
         self._closing: Callable[[], Any] | None = None
         try:
-            self.environment = calls.make(factory, start.example, start.seed, self.name, start.where)
-        except FailedError as error:
+            self.environment = calls.create_environment(factory, start.example, start.seed, self.name, start.location)
+        except EnvironmentFailedError as error:
             self._fail(error)
         else:
             self.name = _name(factory, self.environment)
             self._closing = getattr(self.environment, "close", None)
 
-    def request(self, sampling: Sampling) -> Request:
+    def request(self, sampling: SamplingParams) -> Request:
         turn = len(self.rewards)
         key = (*self.start.key, self.sample, turn) if turn else (*self.start.key, self.sample)
         return Request(self.context, key, sampling, self.room)
@@ -122,33 +122,33 @@ class _Episode:
         _check(generation, self.room, sampler)
         cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)
-        self.segments.append(Segment.drawn(generation))
+        self.segments.append(Segment.from_generation(generation))
         self.left -= len(generation.tokens)
         self.truncated = cut
         try:
-            step = await self._ask("step", Action(text, cut, encoder.form))
+            step = await self._ask("step", Action(text, cut, encoder.tool_call_parser))
             if not isinstance(step, Step):
                 raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
             self.rewards.append(step.reward)
             self.metrics.update(step.metrics)
             self.over = cut
-            self.ended = self.limit if cut else step.ended
+            self.ended = self.limit if cut else step.stop_reason
             if step.observation is None:
                 self.over = True
             elif not cut and not self._hear(step.observation, text, encoder, generation.tokens):
                 await self._break_off()
             if self.over:
                 await self._close()
-        except FailedError as error:
+        except EnvironmentFailedError as error:
             self._fail(error)
-            with suppress(FailedError):
+            with suppress(EnvironmentFailedError):
                 await self._close()
 
     async def begin(self) -> Observation | None:
         """What the environment says first; None where that has failed."""
         try:
             seen = None if self.failed else await self._ask("reset")
-        except FailedError as error:
+        except EnvironmentFailedError as error:
             self._fail(error)
             return None
         if not (self.failed or isinstance(seen, Observation)):
@@ -160,20 +160,20 @@ class _Episode:
     async def _ask(self, method: str, *args: Any) -> Any:
         """What a method of the environment returns; raises as `Calls.call`."""
         turn = f", turn {len(self.rewards) + 1}" if method != "reset" else ""
-        return await self.calls.call(self.environment, self.name, method, f"{self.start.where}{turn}", *args)
+        return await self.calls.call(self.environment, self.name, method, f"{self.start.location}{turn}", *args)
 
-    def _fail(self, error: FailedError) -> None:
+    def _fail(self, error: EnvironmentFailedError) -> None:
         """It ends here and has no reward. One that has not sampled anything has a token that the policy did not write."""
         self.failed, self.ended, self.over = str(error), FAILED, True
-        sampled = sum(segment.sampled for segment in self.segments)
+        sampled = sum(segment.is_sampled for segment in self.segments)
         self.rewards += [None] * (sampled - len(self.rewards))
         self.segments = self.segments or [Segment(torch.zeros(1, dtype=torch.int64))]
 
     async def _close(self) -> None:
-        """Close the environment of an episode that is over, once. Raises FailedError where that fails."""
+        """Close the environment of an episode that is over, once. Raises EnvironmentFailedError where that fails."""
         closing, self._closing = self._closing, None
         if closing is not None:
-            await self.calls.call(_Closing(closing), self.name, "close", self.start.where)
+            await self.calls.call(_Closing(closing), self.name, "close", self.start.location)
 
     @property
     def open(self) -> bool:
@@ -184,17 +184,17 @@ class _Episode:
         """Close the environment of an episode that nobody goes on with."""
         closing, self._closing = self._closing, None
         if closing is not None:
-            await within(CLOSING, _Closing(closing).close())
+            await await_with_timeout(CLOSE_TIMEOUT, _Closing(closing).close())
 
     async def _break_off(self) -> None:
         """Nothing more can be said, so what the environment said last is left away."""
         self.over = self.truncated = True
         self.ended = TOKENS if self.left < 1 else CONTEXT
-        if isinstance(self.environment, Cut):
+        if isinstance(self.environment, SupportsTruncation):
             try:
                 last = Step(reward=await self._ask("cut"))
             except MalformedError as error:
-                raise EngineError(f"{self.name}.cut: {error} ({self.start.where})") from error
+                raise EngineError(f"{self.name}.cut: {error} ({self.start.location})") from error
             if last.reward is not None:
                 self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
 
@@ -206,14 +206,16 @@ class _Episode:
         if isinstance(before, str):
             self.conversation = f"{before}{text}{content}"
         else:
-            said = () if isinstance(content, str) else content  # text is refused by `continuation`
+            said = () if isinstance(content, str) else content  # text is refused by `encode_continuation`
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, said))
         try:
-            segment = Segment(encoder.continuation(before, text, content, self.start.where, self.tools))
-        except RewrittenError:
+            segment = Segment(encoder.encode_continuation(before, text, content, self.start.location, self.tools))
+        except HistoryRewrittenError:
             segment = self._anew(so_far, len(content), encoder)
-        self.context = torch.cat([so_far[: segment.keeps], segment.tokens])
-        self.room = self.left if encoder.context is None else min(self.left, encoder.context - len(self.context))
+        self.context = torch.cat([so_far[: segment.prefix_length], segment.tokens])
+        self.room = (
+            self.left if encoder.context_length is None else min(self.left, encoder.context_length - len(self.context))
+        )
         if self.room < 1:
             return False
         self.limit = CONTEXT if self.room < self.left else TOKENS
@@ -225,17 +227,17 @@ class _Episode:
         """A branch: what has been sampled stays in the context in which it was, and the conversation goes on behind as much of that
         as the template still writes."""
         assert not isinstance(self.conversation, str)
-        whole, news = encoder.rewritten(self.conversation, self.opening, new, self.start.where, self.tools)
+        whole, news = encoder.encode_rewritten(self.conversation, self.opening, new, self.start.location, self.tools)
         shared = min(len(so_far), len(whole) - 1)
         differs = (so_far[:shared] != whole[:shared]).nonzero()
         keeps = int(differs[0]) if len(differs) else shared
         if keeps == len(so_far):  # other letters, the same tokens
             return Segment(whole[keeps:])
-        return Segment(whole[keeps:], keeps=keeps, news=news)
+        return Segment(whole[keeps:], prefix_length=keeps, new_tokens=news)
 
     def trajectory(self, encoder: Encoder) -> Trajectory:
         before = () if self.start.prefix is None else (self.start.prefix,)
-        parts = (*before, *(s.told for s in self.segments))
+        parts = (*before, *(s.visible_tokens for s in self.segments))
         own = [reward for reward in self.rewards if reward is not None and not self.failed]
         return Trajectory(
             tuple(self.segments),
@@ -244,9 +246,9 @@ class _Episode:
             tuple(self.rewards),
             sum(own) if own else None,
             metrics=dict(self.metrics),
-            states=tuple(self.states),
-            ended=self.ended,
-            failed=self.failed,
+            turn_states=tuple(self.states),
+            stop_reason=self.ended,
+            failure=self.failed,
         )
 
 
@@ -262,38 +264,38 @@ class _Closing:
             await closed
 
 
-async def play(
-    starts: Sequence[Start],
-    n: int,
-    sampling: Sampling,
+async def run_episodes(
+    specs: Sequence[EpisodeSpec],
+    samples_per_prompt: int,
+    sampling: SamplingParams,
     *,
     sampler: Sampler,
     encoder: Encoder,
     environment: EnvironmentFactory,
-    calls: Calls | None = None,
-) -> list[Group]:
+    calls: EnvironmentCalls | None = None,
+) -> list[EpisodeGroup]:
     """n episodes from each start, in their order. calls: how environments are called, None = by default."""
-    with calls or Calls() as calling:
-        groups = [[_Episode(environment, start, j, calling) for j in range(n)] for start in starts]
-        everyone = going = [episode for episodes in groups for episode in episodes]
+    with calls or EnvironmentCalls() as calling:
+        groups = [[_Episode(environment, start, j, calling) for j in range(samples_per_prompt)] for start in specs]
+        everyone = active = [episode for episodes in groups for episode in episodes]
         try:
             seen = iter(await _together(everyone, (episode.begin() for episode in everyone)))
             prompts = [_begin(episodes, [next(seen) for _ in episodes], encoder) for episodes in groups]
-            while going := [episode for episode in going if not episode.over]:
-                generations = await sampler.generate([episode.request(sampling) for episode in going])
-                if len(generations) != len(going):
-                    asked, name = len(going), type(sampler).__name__
+            while active := [episode for episode in active if not episode.over]:
+                generations = await sampler.generate([episode.request(sampling) for episode in active])
+                if len(generations) != len(active):
+                    num_requests, name = len(active), type(sampler).__name__
                     raise EngineError(
-                        f"{name}.generate returned {len(generations)} generations for {asked} requests: one for each"
+                        f"{name}.generate returned {len(generations)} generations for {num_requests} requests: one for each"
                     )
-                pairs = zip(going, generations, strict=True)
-                await _together(going, (e.take(g, encoder, sampler) for e, g in pairs))
+                pairs = zip(active, generations, strict=True)
+                await _together(active, (e.take(g, encoder, sampler) for e, g in pairs))
         finally:  # an error, an interruption: what is open ends with it, all at once
             still_open = [episode for episode in everyone if episode.open]
             await asyncio.gather(*(episode.give_up() for episode in still_open), return_exceptions=True)
     return [
-        Group(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
-        for start, prompt, episodes in zip(starts, prompts, groups, strict=True)
+        EpisodeGroup(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
+        for start, prompt, episodes in zip(specs, prompts, groups, strict=True)
     ]
 
 
@@ -312,11 +314,11 @@ async def _together(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, 
 
 def _check(generation: Generation, most: int, sampler: Sampler) -> None:
     """Raises EngineError for lengths that do not agree, or that were not asked for."""
-    n, said = len(generation.tokens), len(generation.logp)
+    n, num_logps = len(generation.tokens), len(generation.logp)
     versions = n if isinstance(generation.version, int) else len(generation.version)
-    if not n == said == versions or not 1 <= n <= most:
+    if not n == num_logps == versions or not 1 <= n <= most:
         raise EngineError(
-            f"{type(sampler).__name__}.generate returned {n} tokens, {said} log-probabilities and {versions} versions for a "
+            f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for a "
             f"request of at most {most} tokens: there is one of each per token, and at least one token"
         )
 
@@ -333,18 +335,20 @@ def _begin(episodes: Sequence[_Episode], seen: Sequence[Observation | None], enc
     """Gives the episodes of one start their context, one tensor for all; the prompt. seen: each one's first, None = it failed."""
     start = episodes[0].start
     room = start.max_tokens + (0 if start.prefix is None else len(start.prefix))
-    pairs = [(episode, said) for episode, said in zip(episodes, seen, strict=True) if said is not None]
+    pairs = [
+        (episode, observation) for episode, observation in zip(episodes, seen, strict=True) if observation is not None
+    ]
     if not pairs:  # none of it is trained on
-        return encoder.encode(start.example.prompt, room, start.where)
+        return encoder.encode(start.example.prompt, room, start.location)
     name, first = pairs[0][0].name, pairs[0][1]
     if any((o.content, list(o.tools)) != (first.content, list(first.tools)) for _, o in pairs):
         raise EngineError(
-            f"{name}.reset says different things to the samples of one example ({start.where}), and what they begin with is "
+            f"{name}.reset says different things to the samples of one example ({start.location}), and what they begin with is "
             "read once: draw what differs in step(), or from the example"
         )
     tools = first.tools or None
-    own = isinstance(pairs[0][0].environment, SingleTurn)
-    source = start.where if own else f"the first observation of {name} ({start.where})"
+    is_single_turn = isinstance(pairs[0][0].environment, SingleTurn)
+    source = start.location if is_single_turn else f"the first observation of {name} ({start.location})"
     prompt = encoder.encode(first.content, room, source, tools)
     context = prompt if start.prefix is None else torch.cat([prompt, start.prefix])
     for episode, observation in pairs:

@@ -8,12 +8,12 @@ from math import comb
 from typing import Any
 
 from policygrad.errors import ConfigError
-from policygrad.rewards.builtin import Voted
-from policygrad.rollout.trajectory import Group, Trajectory
+from policygrad.rewards.builtin import AnswerExtractor
+from policygrad.rollout.trajectory import EpisodeGroup, Trajectory
 
 
 @dataclass(frozen=True)
-class Sample:
+class EvalSample:
     """One completion of a held-out problem."""
 
     text: str
@@ -37,7 +37,7 @@ class Sample:
 class EvaluationResult:
     """k samples for each of n problems; a completion without a reward counts as 0 and is in `failed`."""
 
-    problems: tuple[tuple[Sample, ...], ...]
+    problems: tuple[tuple[EvalSample, ...], ...]
     prompts: tuple[Any, ...]
     """Of the problems, as the task gives them."""
     messages: tuple[str, ...] = ()
@@ -52,25 +52,25 @@ class EvaluationResult:
         return tuple(tuple(sample.text for sample in row) for row in self.problems)
 
     @property
-    def failed(self) -> int:
+    def num_failed(self) -> int:
         return sum(sample.reward is None for sample in self._samples)
 
     @property
-    def truncated(self) -> int:
+    def num_truncated(self) -> int:
         return sum(sample.truncated for sample in self._samples)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return sum(sample.tokens for sample in self._samples)
 
     @property
-    def _samples(self) -> list[Sample]:
+    def _samples(self) -> list[EvalSample]:
         return [sample for row in self.problems for sample in row]
 
     @property
-    def scored(self) -> bool:
+    def has_scores(self) -> bool:
         """Whether any completion has a reward."""
-        return self.failed < len(self._samples)
+        return self.num_failed < len(self._samples)
 
     @property
     def mean(self) -> float:
@@ -79,17 +79,17 @@ class EvaluationResult:
         return sum(flat) / len(flat) if flat else 0.0
 
     @property
-    def means(self) -> tuple[float, ...]:
+    def mean_per_problem(self) -> tuple[float, ...]:
         """Each problem's mean@k."""
         return tuple(sum(row) / len(row) for row in self.scores)
 
     @property
     def majority(self) -> float:
         """maj@k, the mean of `majorities`."""
-        return _mean(self.majorities)
+        return _mean(self.majority_per_problem)
 
     @property
-    def majorities(self) -> tuple[float, ...]:
+    def majority_per_problem(self) -> tuple[float, ...]:
         """Each problem's maj@k: what the answer that most of its k samples give is worth, the mean over answers that tie.
 
         A completion that gives no answer has no vote; where none gives one, 0. Source: Wang et al. 2023 (self-consistency,
@@ -98,7 +98,7 @@ class EvaluationResult:
         return tuple(map(_most_frequent, self.problems))
 
     @property
-    def binary(self) -> bool:
+    def is_binary(self) -> bool:
         """Whether every score is 0 or 1, so that the mean is an accuracy."""
         return all(sample.score in (0.0, 1.0) for sample in self._samples)
 
@@ -108,9 +108,9 @@ class EvaluationResult:
         Raises:
             ConfigError: k larger than the samples per problem.
         """
-        return _mean(self.passes(k, threshold))
+        return _mean(self.pass_at_per_problem(k, threshold))
 
-    def passes(self, k: int, threshold: float = 1.0) -> tuple[float, ...]:
+    def pass_at_per_problem(self, k: int, threshold: float = 1.0) -> tuple[float, ...]:
         """Each problem's 1 − C(n−c, k)/C(n, k) with c of n samples at or above threshold (Chen et al. 2021, eq. 1).
 
         Raises:
@@ -126,7 +126,7 @@ class EvaluationResult:
 
     def standard_error(self) -> float:
         """Of the mean, over problems (the samples of one problem are not independent)."""
-        means = self.means
+        means = self.mean_per_problem
         n = len(means)
         if n < 2:
             return 0.0
@@ -134,24 +134,26 @@ class EvaluationResult:
         return float((sum((m - centre) ** 2 for m in means) / (n - 1) / n) ** 0.5)
 
 
-def evaluated(groups: Sequence[Group], messages: tuple[str, ...], voted: Voted) -> EvaluationResult:
+def summarise_evaluation(
+    groups: Sequence[EpisodeGroup], messages: tuple[str, ...], extract_answer: AnswerExtractor
+) -> EvaluationResult:
     """What judged episodes of held-out problems come to. voted: the answer that a text gives."""
-    problems = tuple(tuple(_sample(t, group, voted) for t in group.trajectories) for group in groups)
-    return EvaluationResult(problems, tuple(group.start.example.prompt for group in groups), messages)
+    problems = tuple(tuple(_sample(t, group, extract_answer) for t in group.trajectories) for group in groups)
+    return EvaluationResult(problems, tuple(group.spec.example.prompt for group in groups), messages)
 
 
-def _sample(t: Trajectory, group: Group, voted: Callable[[str], str | None]) -> Sample:
-    parts = tuple((name, value) for (name, _), value in zip(group.rewards, t.parts, strict=True))
-    return Sample(t.text, t.reward, parts, voted(t.text), t.sampled, t.truncated)
+def _sample(t: Trajectory, group: EpisodeGroup, voted: Callable[[str], str | None]) -> EvalSample:
+    parts = tuple((name, value) for (name, _), value in zip(group.reward_weights, t.reward_parts, strict=True))
+    return EvalSample(t.text, t.reward, parts, voted(t.text), t.num_sampled_tokens, t.truncated)
 
 
-def _most_frequent(row: Sequence[Sample]) -> float:
-    worth: dict[str, list[float]] = {}
+def _most_frequent(row: Sequence[EvalSample]) -> float:
+    scores_by_answer: dict[str, list[float]] = {}
     for sample in row:
         if sample.answer is not None:
-            worth.setdefault(sample.answer, []).append(sample.score)
-    most = max(map(len, worth.values()), default=0)
-    return _mean([_mean(scores) for scores in worth.values() if len(scores) == most])
+            scores_by_answer.setdefault(sample.answer, []).append(sample.score)
+    most = max(map(len, scores_by_answer.values()), default=0)
+    return _mean([_mean(scores) for scores in scores_by_answer.values() if len(scores) == most])
 
 
 def _mean(values: Sequence[float]) -> float:

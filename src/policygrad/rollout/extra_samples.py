@@ -12,15 +12,17 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Mean, Metrics, Sum, merge
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.rollout.batching import to_batch
-from policygrad.rollout.scoring import Judged
-from policygrad.rollout.trajectory import GREEDY, VALUES, VINE, Group, Start, Trajectory
-from policygrad.samplers.local.sampling import uniforms
+from policygrad.rollout.batching import batch_groups
+from policygrad.rollout.scoring import ScoringResult
+from policygrad.rollout.trajectory import GREEDY, VALUES, VINE, EpisodeGroup, EpisodeSpec, Trajectory
+from policygrad.samplers.local.sampling import philox_uniforms
 
 
-def with_baseline(
-    batch: Batch, groups: Sequence[Group], greedy: Callable[[list[Start]], tuple[list[Group], Judged]]
-) -> tuple[Batch, Judged]:
+def add_greedy_baseline(
+    batch: Batch,
+    groups: Sequence[EpisodeGroup],
+    greedy: Callable[[list[EpisodeSpec]], tuple[list[EpisodeGroup], ScoringResult]],
+) -> tuple[Batch, ScoringResult]:
     """(the batch with `baseline`, what it cost and what went wrong): one greedy episode for each prompt that takes part (ReMax).
 
     It is judged as the others are, stands in no batch, and its tokens are counted. NaN where its reward failed: nothing is
@@ -29,26 +31,26 @@ def with_baseline(
     baseline = torch.full_like(batch.reward, torch.nan)
     taking = [g for g in range(len(groups)) if bool(batch.mask[batch.group == g].any())]
     if not taking:  # a reward is not asked about nothing
-        return replace(batch, baseline=baseline), Judged()
-    found, judged = greedy([_greedy_start(groups[g].start) for g in taking])
+        return replace(batch, baseline=baseline), ScoringResult()
+    found, judged = greedy([_greedy_start(groups[g].spec) for g in taking])
     known = []
     for g, group in zip(taking, found, strict=True):
         reward = group.trajectories[0].reward
         if reward is not None:
             known.append(reward)
             baseline[batch.group == g] = reward
-    tokens, failed = sum(group.trajectories[0].sampled for group in found), len(taking) - len(known)
+    tokens, failed = sum(group.trajectories[0].num_sampled_tokens for group in found), len(taking) - len(known)
     metrics: Metrics = {name: Sum(float(tokens)) for name in ("tokens/greedy", "tokens/sampled")}
     if known:
         metrics |= {"reward/greedy": Mean(sum(known), float(len(known)))}
     failures = {name: metric for name, metric in judged.metrics.items() if name.startswith("rewards/failed_")}
     note = "a greedy completion has no reward; nothing is learnt from its prompt"
-    return replace(batch, baseline=baseline), Judged(
+    return replace(batch, baseline=baseline), ScoringResult(
         merge(metrics, failures), (*judged.messages, *((note,) if failed else ()))
     )
 
 
-def _greedy_start(start: Start) -> Start:
+def _greedy_start(start: EpisodeSpec) -> EpisodeSpec:
     """The same, from random numbers of its own: in an environment it may be the world that draws."""
     seed, _, step, index = start.key
     return replace(start, key=(seed, GREEDY, step, index))
@@ -67,10 +69,13 @@ class Prefix:
     length: int
 
 
-def with_values(
-    batch: Batch, groups: Sequence[Group], go_on: Callable[[list[Start]], tuple[list[Group], Judged]], step: int
-) -> tuple[Batch, Judged]:
-    """(the batch with `values`, what they cost and what went wrong): Monte-Carlo values of steps (VinePPO).
+def add_prefix_values(
+    batch: Batch,
+    groups: Sequence[EpisodeGroup],
+    go_on: Callable[[list[EpisodeSpec]], tuple[list[EpisodeGroup], ScoringResult]],
+    step: int,
+) -> tuple[Batch, ScoringResult]:
+    """(the batch with `parse_gauge`, what they cost and what went wrong): Monte-Carlo values of steps (VinePPO).
 
     At every token stands the mean reward of the completions that `go_on` makes of the text before its step. One call samples
     them all; each prefix has what it leaves of the token budget, and its numbers come from a key of its own. A completion
@@ -79,19 +84,19 @@ def with_values(
     """
     prefixes, where = _prefixes(batch, groups)
     if not prefixes:  # nothing takes part: a reward is not asked about nothing
-        return replace(batch, values=_fill(batch, (), where)), Judged({"values/prefixes": Sum(0.0)})
+        return replace(batch, values=_fill(batch, (), where)), ScoringResult({"values/prefixes": Sum(0.0)})
     continued, judged = go_on([_continuation_start(prefix, groups[prefix.group], step) for prefix in prefixes])
     values = [_mean([t.reward for t in group.trajectories]) for group in continued]
-    failed, tokens = values.count(None), sum(t.sampled for g in continued for t in g.trajectories)
+    failed, tokens = values.count(None), sum(t.num_sampled_tokens for g in continued for t in g.trajectories)
     metrics: Metrics = {name: Sum(float(tokens)) for name in ("tokens/values", "tokens/sampled")}
     metrics |= {"values/prefixes": Sum(float(len(prefixes))), "values/failed": Sum(float(failed))}
     note = "no completion of a prefix has a reward; its step's value is taken from the step before"
     failures = {name: metric for name, metric in judged.metrics.items() if name.startswith("rewards/failed_")}
     messages = (*judged.messages, *((note,) if failed else ()))
-    return replace(batch, values=_fill(batch, values, where)), Judged(merge(metrics, failures), messages)
+    return replace(batch, values=_fill(batch, values, where)), ScoringResult(merge(metrics, failures), messages)
 
 
-def _prefixes(batch: Batch, groups: Sequence[Group]) -> tuple[list[Prefix], list[list[tuple[int, int]]]]:
+def _prefixes(batch: Batch, groups: Sequence[EpisodeGroup]) -> tuple[list[Prefix], list[list[tuple[int, int]]]]:
     """The distinct prefixes, and per completion (first token of a step, its prefix); completions that take no part have none."""
     if batch.step_end is None:
         raise ConfigError(
@@ -116,11 +121,11 @@ def _prefixes(batch: Batch, groups: Sequence[Group]) -> tuple[list[Prefix], list
     return prefixes, where
 
 
-def _continuation_start(prefix: Prefix, group: Group, step: int) -> Start:
-    seed, _, _, index = group.start.key
+def _continuation_start(prefix: Prefix, group: EpisodeGroup, step: int) -> EpisodeSpec:
+    seed, _, _, index = group.spec.key
     tokens = group.trajectories[prefix.sample].tokens[: prefix.length]
     key = (seed, VALUES, step, index, prefix.sample, prefix.length)
-    return Start(group.start.example, key, group.start.max_tokens - prefix.length, tokens)
+    return EpisodeSpec(group.spec.example, key, group.spec.max_tokens - prefix.length, tokens)
 
 
 def _mean(rewards: Sequence[float | None]) -> float | None:
@@ -145,13 +150,13 @@ def _fill(batch: Batch, values: Sequence[float | None], where: Sequence[Sequence
 
 # TRPO's vine: in states along the answers that were sampled, several next tokens are tried and what comes of each is sampled.
 
-ROUNDS = 4
+MAX_TRY_ROUNDS = 4
 """Times that K tokens are drawn in a state where fewer than K different ones have been found."""
-Play = Callable[[list[Start], int], list[Group]]
+Play = Callable[[list[EpisodeSpec], int], list[EpisodeGroup]]
 
 
 @dataclass(frozen=True, eq=False)
-class Tried:
+class TriedToken:
     """A token that was drawn in a state."""
 
     token: Trajectory
@@ -165,34 +170,34 @@ class Tried:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class VineState:
     """A prefix of a completion, and the tokens that were tried after it."""
 
     group: int
-    start: Start
+    start: EpisodeSpec
     """The prefix, what it leaves of the budget, and the key of its random numbers."""
     times: int
     """How often it was chosen: equal prefixes are one state."""
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[TriedToken, ...] = ()
 
     @property
-    def known(self) -> tuple[Tried, ...]:
+    def valued_tokens(self) -> tuple[TriedToken, ...]:
         """With a Q̂."""
         return tuple(t for t in self.tried if t.value is not None)
 
 
-def branched(
+def sample_vine(
     batch: Batch,
-    groups: Sequence[Group],
+    groups: Sequence[EpisodeGroup],
     vine: Vine,
     play: Play,
-    judge: Callable[[list[Group]], tuple[list[Group], Judged]],
+    judge: Callable[[list[EpisodeGroup]], tuple[list[EpisodeGroup], ScoringResult]],
     step: int,
-) -> tuple[Batch, list[Group], Judged]:
+) -> tuple[Batch, list[EpisodeGroup], ScoringResult]:
     """(the batch to train on, its groups, what it cost and what went wrong), from completions that have been judged.
 
     Chosen are `vine.states` of all sampled tokens of each prompt's completions, and the state before each: states as the policy
-    visits them. A group of the new batch is a state, its prompt the prefix too, a row a token, its reward Q̂; `weight` sums over
+    visits them. A group of the new batch is a state, its prompt the prefix too, a row a token, its reward Q̂; `count_chars` sums over
     a state to its number of tokens times its share of the states that were chosen. A state where only one token is found says
     nothing and counts; one that has fewer than two tokens because rewards failed does not count.
 
@@ -201,36 +206,36 @@ def branched(
     states = _chosen(batch, groups, vine.states, step)
     states, drawn = _try(states, vine, play)
     states, sampled, judged = _complete(states, groups, vine.samples, play, judge)
-    kept = [s for s in states if len(s.known) > 1]
+    kept = [s for s in states if len(s.valued_tokens) > 1]
     metrics: Metrics = {name: Sum(float(drawn + sampled)) for name in ("tokens/vine", "tokens/sampled")}
     metrics |= {"vine/states": Sum(float(len(kept))), "vine/failed": Sum(float(_failed(states)))}
     if states:
         metrics["vine/actions"] = Mean(float(sum(len(s.tried) for s in states)), float(len(states)))
     failures = {name: metric for name, metric in judged.metrics.items() if name.startswith("rewards/failed_")}
     note = "what came of a token has no reward; it is not compared with the others of its state"
-    judged = Judged(merge(metrics, failures), (*judged.messages, *((note,) if _failed(states) else ())))
+    judged = ScoringResult(merge(metrics, failures), (*judged.messages, *((note,) if _failed(states) else ())))
     if not kept:  # nothing to compare: nothing is learnt from what was sampled
         said = "no state has two tokens to compare, and nothing is learnt: the policy is sure of every token, or rewards fail"
-        return replace(batch, mask=torch.zeros_like(batch.mask)), list(groups), judged | Judged(messages=(said,))
+        return replace(batch, mask=torch.zeros_like(batch.mask)), list(groups), judged | ScoringResult(messages=(said,))
     counted = sum(s.times for s in states if s in kept or len(s.tried) < 2)
     found = [_group(s, groups[s.group]) for s in kept]
     weight = [_weights(s, vine.distinct) * s.times * len(kept) / counted for s in kept]
-    trained = to_batch(found)
+    trained = batch_groups(found)
     return replace(trained, weight=torch.cat(weight)[:, None].to(trained.reward.dtype)), found, judged
 
 
-def _chosen(batch: Batch, groups: Sequence[Group], count: int, step: int) -> list[State]:
-    """The rollout set: `count` sampled tokens of each prompt, each as likely as the others, and the text before each."""
-    states: list[State] = []
+def _chosen(batch: Batch, groups: Sequence[EpisodeGroup], count: int, step: int) -> list[VineState]:
+    """The rollout set: `set_cached_length` sampled tokens of each prompt, each as likely as the others, and the text before each."""
+    states: list[VineState] = []
     row = 0
     for g, group in enumerate(groups):
         size = len(group.trajectories)
         takes = batch.mask[row : row + size].any(1).tolist()
         row += size
         places = [(i, t) for i, c in enumerate(group.trajectories) if takes[i] for t in range(len(c.tokens))]
-        seed, _, _, index = group.start.key
-        order = uniforms([(seed, VINE, step, index)], max(1, len(places)))[0].argsort(stable=True).tolist()
-        found: dict[bytes, State] = {}
+        seed, _, _, index = group.spec.key
+        order = philox_uniforms([(seed, VINE, step, index)], max(1, len(places)))[0].argsort(stable=True).tolist()
+        found: dict[bytes, VineState] = {}
         for i, t in (places[place] for place in order[:count] if places):
             prefix = group.trajectories[i].tokens[:t]
             name = prefix.numpy().tobytes()
@@ -238,16 +243,16 @@ def _chosen(batch: Batch, groups: Sequence[Group], count: int, step: int) -> lis
                 found[name] = replace(found[name], times=found[name].times + 1)
             else:
                 key = (seed, VINE, step, index, i, t)
-                found[name] = State(g, Start(group.start.example, key, group.start.max_tokens - t, prefix), 1)
+                found[name] = VineState(g, EpisodeSpec(group.spec.example, key, group.spec.max_tokens - t, prefix), 1)
         states += found.values()
     return states
 
 
-def _try(states: list[State], vine: Vine, play: Play) -> tuple[list[State], int]:
+def _try(states: list[VineState], vine: Vine, play: Play) -> tuple[list[VineState], int]:
     """(the states with up to `vine.actions` different tokens each, in the order they were drawn; tokens drawn)."""
-    found: list[dict[int, Tried]] = [{} for _ in states]
+    found: list[dict[int, TriedToken]] = [{} for _ in states]
     going, drawn = list(range(len(states))), 0
-    for turn in range(ROUNDS if vine.distinct else 1):
+    for turn in range(MAX_TRY_ROUNDS if vine.distinct else 1):
         starts = [replace(s.start, key=(*s.start.key, turn), max_tokens=1) for s in (states[i] for i in going)]
         for i, group in zip(going, play(starts, vine.actions) if starts else [], strict=True):
             for one in group.trajectories:
@@ -255,31 +260,32 @@ def _try(states: list[State], vine: Vine, play: Play) -> tuple[list[State], int]
                 if token in found[i]:
                     found[i][token] = replace(found[i][token], times=found[i][token].times + 1)
                 elif len(found[i]) < vine.actions:
-                    found[i][token] = Tried(one)
+                    found[i][token] = TriedToken(one)
             drawn += len(group.trajectories)
         going = [i for i in going if len(found[i]) < vine.actions]
     return [replace(s, tried=tuple(f.values())) for s, f in zip(states, found, strict=True)], drawn
 
 
 def _complete(
-    states: list[State],
-    groups: Sequence[Group],
+    states: list[VineState],
+    groups: Sequence[EpisodeGroup],
     samples: int,
     play: Play,
-    judge: Callable[[list[Group]], tuple[list[Group], Judged]],
-) -> tuple[list[State], int, Judged]:
+    judge: Callable[[list[EpisodeGroup]], tuple[list[EpisodeGroup], ScoringResult]],
+) -> tuple[list[VineState], int, ScoringResult]:
     """(the states with Q̂ of every token, where there are two; tokens sampled; what went wrong). An end token, or the budget's
     last, completes its text by itself."""
     places = [(i, k) for i, s in enumerate(states) if len(s.tried) > 1 for k in range(len(s.tried))]
     starts = {(i, k): _after(states[i], k) for i, k in places}
     going = [(i, k) for i, k in places if starts[i, k].max_tokens and states[i].tried[k].token.truncated]
     played = dict(zip(going, play([starts[p] for p in going], samples) if going else [], strict=True))
-    sampled = sum(t.sampled for group in played.values() for t in group.trajectories)
+    sampled = sum(t.num_sampled_tokens for group in played.values() for t in group.trajectories)
     texts = [
-        played.get((i, k)) or Group(starts[i, k], groups[states[i].group].prompt, (states[i].tried[k].token,))
+        played.get((i, k))
+        or EpisodeGroup(starts[i, k], groups[states[i].group].prompt_ids, (states[i].tried[k].token,))
         for i, k in places
     ]
-    scored, judged = judge(texts) if texts else ([], Judged())  # a reward is not asked about nothing
+    scored, judged = judge(texts) if texts else ([], ScoringResult())  # a reward is not asked about nothing
     tried = [list(s.tried) for s in states]
     for (i, k), group in zip(places, scored, strict=True):
         known = [t.reward for t in group.trajectories if t.reward is not None]
@@ -288,35 +294,38 @@ def _complete(
     return [replace(s, tried=tuple(t)) for s, t in zip(states, tried, strict=True)], sampled, judged
 
 
-def _after(state: State, k: int) -> Start:
+def _after(state: VineState, k: int) -> EpisodeSpec:
     """After a token: with the same key for all tokens of a state, so that they are completed with the same random numbers."""
     start, token = state.start, state.tried[k].token.tokens
     assert start.prefix is not None
     return replace(
-        start, key=(*start.key, ROUNDS), max_tokens=start.max_tokens - 1, prefix=torch.cat([start.prefix, token])
+        start,
+        key=(*start.key, MAX_TRY_ROUNDS),
+        max_tokens=start.max_tokens - 1,
+        prefix=torch.cat([start.prefix, token]),
     )
 
 
-def _failed(states: Sequence[State]) -> int:
+def _failed(states: Sequence[VineState]) -> int:
     """Tokens whose Q̂ is not known, of those that were completed."""
-    return sum(len(s.tried) - len(s.known) for s in states if len(s.tried) > 1)
+    return sum(len(s.tried) - len(s.valued_tokens) for s in states if len(s.tried) > 1)
 
 
-def _group(state: State, of: Group) -> Group:
+def _group(state: VineState, of: EpisodeGroup) -> EpisodeGroup:
     """The state as a group of one-token episodes; the text is what came of each."""
     assert state.start.prefix is not None
     rows = []
-    for tried in state.known:
+    for tried in state.valued_tokens:
         assert tried.after is not None
         after, token = tried.after, tried.token
         rows.append(replace(token, text=after.text, truncated=after.truncated, reward=tried.value))
-    return Group(state.start, torch.cat([of.prompt, state.start.prefix]), tuple(rows))
+    return EpisodeGroup(state.start, torch.cat([of.prompt_ids, state.start.prefix]), tuple(rows))
 
 
-def _weights(state: State, distinct: bool) -> Tensor:
+def _weights(state: VineState, distinct: bool) -> Tensor:
     """[K] float64, ŵ·K: by probability where every token stands for itself, otherwise by how often it was drawn."""
     if distinct:
-        logp = torch.cat([t.token.logp for t in state.known]).double()
+        logp = torch.cat([t.token.logp for t in state.valued_tokens]).double()
         return logp.softmax(0) * len(logp)
-    times = torch.tensor([t.times for t in state.known], dtype=torch.float64)
+    times = torch.tensor([t.times for t in state.valued_tokens], dtype=torch.float64)
     return times * len(times) / times.sum()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from policygrad.core.batch import Batch
 from policygrad.environments.base import ENVIRONMENT, TOKENS
-from policygrad.rewards.base import ScoredSteps
+from policygrad.rewards.base import StepScores
 from policygrad.samplers.base import Generation
 from policygrad.tasks.base import Example
 
@@ -20,7 +20,7 @@ from policygrad.tasks.base import Example
 
 
 @dataclass(frozen=True)
-class Marks:
+class StepMarks:
     """The steps of one completion, by token."""
 
     ends: tuple[int, ...]
@@ -29,8 +29,8 @@ class Marks:
     """Of each step; 0 where nothing scored it."""
 
 
-def token_at(decode: Callable[[Tensor], str], tokens: Tensor, text: str, end: int) -> int:
-    """The first token with which the decoded text reaches `end` characters; ids are decoded, never made from text.
+def find_token_index(decode: Callable[[Tensor], str], tokens: Tensor, text: str, end: int) -> int:
+    """The first token with which the decoded text reaches `kill_trees` characters; ids are decoded, never made from text.
 
     A character of several tokens is there with its last one. What is followed by white space only ends with the last token,
     since the end token that closes an answer is no step of its own.
@@ -47,25 +47,25 @@ def token_at(decode: Callable[[Tensor], str], tokens: Tensor, text: str, end: in
     return low - 1
 
 
-def mark(decode: Callable[[Tensor], str], tokens: Tensor, text: str, steps: ScoredSteps) -> Marks:
+def locate_steps(decode: Callable[[Tensor], str], tokens: Tensor, text: str, steps: StepScores) -> StepMarks:
     """Steps by characters as steps by tokens; the scores of steps that end with the same token are added up."""
     scores = {len(tokens) - 1: 0.0}
     for end, score in steps:
-        at = token_at(decode, tokens, text, end)
+        at = find_token_index(decode, tokens, text, end)
         scores[at] = scores.get(at, 0.0) + score
     ends = tuple(sorted(scores))
-    return Marks(ends, tuple(scores[end] for end in ends))
+    return StepMarks(ends, tuple(scores[end] for end in ends))
 
 
-def with_steps(batch: Batch, marks: Sequence[Marks | None], *, scored: bool) -> Batch:
+def add_step_marks(batch: Batch, marks: Sequence[StepMarks | None], *, scored: bool) -> Batch:
     """`step_end`, and with `scored` the steps' scores as `token_reward`; None = a completion without steps (it failed)."""
     step_end = torch.zeros_like(batch.mask)
     reward = torch.zeros(batch.mask.shape, dtype=batch.reward.dtype)
-    for row, found in enumerate(marks):
-        if found is not None:
-            ends = torch.tensor(found.ends, dtype=torch.int64)
+    for row, step_marks in enumerate(marks):
+        if step_marks is not None:
+            ends = torch.tensor(step_marks.ends, dtype=torch.int64)
             step_end[row, ends] = True
-            reward[row, ends] = torch.tensor(found.scores, dtype=batch.reward.dtype)
+            reward[row, ends] = torch.tensor(step_marks.scores, dtype=batch.reward.dtype)
     batch = replace(batch, step_end=step_end & batch.mask)
     return replace(batch, token_reward=reward) if scored else batch
 
@@ -75,7 +75,7 @@ TRAIN, EVALUATE, VALUES, GREEDY, VINE = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class EpisodeSpec:
     """Where the episodes of one group begin."""
 
     example: Example
@@ -88,7 +88,7 @@ class Start:
     """[n] int64; an answer's beginning to go on from, as Monte-Carlo values do."""
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """For error messages."""
         kind = "held-out" if self.key[1] == EVALUATE else "training"
         return getattr(self.example, "source", "") or f"{kind} prompt {self.key[3]}"
@@ -109,32 +109,32 @@ class Segment:
     """[n] nats under what was really sampled from; None = not sampled: a tool or the environment said them."""
     version: int | Tensor = 0
     """Of the weights that drew it; [n] int64 where they changed on the way."""
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     """[m, layers, k] the experts of every token up to its end, the prompt's first; -1 = not read."""
-    keeps: int | None = None
+    prefix_length: int | None = None
     """A new branch begins: the template has written the conversation anew. Of the ids that were read before, the prompt's first,
     so many stay, and these tokens follow them. None = they follow all of them."""
-    news: Tensor | None = None
+    new_tokens: Tensor | None = None
     """[m] int64; what of them was said now, for people and reward functions; None = all."""
 
     @classmethod
-    def drawn(cls, generation: Generation) -> Segment:
-        return cls(generation.tokens, generation.logp, generation.version, generation.routes)
+    def from_generation(cls, generation: Generation) -> Segment:
+        return cls(generation.tokens, generation.logp, generation.version, generation.routed_experts)
 
     @property
-    def sampled(self) -> bool:
+    def is_sampled(self) -> bool:
         return self.logp is not None
 
     @property
-    def told(self) -> Tensor:
+    def visible_tokens(self) -> Tensor:
         """[m] int64."""
-        return self.tokens if self.news is None else self.news
+        return self.tokens if self.new_tokens is None else self.new_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """One episode: what follows the prompt, and what it was worth. It is one, and one row of a batch, also where it has branches:
-    what a branch's segments follow is what the segments before them have left it (`Segment.keeps`)."""
+    what a branch's segments follow is what the segments before them have left it (`Segment.prefix_length`)."""
 
     segments: tuple[Segment, ...]
     """In order; a turn of the policy is one sampled segment."""
@@ -146,19 +146,19 @@ class Trajectory:
     """What the environment said of each turn."""
     reward: float | None = None
     """The turns' rewards and what the reward functions say, added up; None = it could not be judged and takes no part."""
-    marks: Marks | None = None
+    step_marks: StepMarks | None = None
     """Where its reasoning steps end; None where nobody looks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the environment measured, its turns added up."""
-    states: tuple[Hashable, ...] = ()
+    turn_states: tuple[Hashable, ...] = ()
     """What the environment was in when each turn began."""
-    parts: tuple[float | None, ...] = ()
+    reward_parts: tuple[float | None, ...] = ()
     """What each of the group's `rewards` says, before its weight; None = it failed or does not apply."""
     demonstration: bool = False
     """Shown, not sampled: its one segment's `logp` is that of whoever wrote it, or 0."""
-    ended: str = ""
+    stop_reason: str = ""
     """What ended it, where an environment was played: `environment`, `tokens`, `context`, `failed`, or a word of its own."""
-    failed: str = ""
+    failure: str = ""
     """Why its environment has lost it, so that nothing is to be judged; "" = it has not."""
 
     @property
@@ -169,7 +169,7 @@ class Trajectory:
     @property
     def mask(self) -> Tensor:
         """[n] bool; True where the policy sampled the token."""
-        return self._joined([torch.full(s.tokens.shape, s.sampled) for s in self.segments])
+        return self._joined([torch.full(s.tokens.shape, s.is_sampled) for s in self.segments])
 
     @property
     def logp(self) -> Tensor:
@@ -185,50 +185,54 @@ class Trajectory:
         return self._joined(list(whole))
 
     @property
-    def branches(self) -> int:
+    def num_branches(self) -> int:
         """Texts that it is read as: one, and another each time that the template wrote the conversation anew."""
-        return 1 + sum(s.keeps is not None for s in self.segments)
+        return 1 + sum(s.prefix_length is not None for s in self.segments)
 
-    def depth(self, prompt: int) -> Tensor:
+    def positions(self, prompt: int) -> Tensor:
         """[n] int64; how many tokens stand before each where it was read, those of the prompt included."""
         found, at = list[Tensor](), prompt
         for segment in self.segments:
-            at = at if segment.keeps is None else segment.keeps
+            at = at if segment.prefix_length is None else segment.prefix_length
             found.append(torch.arange(at, at + len(segment.tokens)))
             at += len(segment.tokens)
         return self._joined(found)
 
     @property
-    def told(self) -> Tensor:
+    def visible_tokens(self) -> Tensor:
         """[m] int64; the tokens of `text`."""
-        return self._joined([s.told for s in self.segments])
+        return self._joined([s.visible_tokens for s in self.segments])
 
-    def placed(self, marks: Marks) -> Marks:
+    def map_step_marks(self, marks: StepMarks) -> StepMarks:
         """Steps by the tokens of `told`, as steps by those of `tokens`; what was written anew is one token, its last."""
-        if self.branches == 1:
+        if self.num_branches == 1:
             return marks
         places, at = list[int](), 0
         for segment in self.segments:
             end = at + len(segment.tokens)
-            places += range(at, end) if segment.news is None else [end - 1] * len(segment.news)
+            places += range(at, end) if segment.new_tokens is None else [end - 1] * len(segment.new_tokens)
             at = end
-        return Marks(tuple(places[end] for end in marks.ends), marks.scores)
+        return StepMarks(tuple(places[end] for end in marks.ends), marks.scores)
 
     @property
-    def readers(self) -> tuple[Segment, ...]:
+    def branch_ends(self) -> tuple[Segment, ...]:
         """The last turn of each branch, which has read all before it there."""
         last, branch = dict[int, Segment](), 0
         for segment in self.segments:
-            branch += segment.keeps is not None
-            if segment.sampled:
+            branch += segment.prefix_length is not None
+            if segment.is_sampled:
                 last[branch] = segment
         return tuple(last.values())
 
     @property
-    def routes(self) -> Tensor | None:
+    def routed_experts(self) -> Tensor | None:
         """[P + n, layers, k] the experts of the prompt's tokens and of these."""
-        begins = [0, *(s.keeps for s in self.segments if s.keeps is not None)]
-        read = [s.routes[begin:] for s, begin in zip(self.readers, begins, strict=False) if s.routes is not None]
+        begins = [0, *(s.prefix_length for s in self.segments if s.prefix_length is not None)]
+        read = [
+            s.routed_experts[begin:]
+            for s, begin in zip(self.branch_ends, begins, strict=False)
+            if s.routed_experts is not None
+        ]
         return self._joined(read) if len(read) == len(begins) else None
 
     @staticmethod
@@ -236,37 +240,37 @@ class Trajectory:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
-    def sampled(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """Tokens that the policy drew."""
-        return 0 if self.demonstration else sum(len(s.tokens) for s in self.segments if s.sampled)
+        return 0 if self.demonstration else sum(len(s.tokens) for s in self.segments if s.is_sampled)
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class EpisodeGroup:
     """The episodes of one example."""
 
-    start: Start
-    prompt: Tensor
+    spec: EpisodeSpec
+    prompt_ids: Tensor
     """[P] int64; what all of them begin with."""
     trajectories: tuple[Trajectory, ...]
-    rewards: tuple[tuple[str, float], ...] = ()
-    """(name, weight) of every number in a trajectory's `parts`; what the environment itself gave is one of them."""
+    reward_weights: tuple[tuple[str, float], ...] = ()
+    """(name, weight) of every number in a trajectory's `format_parts`; what the environment itself gave is one of them."""
 
 
-def samples_of(groups: list[Group]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
+def reward_inputs(groups: list[EpisodeGroup]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
     """What a reward function is given: prompts, texts and columns, one of each per episode."""
-    repeated = [(g.start.example, t.text) for g in groups for t in g.trajectories]
-    prompts, columns = asked_of([example for example, _ in repeated])
+    repeated = [(g.spec.example, t.text) for g in groups for t in g.trajectories]
+    prompts, columns = prompts_and_columns([example for example, _ in repeated])
     return prompts, [text for _, text in repeated], columns
 
 
-def asked_of(examples: Sequence[Example]) -> tuple[list[Any], dict[str, list[Any]]]:
+def prompts_and_columns(examples: Sequence[Example]) -> tuple[list[Any], dict[str, list[Any]]]:
     """Of that, what there is before there are texts: prompts and columns."""
     names = dict.fromkeys(name for example in examples for name in example.columns)
     columns = {name: [example.columns.get(name) for example in examples] for name in names}
     return [example.prompt for example in examples], columns
 
 
-def conversed(rows: Sequence[Trajectory]) -> bool:
+def is_multi_turn(rows: Sequence[Trajectory]) -> bool:
     """Whether there is anything to say of turns: an episode has several, or ended by a word of its environment's own."""
-    return any(len(row.segments) > 1 or row.ended not in ("", ENVIRONMENT, TOKENS) for row in rows)
+    return any(len(row.segments) > 1 or row.stop_reason not in ("", ENVIRONMENT, TOKENS) for row in rows)

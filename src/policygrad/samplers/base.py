@@ -12,11 +12,11 @@ from torch import Tensor
 
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
-from policygrad.weight_sync.base import Published
+from policygrad.weight_sync.base import PublishedWeights
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """The distribution completions are drawn from. The policy *is* this distribution: log-probabilities are taken under it."""
 
     temperature: float = 1.0
@@ -43,7 +43,7 @@ class Sampling:
             raise ConfigError(f"decode_rows must be at least 1, not {self.decode_rows}")
 
     @property
-    def cuts_off(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether tokens of the policy can never be drawn."""
         return self.top_p < 1 or self.top_k > 0
 
@@ -52,11 +52,11 @@ class Sampling:
 class Request:
     """One completion to draw. Requests that share their `tokens` (the same tensor) are read once by a sampler that can."""
 
-    tokens: Tensor
+    prompt_ids: Tensor
     """[P] int64, at least one: everything before what is to be drawn."""
     key: tuple[int, ...]
     """Names its random numbers: the same key and weights draw the same, whatever else is asked beside it."""
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int
     """Tokens that may be drawn, at least one."""
 
@@ -73,7 +73,7 @@ class Generation:
     """stop: the policy ended it; length: the budget did."""
     version: int | Tensor
     """Of the weights that drew it; [n] int64 where they changed on the way."""
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None
     """[P + n, layers, k] int16; the experts that each token of the request and of the answer was sent to, -1 where it was not
     read (the last one). None = a model without experts, or nobody asked."""
 
@@ -86,7 +86,7 @@ class Sampler(Protocol):
         """One generation per request, in their order."""
         ...
 
-    async def update(self, weights: Published) -> Metrics | None:
+    async def update(self, weights: PublishedWeights) -> Metrics | None:
         """Returns when what is drawn from now on is drawn with these weights, and its version says so.
 
         What it returns are metrics of the step, if any.
@@ -95,7 +95,7 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
-class Closing(Protocol):
+class AsyncCloseable(Protocol):
     """A sampler that has something to end with the run: connections, servers."""
 
     async def close(self) -> None:
@@ -104,21 +104,21 @@ class Closing(Protocol):
 
 
 @runtime_checkable
-class InFlight(Sampler, Protocol):
+class SupportsInFlightUpdates(Sampler, Protocol):
     """A sampler that may be given weights while it generates, where it says so: what is drawn from then on is drawn with them, and
     each token says its version."""
 
     in_flight: bool
 
 
-Watch = Callable[[Sequence[tuple[Request, Tensor]]], None]
+CompletionCallback = Callable[[Sequence[tuple[Request, Tensor]]], None]
 """Looks in after every token of a batch, with the requests that are over with it, be they none, and their tokens [n] int64."""
 
 
 @runtime_checkable
-class Watchable(Sampler, Protocol):
+class SupportsStreaming(Sampler, Protocol):
     """A sampler that says what is over while it goes on with others, so that it can be judged meanwhile. None need be one."""
 
-    def watched(self, watch: Watch) -> AbstractContextManager[object]:
+    def on_completion(self, callback: CompletionCallback) -> AbstractContextManager[object]:
         """What is generated inside is told to `watch`; what it raises ends the generating."""
         ...

@@ -12,12 +12,12 @@ from policygrad.errors import ConfigError
 
 LOCAL = "local"
 ENGINES = {  # the class of each, as module:name; a sampler is one file
-    "llama_cpp": "policygrad.samplers.engines.llama_cpp:LlamaCpp",
+    "llama_cpp": "policygrad.samplers.engines.llama_cpp:LlamaCppSampler",
     "vllm": "policygrad.samplers.engines.vllm:Vllm",
     "sglang": "policygrad.samplers.engines.sglang:Sglang",
 }
 
-ROOM = 4096
+DEFAULT_CONTEXT_LENGTH = 4096
 """Tokens of a request at a server that is started here, unless more is asked for: memory for them is taken `parallel` times."""
 STARTED_BY_HAND = ("vllm", "sglang")
 """Engines of which no server is started here."""
@@ -42,16 +42,16 @@ class SamplerConfig:
         tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: weights in the run's folder, or a temporary one)"),
     ] = None
     """Where weights are published, under a path that the servers know by the same name."""
-    transfer: str = BY_FOLDER
+    weight_transport: str = BY_FOLDER
     """How weights get to servers: by a folder, or from GPU to GPU: nccl (vllm, sglang, each on GPUs of its own)."""
-    publish: str = AUTO
+    lora_sync: str = AUTO
     """adapter = servers are sent a run's LoRA adapter alone (vllm, sglang); whole = all weights, adapters in them.
     auto = the adapter where that can be, else all weights."""
-    parallel: int = 16
+    max_concurrency: int = 16
     """Requests that a server is given at a time; 0 = as many as its queue and its cache bear (vllm, sglang)."""
-    piece: int = 0
+    chunk_tokens: int = 0
     """Tokens of an answer that are asked for at a time: what is drawn stays where a server is lost or weights change; 0 = all."""
-    context: int = 0
+    context_length: int = 0
     """Tokens of a prompt and its completion, for a server that is started here.
     0 = twice sampling.max_tokens and at least 4096, as far as the model reads."""
     threads: int = 0
@@ -60,9 +60,9 @@ class SamplerConfig:
     """Seconds that one answer may take."""
     heartbeat: float = 30.0
     """Seconds in which a server that owes an answer has to answer /health, asked as often; 0 = it is not asked."""
-    patience: float = 120.0
+    recovery_timeout: float = 120.0
     """Seconds that a server may be away, or take over weights, before it is given up."""
-    tolerance: float = 0.0
+    logprob_tolerance: float = 0.0
     """Nats by which a server's log-probabilities may differ from the learner's; 0 = 1e-4 in fp32, 0.2 in bf16."""
 
     def __post_init__(self) -> None:
@@ -72,20 +72,20 @@ class SamplerConfig:
             raise ConfigError(
                 f"sampler.urls are servers, and sampler.engine is local: name theirs, --sampler.engine {'|'.join(ENGINES)}"
             )
-        if self.engine == LOCAL and self.piece:
+        if self.engine == LOCAL and self.chunk_tokens:
             raise ConfigError(
-                f"sampler.piece is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
+                f"sampler.chunk_tokens is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
             )
-        if self.publish not in (AUTO, WHOLE, ADAPTER):
-            raise ConfigError(f"sampler.publish must be {AUTO}, {WHOLE} or {ADAPTER}, not {self.publish!r}")
-        if self.publish != AUTO and self.engine == LOCAL:
+        if self.lora_sync not in (AUTO, WHOLE, ADAPTER):
+            raise ConfigError(f"sampler.lora_sync must be {AUTO}, {WHOLE} or {ADAPTER}, not {self.lora_sync!r}")
+        if self.lora_sync != AUTO and self.engine == LOCAL:
             raise ConfigError(
-                f"sampler.publish is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
+                f"sampler.lora_sync is of an engine's servers, and sampler.engine is local: --sampler.engine {'|'.join(ENGINES)}"
             )
-        if self.publish == ADAPTER and self.engine not in TAKE_ADAPTERS:
+        if self.lora_sync == ADAPTER and self.engine not in TAKE_ADAPTERS:
             raise ConfigError(
-                f"sampler.publish {ADAPTER} is for {' and '.join(TAKE_ADAPTERS)}, and {self.engine} takes whole models: "
-                f"--sampler.publish {WHOLE}"
+                f"sampler.lora_sync {ADAPTER} is for {' and '.join(TAKE_ADAPTERS)}, and {self.engine} takes whole models: "
+                f"--sampler.lora-sync {WHOLE}"
             )
         if self.engine in STARTED_BY_HAND and not self.urls:
             raise ConfigError(
@@ -97,31 +97,33 @@ class SamplerConfig:
             raise ConfigError(f"sampler.urls are addresses such as http://127.0.0.1:8080, not {odd[0]!r}")
         if len(set(self.urls)) != len(self.urls):
             raise ConfigError(
-                "sampler.urls names a server twice: name each once, --sampler.parallel gives it more requests"
+                "sampler.urls names a server twice: name each once, --sampler.max-concurrency gives it more requests"
             )
-        if min(self.parallel, self.piece, self.context, self.threads) < 0:
-            raise ConfigError("sampler.parallel, sampler.piece, sampler.context and sampler.threads must be at least 0")
-        if self.parallel == 0 and self.engine not in STARTED_BY_HAND:
+        if min(self.max_concurrency, self.chunk_tokens, self.context_length, self.threads) < 0:
             raise ConfigError(
-                f"sampler.parallel 0 goes by what {' and '.join(STARTED_BY_HAND)} say of themselves: give {self.engine} a number"
+                "sampler.max_concurrency, sampler.chunk_tokens, sampler.context_length and sampler.threads must be at least 0"
             )
-        above, least = (self.timeout, self.patience), (self.tolerance, self.heartbeat)
+        if self.max_concurrency == 0 and self.engine not in STARTED_BY_HAND:
+            raise ConfigError(
+                f"sampler.max_concurrency 0 goes by what {' and '.join(STARTED_BY_HAND)} say of themselves: give {self.engine} a number"
+            )
+        above, least = (self.timeout, self.recovery_timeout), (self.logprob_tolerance, self.heartbeat)
         if not (all(0 < x < math.inf for x in above) and all(0 <= x < math.inf for x in least)):
             raise ConfigError(
-                "sampler.timeout and sampler.patience must be above 0, sampler.tolerance and sampler.heartbeat at least 0, "
+                "sampler.timeout and sampler.recovery_timeout must be above 0, sampler.logprob_tolerance and sampler.heartbeat at least 0, "
                 "and all finite"
             )
 
     def _check_transfer(self) -> None:
-        if self.transfer not in (BY_FOLDER, NCCL):
-            raise ConfigError(f"sampler.transfer must be {BY_FOLDER} or {NCCL}, not {self.transfer!r}")
-        if self.transfer == NCCL and self.engine not in STARTED_BY_HAND:
+        if self.weight_transport not in (BY_FOLDER, NCCL):
+            raise ConfigError(f"sampler.weight_transport must be {BY_FOLDER} or {NCCL}, not {self.weight_transport!r}")
+        if self.weight_transport == NCCL and self.engine not in STARTED_BY_HAND:
             raise ConfigError(
-                f"sampler.transfer {NCCL} is for servers of {' and '.join(STARTED_BY_HAND)}, and sampler.engine is {self.engine}: "
-                f"take one of these, or --sampler.transfer {BY_FOLDER}"
+                f"sampler.weight_transport {NCCL} is for servers of {' and '.join(STARTED_BY_HAND)}, and sampler.engine is {self.engine}: "
+                f"take one of these, or --sampler.weight-transport {BY_FOLDER}"
             )
 
-    def room(self, reads: int | None, max_tokens: int = 0) -> int:
+    def resolve_context_length(self, max_positions: int | None, max_tokens: int = 0) -> int:
         """Tokens of a request at a server that is started here. reads: positions of the model, None where it does not say."""
-        needed = max(ROOM, 2 * max_tokens)
-        return self.context or min(needed, needed if reads is None else reads)
+        needed = max(DEFAULT_CONTEXT_LENGTH, 2 * max_tokens)
+        return self.context_length or min(needed, needed if max_positions is None else max_positions)

@@ -1,21 +1,27 @@
 """Programs that nobody has read, behind a wall: bubblewrap, or Landlock and seccomp."""
 
-from policygrad.sandbox.backends import WALLS, Limits, standing
-from policygrad.sandbox.process import Outcome, WallError, run
-from policygrad.sandbox.program_tests import Dialogue, Examination, Verdict, converse, examine
+from policygrad.sandbox.backends import BACKENDS, Limits, find_backend
+from policygrad.sandbox.process import ProgramResult, SandboxError, run_program
+from policygrad.sandbox.program_tests import (
+    FunctionTests,
+    ProgramVerdict,
+    StdioTests,
+    run_function_tests,
+    run_stdio_tests,
+)
 from policygrad.sandbox.python_tool import PythonTool
 
 __all__ = [
-    "WALLS",
-    "Dialogue",
-    "Examination",
+    "BACKENDS",
+    "FunctionTests",
     "Limits",
-    "Outcome",
+    "ProgramResult",
+    "ProgramVerdict",
     "PythonTool",
-    "Verdict",
-    "WallError",
-    "converse",
-    "examine",
-    "run",
-    "standing",
+    "SandboxError",
+    "StdioTests",
+    "find_backend",
+    "run_function_tests",
+    "run_program",
+    "run_stdio_tests",
 ]

@@ -20,30 +20,37 @@ from policygrad.sandbox import landlock, seccomp
 _NOBODY = "65534"
 
 
-def program() -> str | None:
+def find_bwrap() -> str | None:
     """Where bwrap is; None = not installed."""
     return shutil.which("bwrap")
 
 
-def folder(readable: Sequence[str]) -> str:
+def writable_folder(readable: Sequence[str]) -> str:
     """Where the process may write: /tmp, unless that is to be read."""
     return "/run/tmp" if "/tmp" in readable else "/tmp"
 
 
-def command(inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-    """`inner` behind the wall: it sees `readable`, unchangeable, and an empty `folder` of `files` bytes, gone with it."""
-    words = [program() or "bwrap", "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+def build_bwrap_command(inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
+    """`strip_wrappers` behind the wall: it sees `readable`, unchangeable, and an empty `writable_folder` of `list_hub_files` bytes, gone with it."""
+    words = [
+        find_bwrap() or "bwrap",
+        "--unshare-user",
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+    ]
     words += ["--unshare-cgroup-try", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     words += ["--new-session", "--die-with-parent", "--hostname", "sandbox"]
-    words += ["--dev", "/dev", "--proc", "/proc", "--size", str(max(files, 4096)), "--tmpfs", folder(readable)]
+    words += ["--dev", "/dev", "--proc", "/proc", "--size", str(max(files, 4096)), "--tmpfs", writable_folder(readable)]
     for path in sorted(readable, key=len):  # what is inside another after it
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path] if os.path.dirname(path) == "/" else []
         words += ["--ro-bind-try", path, path] if not os.path.islink(path) or os.path.dirname(path) != "/" else []
-    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder(readable), "--", *inner]
+    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", writable_folder(readable), "--", *inner]
 
 
-SYSTEM = (
+SYSTEM_PATHS = (
     "/usr",
     "/bin",
     "/sbin",
@@ -59,7 +66,7 @@ PACKAGES = str(Path(__file__).parents[2])
 """The folder that holds this package, for the interpreter inside."""
 
 
-class Wall(Protocol):
+class SandboxBackend(Protocol):
     """How a process is kept apart."""
 
     @property
@@ -67,13 +74,13 @@ class Wall(Protocol):
         """By which it is asked for."""
 
     @property
-    def folder(self) -> bool:
+    def needs_folder(self) -> bool:
         """Whether its processes write into a folder of this machine's, whose size has to be watched."""
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-        """The command that runs `inner` behind it."""
+        """The command that runs `strip_wrappers` behind it."""
 
-    def orders(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
+    def restrictions(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
         """What the process has to do itself, before all else (inside.confine)."""
 
 
@@ -82,12 +89,12 @@ class Bubblewrap:
     """Namespaces made by bwrap, and seccomp."""
 
     name: str = "bubblewrap"
-    folder: bool = False
+    needs_folder: bool = False
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-        return command(inner, readable, files)
+        return build_bwrap_command(inner, readable, files)
 
-    def orders(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
+    def restrictions(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
         return {"alone": alone, "landlock": None}
 
 
@@ -96,37 +103,40 @@ class Landlock:
     """Landlock and seccomp: the process sees the machine's process ids and file names, and can neither open nor signal them."""
 
     name: str = "landlock"
-    folder: bool = True
+    needs_folder: bool = True
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
         return list(inner)
 
-    def orders(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
+    def restrictions(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
         return {"alone": alone, "landlock": {"readable": list(readable), "writable": [folder, *_DEVICES]}}
 
 
-WALLS: dict[str, Wall] = {"bubblewrap": Bubblewrap(), "landlock": Landlock()}
+BACKENDS: dict[str, SandboxBackend] = {"bubblewrap": Bubblewrap(), "landlock": Landlock()}
 
 
-def interpreter() -> tuple[str, ...]:
+def list_interpreter_paths() -> tuple[str, ...]:
     """What has to be readable for this Python, its packages and its libraries."""
     executable = Path(sys.executable)
     homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     homes |= {str(path.parent.parent) for path in (executable, executable.resolve())}
     homes.add(str(Path(__file__).parents[1]))
-    return (*SYSTEM, *sorted(home for home in homes if home != "/" and not any(_below(home, s) for s in SYSTEM)))
+    return (
+        *SYSTEM_PATHS,
+        *sorted(home for home in homes if home != "/" and not any(_below(home, s) for s in SYSTEM_PATHS)),
+    )
 
 
 @cache
-def standing(name: str = "auto") -> Wall:
+def find_backend(name: str = "auto") -> SandboxBackend:
     """The wall of this name, or the first that stands here. Tried once per process, by running a program behind it.
 
     Raises ConfigError, with what each lacks and the way out.
     """
-    if name != "auto" and name not in WALLS:
-        raise ConfigError(f"there is no wall {name!r}: choose auto, {', '.join(WALLS)}")
+    if name != "auto" and name not in BACKENDS:
+        raise ConfigError(f"there is no wall {name!r}: choose auto, {', '.join(BACKENDS)}")
     lacks = []
-    for wall in WALLS.values() if name == "auto" else (WALLS[name],):
+    for wall in BACKENDS.values() if name == "auto" else (BACKENDS[name],):
         missing = _missing(wall)
         if missing is None:
             return wall
@@ -141,31 +151,31 @@ def standing(name: str = "auto") -> Wall:
     )
 
 
-def _missing(wall: Wall) -> str | None:
+def _missing(wall: SandboxBackend) -> str | None:
     """What keeps a wall from standing here; None = it stands."""
     if not sys.platform.startswith("linux"):
         return "it needs Linux"
-    if not seccomp.known():
+    if not seccomp.is_supported():
         return f"no seccomp filter is known for {os.uname().machine}"
     needs: dict[str, Callable[[], str | None]] = {
-        "bubblewrap": lambda: None if program() else "bwrap is not installed",
-        "landlock": lambda: None if landlock.version() else "the kernel has none",
+        "bubblewrap": lambda: None if find_bwrap() else "bwrap is not installed",
+        "landlock": lambda: None if landlock.get_abi_version() else "the kernel has none",
     }
     return needs[wall.name]() or _refusal(wall)
 
 
-def _refusal(wall: Wall) -> str | None:
+def _refusal(wall: SandboxBackend) -> str | None:
     """What happens when a program runs behind it; None = as it should."""
     from policygrad.sandbox.process import (
-        WallError,
-        run,  # which needs a wall
+        SandboxError,
+        run_program,  # which needs a wall
     )
 
     try:
-        outcome = run("print(6 * 7)", wall=wall)
-    except WallError as error:
+        outcome = run_program("print(6 * 7)", backend=wall)
+    except SandboxError as error:
         return str(error)
-    return None if outcome.stdout == "42\n" else f"a program behind it ended with {outcome.said}"
+    return None if outcome.stdout == "42\n" else f"a program behind it ended with {outcome.summary}"
 
 
 def _below(path: str, folder: str) -> bool:
@@ -179,7 +189,7 @@ def _below(path: str, folder: str) -> bool:
 class Limits:
     """What one program may take before it is ended. It is one process without threads in any case."""
 
-    seconds: float = 8.0
+    timeout: float = 8.0
     """From the moment it begins, by the clock; and as many of CPU."""
     memory: int = 1 << 30
     """Bytes of address space, the interpreter's (some 30 MiB) included."""
@@ -189,8 +199,8 @@ class Limits:
     """Bytes that it may print, to standard output and standard error each."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds < math.inf:
-            raise ConfigError(f"a sandbox's seconds must be above 0 and finite, not {self.seconds}")
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"a sandbox's seconds must be above 0 and finite, not {self.timeout}")
         for name, least in (("memory", 64 << 20), ("files", 0), ("output", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"a sandbox's {name} must be at least {least:,} bytes, not {getattr(self, name):,}")

@@ -27,21 +27,21 @@ from typing import Any
 # What a candidate returns is data when it arrives: no class of its own comes along whose `==` could say yes to everything. What it
 # raises arrives as an exception that ends nothing but the call: a StopIteration would end a `map` of the tests as if all were well.
 
-MOST = 64 << 20  # bytes of a message
-TEXT = 10_000  # characters of an exception's text
+MAX_MESSAGE_BYTES = 64 << 20  # bytes of a message
+MAX_ERROR_CHARS = 10_000  # characters of an exception's text
 _HEAD = struct.Struct(">I")
 _NUMBERS = re.compile(r"[<>|=][biufcSUMm]\d+(\[\d*\w+\])?")  # dtypes whose elements are data, as numpy spells them
 _PLAIN = ("bool", "int", "float", "complex", "str", "bytes", "list", "tuple", "set", "frozenset", "dict", "NoneType")
 
 
-class Gone(Exception):
+class PeerClosedError(Exception):
     """The other side has ended, or says what is no message."""
 
 
 def send(descriptor: int, message: Any) -> None:
     data = json.dumps(message, separators=(",", ":")).encode()
-    if len(data) > MOST:
-        raise ValueError(f"a value of more than {MOST >> 20} MiB")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a value of more than {MAX_MESSAGE_BYTES >> 20} MiB")
     data = _HEAD.pack(len(data)) + data
     while data:
         data = data[os.write(descriptor, data) :]
@@ -50,12 +50,12 @@ def send(descriptor: int, message: Any) -> None:
 def receive(descriptor: int) -> Any:
     """The next message. Raises Gone."""
     (length,) = _HEAD.unpack(_exactly(descriptor, _HEAD.size))
-    if length > MOST:
-        raise Gone("a message is too long")
+    if length > MAX_MESSAGE_BYTES:
+        raise PeerClosedError("a message is too long")
     try:
         return json.loads(_exactly(descriptor, length))
     except (ValueError, RecursionError) as error:
-        raise Gone("a message is no JSON") from error
+        raise PeerClosedError("a message is no JSON") from error
 
 
 def _exactly(descriptor: int, count: int) -> bytes:
@@ -63,12 +63,12 @@ def _exactly(descriptor: int, count: int) -> bytes:
     while len(data) < count:
         piece = os.read(descriptor, min(count - len(data), 1 << 20))
         if not piece:
-            raise Gone("the candidate's process has ended")
+            raise PeerClosedError("the candidate's process has ended")
         data += piece
     return bytes(data)
 
 
-def pack(value: Any, keep: Callable[[Any], Any], *, arrays: bool = False) -> list[Any]:
+def encode_value(value: Any, keep: Callable[[Any], Any], *, arrays: bool = False) -> list[Any]:
     """Turn a value into JSON; what is no plain data is kept by its owner, and goes as what `keep` gives for it.
 
     arrays: NumPy's arrays and numbers stay what they are; else they go as lists and as Python's numbers.
@@ -92,7 +92,7 @@ def pack(value: Any, keep: Callable[[Any], Any], *, arrays: bool = False) -> lis
         return ["b", bytes(value).hex()]
 
     def inner(values: Iterable[Any]) -> list[Any]:
-        return [pack(each, keep, arrays=arrays) for each in values]
+        return [encode_value(each, keep, arrays=arrays) for each in values]
 
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -138,12 +138,12 @@ def _zone(value: Any) -> Any:
     return None if offset is None else importlib.import_module("datetime").timezone(offset)
 
 
-def unpack(packed: Any, object_of: Callable[[Any], Any]) -> Any:
-    """The value again; `object_of` gives the object for what `keep` gave. Raises Gone for what `pack` does not make."""
+def decode_value(packed: Any, object_of: Callable[[Any], Any]) -> Any:
+    """The value again; `object_of` gives the object for what `keep` gave. Raises Gone for what `encode_value` does not make."""
     try:
         return _unpacked(packed, object_of)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, ImportError) as error:
-        raise Gone("a value is none") from error
+        raise PeerClosedError("a value is none") from error
 
 
 def _unpacked(packed: Any, object_of: Callable[[Any], Any]) -> Any:
@@ -176,10 +176,10 @@ def _unpacked(packed: Any, object_of: Callable[[Any], Any]) -> Any:
             return array[0] if shape is None else array.reshape(shape).copy()
         case ["r", number]:
             return object_of(number)
-    raise Gone("a value is none")
+    raise PeerClosedError("a value is none")
 
 
-def classes_of(kind: type[BaseException], number_of: Callable[[type], int]) -> list[list[Any]]:
+def encode_classes(kind: type[BaseException], number_of: Callable[[type], int]) -> list[list[Any]]:
     """The classes of an exception as JSON, the nearest first: [module, name] of Python's, [number, name] of the sender's own."""
     found = []
     for each in kind.__mro__:
@@ -189,20 +189,22 @@ def classes_of(kind: type[BaseException], number_of: Callable[[type], int]) -> l
     return found
 
 
-def pack_error(error: BaseException, keep: Callable[[Any], Any], number_of: Callable[[type], int]) -> dict[str, Any]:
+def encode_error(error: BaseException, keep: Callable[[Any], Any], number_of: Callable[[type], int]) -> dict[str, Any]:
     """An exception as JSON: its classes, arguments, attributes and text."""
     try:
-        text = str(error)[:TEXT]
+        text = str(error)[:MAX_ERROR_CHARS]
     except Exception:
         text = ""
-    found: dict[str, Any] = {"classes": classes_of(type(error), number_of), "text": text}
+    found: dict[str, Any] = {"classes": encode_classes(type(error), number_of), "text": text}
     with contextlib.suppress(Exception):
-        found["arguments"] = pack(list(error.args), keep)
-        found["attributes"] = pack({name: value for name, value in vars(error).items() if name[:2] != "__"}, keep)
+        found["arguments"] = encode_value(list(error.args), keep)
+        found["attributes"] = encode_value(
+            {name: value for name, value in vars(error).items() if name[:2] != "__"}, keep
+        )
     return found
 
 
-class Errors:
+class ForeignErrors:
     """Exceptions of the other side, as classes of this one: `except ValueError` takes what is one there.
 
     What would mean something to the code between, and not to who catches it, is a RuntimeError, as PEP 479 has it for generators:
@@ -219,7 +221,7 @@ class Errors:
         return next((number for number, known in self._known.items() if known is kind), None)
 
     def kind(self, classes: Any) -> type[Exception]:
-        """The class for what `classes_of` gave. Raises Gone."""
+        """The class for what `encode_classes` gave. Raises Gone."""
         match classes:
             case []:
                 return RuntimeError
@@ -231,17 +233,17 @@ class Errors:
                 if number not in self._known:
                     self._known[number] = type(name, (self.kind(rest),), {"__module__": "solution", "__str__": _text})
                 return self._known[number]
-        raise Gone("an exception is none")
+        raise PeerClosedError("an exception is none")
 
     def error(self, packed: Any, object_of: Callable[[Any], Any]) -> Exception:
-        """The exception for what `pack_error` gave. Raises Gone."""
+        """The exception for what `encode_error` gave. Raises Gone."""
         match packed:
             case {"classes": [[_, str() as name], *_] as classes, "text": str() as text}:
                 kind = self.kind(classes)
-                arguments = unpack(packed.get("arguments", ["l", [["=", text]]]), object_of)
-                attributes = unpack(packed.get("attributes", ["d", []]), object_of)
+                arguments = decode_value(packed.get("arguments", ["l", [["=", text]]]), object_of)
+                attributes = decode_value(packed.get("attributes", ["d", []]), object_of)
                 if not isinstance(arguments, list) or not isinstance(attributes, dict):
-                    raise Gone("an exception is none")
+                    raise PeerClosedError("an exception is none")
                 if kind is RuntimeError and name != "RuntimeError":
                     return RuntimeError(f"{name}: {text}")
                 try:
@@ -253,7 +255,7 @@ class Errors:
                 error.__dict__ |= {key: value for key, value in attributes.items() if isinstance(key, str)}
                 error.__dict__[_TOLD] = text
                 return error
-        raise Gone("an exception is none")
+        raise PeerClosedError("an exception is none")
 
 
 _TOLD = "text of the other side"
@@ -318,7 +320,7 @@ class _Candidate:
     def __init__(self, asks: int, answers: int) -> None:
         self._asks, self._answers = asks, answers
         self._kept = _Kept(1)
-        self._errors = Errors(self._kept.exception)
+        self._errors = ForeignErrors(self._kept.exception)
         self._late: dict[int, BaseException] = {}  # what iterators raised after elements that had to go first
         self._stands: dict[int, Any] = {}  # what stands here for functions of the tests', by their numbers
         self._theirs: dict[int, int] = {}  # and the numbers by the id of what stands for each
@@ -338,7 +340,7 @@ class _Candidate:
         except BaseException as error:
             self._say("raised", self._packed_error(error))
             return
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(PeerClosedError):
             while True:
                 self._answer(receive(self._asks))
 
@@ -358,15 +360,15 @@ class _Candidate:
             case "attribute", [name]:
                 return getattr(target, name)
             case "set", [name, value]:
-                return setattr(target, name, unpack(value, self._object))
+                return setattr(target, name, decode_value(value, self._object))
             case "is", [value]:
-                return isinstance(unpack(value, self._object), target)
+                return isinstance(decode_value(value, self._object), target)
             case "through", []:
                 return _Iterator(iter(target))
             case "take", [count]:
                 return self._take(number, target, count)
             case "call", [arguments, named]:
-                return target(*unpack(arguments, self._object), **unpack(named, self._object))
+                return target(*decode_value(arguments, self._object), **decode_value(named, self._object))
         raise ValueError(what)
 
     def _take(self, number: int, target: Any, count: int) -> list[Any]:
@@ -393,7 +395,7 @@ class _Candidate:
         while True:
             match receive(self._asks):
                 case ["value", packed]:
-                    return unpack(packed, self._object)
+                    return decode_value(packed, self._object)
                 case ["raised", packed]:
                     raise self._errors.error(packed, self._object)
                 case message:
@@ -412,7 +414,7 @@ class _Candidate:
             case {"iterator": int() as number}:
                 stand = self._iterate(number)
             case _:
-                raise Gone("it is no object")
+                raise PeerClosedError("it is no object")
         stand = self._stands.setdefault(number, stand)
         self._theirs[id(stand)] = number
         return stand
@@ -425,16 +427,16 @@ class _Candidate:
             yield from found
 
     def _packed(self, value: Any) -> list[Any]:
-        return pack(value, self._keep, arrays=self._arrays)
+        return encode_value(value, self._keep, arrays=self._arrays)
 
     def _packed_error(self, error: BaseException) -> dict[str, Any]:
-        return pack_error(error, self._keep, self._number_of)
+        return encode_error(error, self._keep, self._number_of)
 
     def _keep(self, value: Any) -> Any:
         if (number := self._theirs.get(id(value))) is not None:
             return number
         if isinstance(value, type) and issubclass(value, BaseException):
-            return {"classes": classes_of(value, self._number_of)}
+            return {"classes": encode_classes(value, self._number_of)}
         return self._kept.number_of(value)
 
     def _number_of(self, kind: type) -> int:
@@ -487,7 +489,7 @@ def _function(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def serve(source: str, asks: int, answers: int) -> None:
+def serve_candidate(source: str, asks: int, answers: int) -> None:
     """The candidate's side: run the program, then do what is asked until nobody asks."""
     sys.set_int_max_str_digits(0)
     _Candidate(asks, answers).serve(source)
@@ -516,7 +518,7 @@ class _Remote:
     def __iter__(self) -> Iterator[Any]:
         through = self._link.ask("through", self._number)
         if not isinstance(through, _Remote):
-            raise Gone("it is no iterator")
+            raise PeerClosedError("it is no iterator")
         taken, more = 0, True
         while more:
             more, found = through._take(1 if taken < _SINGLY else _AT_ONCE)
@@ -533,10 +535,10 @@ class _Remote:
         match self._link.ask("take", self._number, count):
             case [bool() as more, list() as found] if len(found) <= count:
                 return more, found
-        raise Gone("these are no elements")
+        raise PeerClosedError("these are no elements")
 
 
-class Unfit(TypeError):
+class UnfitTestError(TypeError):
     """A test asks for what cannot go between the two processes, whatever the program is."""
 
 
@@ -546,7 +548,7 @@ class _Link:
     def __init__(self, asks: int, answers: int) -> None:
         self._asks, self._answers = asks, answers
         self._kept = _Kept(-1)
-        self._errors = Errors(self._kept.exception)
+        self._errors = ForeignErrors(self._kept.exception)
         self._remotes: dict[int, _Remote] = {}
         self._inside = 0  # calls of the tests' functions by the program that are going on
         self.asked = 0
@@ -564,7 +566,7 @@ class _Link:
                 return None
             case ["raised", {"classes": [[_, str() as name], *_], "text": str() as text}, str()]:
                 return f"{name}: {text}"
-        raise Gone("it is no message")
+        raise PeerClosedError("it is no message")
 
     def ask(self, *what: Any) -> Any:
         """Have the program's process do something; meanwhile it may call what the tests have handed over."""
@@ -578,20 +580,20 @@ class _Link:
                         sys.stdout.write(str(printed))
                 match message:
                     case ["value", packed]:
-                        return unpack(packed, self._object)
+                        return decode_value(packed, self._object)
                     case ["raised", packed]:
                         raised = self._errors.error(packed, self._object)
                         break
                     case ["call", int() as number, arguments, named]:
-                        given, words = unpack(arguments, self._object), unpack(named, self._object)
+                        given, words = decode_value(arguments, self._object), decode_value(named, self._object)
                         self._answer(functools.partial(self._called, number, given, words))
                     case ["take", int() as number]:
                         self._answer(functools.partial(self._taken, number))
                     case _:
-                        raise Gone("it is no message")
+                        raise PeerClosedError("it is no message")
         except BaseException as error:  # between a question and its answer nothing can go wrong but the program
             self.gone = True
-            raise Gone(str(error)) from error
+            raise PeerClosedError(str(error)) from error
         self.raised.append(raised)
         raise raised
 
@@ -600,7 +602,7 @@ class _Link:
         try:
             answer: list[Any] = ["value", self.packed(do())]
         except Exception as error:
-            answer = ["raised", pack_error(error, self._keep, self._number_of)]
+            answer = ["raised", encode_error(error, self._keep, self._number_of)]
         finally:
             self._inside -= 1
         send(self._asks, answer)
@@ -616,7 +618,7 @@ class _Link:
             return []
 
     def packed(self, value: Any) -> list[Any]:
-        return pack(value, self._keep, arrays=True)
+        return encode_value(value, self._keep, arrays=True)
 
     def _object(self, named: Any) -> Any:
         match named:
@@ -626,13 +628,13 @@ class _Link:
                 return self._remotes.setdefault(named, _Remote(self, named))
             case {"classes": classes}:
                 return self._errors.kind(classes)
-        raise Gone("it is no object")
+        raise PeerClosedError("it is no object")
 
     def _keep(self, value: Any) -> Any:
         if isinstance(value, _Remote):
             return value._number
         if isinstance(value, type) and issubclass(value, BaseException):
-            return {"classes": classes_of(value, self._number_of)}
+            return {"classes": encode_classes(value, self._number_of)}
         if named := _of_python(value):
             return named  # so that `eval` is the program's, in its own process
         if isinstance(value, Iterator):
@@ -643,7 +645,7 @@ class _Link:
         said = f"tests can give a candidate plain data and functions, not {type(value).__name__}"
         if not self._inside:
             self.unfit = said
-        raise Unfit(said)
+        raise UnfitTestError(said)
 
     def _number_of(self, kind: type) -> int:
         number = self._errors.number_of(kind)
@@ -661,7 +663,7 @@ def _of_python(value: Any) -> list[str] | None:
     return None
 
 
-def examine(examination: dict[str, Any], asks: int, answers: int, verdict: int) -> None:
+def run_examiner(examination: dict[str, Any], asks: int, answers: int, verdict: int) -> None:
     """The examiner's side. examination: `setup`, run first; `tests`, each worth a point; `entry`: the name that has to be the
     candidate's; `to_end`: whether tests behind one that fails are run. The verdict is one point, 1 or 0, per test, what went wrong
     first, and why no program can pass, if that shows."""
@@ -671,7 +673,7 @@ def examine(examination: dict[str, Any], asks: int, answers: int, verdict: int) 
     points, said = [], ""
     try:
         said = link.start(bool(_ARRAYS.search("\n".join((setup, *tests))))) or ""
-    except (Gone, OSError) as error:
+    except (PeerClosedError, OSError) as error:
         said = str(error)
     if not said:
         space: dict[str, Any] = {"__name__": "tests"}

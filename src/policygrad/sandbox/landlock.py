@@ -20,18 +20,18 @@ _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 
 _NETWORK, _SCOPES = 0b11, 0b11  # binding and connecting (version 4); abstract sockets and signals (version 6)
 
 
-def version() -> int:
+def get_abi_version() -> int:
     """Of the kernel's Landlock; 0 = it has none."""
     found = _libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
     return max(int(found), 0)
 
 
 def restrict(readable: Sequence[str], writable: Sequence[str], *, folders: bool = False) -> None:
-    """Let this process, and all that it starts, read below `readable` and below `writable` write too, and nothing else, for good.
+    """Let this process, and all that it starts, read below `readable` and below `check_writable` write too, and nothing else, for good.
 
-    What is not there is left out. folders: below `writable` folders may be made. It needs no_new_privs. Raises OSError.
+    What is not there is left out. folders: below `check_writable` folders may be made. It needs no_new_privs. Raises OSError.
     """
-    abi = version()
+    abi = get_abi_version()
     if not abi:
         raise OSError("the kernel has no Landlock")
     handled = next(rights for since, rights in sorted(_RIGHTS.items(), reverse=True) if abi >= since)
@@ -83,10 +83,10 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 
 _CLEAR_ALL = 4
 _VERSION_3 = 0x20080522  # of capset's structures: two 32-bit halves of three sets
 _HIGHEST = 64
-MOST_OPEN = 64  # files of a confined process, at once
+MAX_OPEN_FILES = 64  # files of a confined process, at once
 
 
-def drop() -> None:
+def drop_capabilities() -> None:
     """No capabilities, and none to be had from any program that is started: what a user of no rights has, root too."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
@@ -98,19 +98,19 @@ def drop() -> None:
         raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
 
 
-def end_with_parent() -> None:
+def set_parent_death_signal() -> None:
     """Whoever kills the parent, kills this process too."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def limit(*, memory: int | None, seconds: float, file_size: int) -> None:
+def set_limits(*, memory: int | None, seconds: float, file_size: int) -> None:
     """Bytes of address space, seconds of CPU, bytes of one file; and few open files, no dumps, no locked memory."""
     if memory is not None:
         _set(resource.RLIMIT_AS, memory)
     cpu = int(seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
     _set(resource.RLIMIT_FSIZE, file_size)
-    _set(resource.RLIMIT_NOFILE, MOST_OPEN)
+    _set(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     _set(resource.RLIMIT_CORE, 0)
     _set(resource.RLIMIT_MEMLOCK, 0)
 

@@ -22,10 +22,10 @@ from functools import cache
 from types import TracebackType
 from typing import IO, Any, Self
 
-from policygrad.sandbox.backends import PACKAGES, Limits, Wall, interpreter, standing
-from policygrad.sandbox.landlock import MOST_OPEN
+from policygrad.sandbox.backends import PACKAGES, Limits, SandboxBackend, find_backend, list_interpreter_paths
+from policygrad.sandbox.landlock import MAX_OPEN_FILES
 
-START_LIMIT = 60.0  # seconds until the wall stands; not part of a program's time
+START_TIMEOUT = 60.0  # seconds until the wall stands; not part of a program's time
 _LOOK = 0.02  # seconds between looks at what it has written
 _MOST_FILES = 1000
 _BOOT = (
@@ -45,13 +45,13 @@ _ENVIRONMENT = {
 }
 
 
-class WallError(Exception):
+class SandboxError(Exception):
     """A process did not get as far as its program: the wall does not stand."""
 
 
 @dataclass
 class Pipe:
-    """What arrives from the process; `full` when it was more than `most` bytes."""
+    """What arrives from the process; `full_tensor` when it was more than `most` bytes."""
 
     descriptor: int
     most: int
@@ -69,7 +69,7 @@ class Pipe:
         return self.data.decode("utf-8", "replace")
 
 
-class Confined:
+class SandboxedProcess:
     """A Python process behind a wall; a context manager, which ends it. The first thing it says is that the wall stands.
 
     task: what `inside.main` reads. listens: the pipes that the parent reads, stdout, stderr or verdict, each with its most bytes.
@@ -78,7 +78,7 @@ class Confined:
 
     def __init__(
         self,
-        wall: Wall,
+        wall: SandboxBackend,
         limits: Limits,
         task: dict[str, Any],
         listens: dict[str, int],
@@ -89,16 +89,16 @@ class Confined:
         self._limits = limits
         self._kept: list[IO[bytes]] = []
         self._sizes: dict[_File, int] = {}  # of what it has written, as last seen
-        self.folder = tempfile.mkdtemp(prefix="policygrad-") if wall.folder else None
+        self.folder = tempfile.mkdtemp(prefix="policygrad-") if wall.needs_folder else None
         self.pipes: dict[str, Pipe] = {}
         writing: dict[str, int] = {}
         for name, most in {"ready": 1000, **listens}.items():
             reading, writing[name] = os.pipe()
             os.set_blocking(reading, False)
             self.pipes[name] = Pipe(reading, most)
-        readable = interpreter()
-        orders = wall.orders(readable, self.folder or "", alone=True)
-        bounds = {"memory": limits.memory, "seconds": limits.seconds, "file_size": limits.files}
+        readable = list_interpreter_paths()
+        orders = wall.restrictions(readable, self.folder or "", alone=True)
+        bounds = {"memory": limits.memory, "seconds": limits.timeout, "file_size": limits.files}
         whole = {**task, "orders": orders, "limits": bounds, "packages": PACKAGES, "ready": writing["ready"]}
         whole |= {"verdict": writing.get("verdict")}
         said = self._file(json.dumps(whole))
@@ -123,13 +123,13 @@ class Confined:
             )
         except OSError as error:
             self._tidy()
-            raise WallError(f"it cannot be started: {error}") from error
+            raise SandboxError(f"it cannot be started: {error}") from error
         finally:
             for descriptor in writing.values():
                 os.close(descriptor)
         self._given = {_named(one): one.st_blocks * 512 for one in (os.fstat(file.fileno()) for file in self._kept)}
         self.exit = os.pidfd_open(self.process.pid)
-        self.begun = 0.0  # when it became the program
+        self.started_at = 0.0  # when it became the program
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +139,7 @@ class Confined:
 
     @property
     def ready(self) -> bool:
-        """Whether the wall stands. Raises WallError where it never will."""
+        """Whether the wall stands. Raises SandboxError where it never will."""
         pipe = self.pipes["ready"]
         if pipe.open:
             return False
@@ -150,15 +150,15 @@ class Confined:
             if "stderr" in self.pipes
             else pipe.text()
         )
-        raise WallError(said or "the process ended before it was confined")
+        raise SandboxError(said or "the process ended before it was confined")
 
     @property
-    def overfull(self) -> bool:
+    def exceeds_output_limit(self) -> bool:
         """Whether it has said too much."""
         return any(pipe.full for pipe in self.pipes.values())
 
     @property
-    def overwritten(self) -> bool:
+    def exceeds_disk_limit(self) -> bool:
         """Whether it has written too much, where that is a folder of this machine's: files in it, and those that it has removed and
         still holds, open or mapped into its memory. Where they cannot be looked at, it has."""
         if self.folder is None:
@@ -228,7 +228,7 @@ def _held(pid: int, sizes: Mapping[_File, int], most: int) -> dict[_File, int]:
     read what is mapped, and counts open files alone. Raises PermissionError for a process that hides."""
     files: dict[_File, int] = {}
     try:
-        for name in os.listdir(f"/proc/{pid}/fd") if _reads_proc() else range(MOST_OPEN):
+        for name in os.listdir(f"/proc/{pid}/fd") if _reads_proc() else range(MAX_OPEN_FILES):
             with contextlib.suppress(FileNotFoundError):
                 found = os.stat(f"/proc/{pid}/fd/{name}")
                 if stat.S_ISREG(found.st_mode) and not found.st_nlink:
@@ -257,13 +257,13 @@ def _reads_proc() -> bool:
         return False
 
 
-def follow(processes: Sequence[Confined], seconds: float) -> str | None:
+def wait_for_exit(processes: Sequence[SandboxedProcess], seconds: float) -> str | None:
     """Listen until the last of the processes has ended by itself; else why they are to be ended: time, output or files.
 
-    The clock begins when all walls stand. Raises WallError where one does not.
+    The clock begins when all walls stand. Raises SandboxError where one does not.
     """
     main = processes[-1]
-    deadline, running = time.monotonic() + START_LIMIT, False
+    deadline, running = time.monotonic() + START_TIMEOUT, False
     with selectors.DefaultSelector() as selector:
         for process in processes:
             for pipe in process.pipes.values():
@@ -274,7 +274,7 @@ def follow(processes: Sequence[Confined], seconds: float) -> str | None:
             left = deadline - time.monotonic()
             if left <= 0:
                 if not running:
-                    raise WallError(f"it was not up after {START_LIMIT:.0f} s")
+                    raise SandboxError(f"it was not up after {START_TIMEOUT:.0f} s")
                 return "time"
             for key, _ in selector.select(min(left, _LOOK)):
                 if key.data is None:
@@ -285,11 +285,11 @@ def follow(processes: Sequence[Confined], seconds: float) -> str | None:
                 if not key.data.open:
                     selector.unregister(key.fd)
             if not running and all(process.ready for process in processes):
-                main.begun = time.monotonic()
-                running, deadline = True, main.begun + seconds
-            if any(process.overfull for process in processes):
+                main.started_at = time.monotonic()
+                running, deadline = True, main.started_at + seconds
+            if any(process.exceeds_output_limit for process in processes):
                 return "output"
-            if any(process.overwritten for process in processes):
+            if any(process.exceeds_disk_limit for process in processes):
                 return "files"
     return None
 
@@ -298,10 +298,10 @@ def follow(processes: Sequence[Confined], seconds: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """How a program ended and what it printed. All of it is the parent's to see: nothing here is the program's own account."""
 
-    ended: str  # "by itself", or the limit that ended it: "time", "output", "files"
+    stop_reason: str  # "by itself", or the limit that ended it: "time", "output", "files"
     code: int  # its exit code, -n or 128 + n for signal n
     stdout: str
     stderr: str
@@ -310,34 +310,41 @@ class Outcome:
     @property
     def succeeded(self) -> bool:
         """It ended by itself with exit code 0; what it was to print is another question."""
-        return self.ended == "by itself" and self.code == 0
+        return self.stop_reason == "by itself" and self.code == 0
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """In a few words."""
-        if self.ended != "by itself":
-            return f"more {self.ended} than it may take"
+        if self.stop_reason != "by itself":
+            return f"more {self.stop_reason} than it may take"
         last = self.stderr.strip().rpartition("\n")[2]
         return "exit code 0" if self.code == 0 else f"exit code {self.code}" + (f": {last}" if last else "")
 
 
-def run(
-    source: str, stdin: str = "", limits: Limits | None = None, wall: Wall | str = "auto", *, show: bool = False
-) -> Outcome:
+def run_program(
+    source: str,
+    stdin: str = "",
+    limits: Limits | None = None,
+    backend: SandboxBackend | str = "auto",
+    *,
+    show: bool = False,
+) -> ProgramResult:
     """Run Python source as a script behind a wall, with this on its standard input.
 
     It is one process, without network, files of this machine, environment variables or another process; it writes to an empty
-    folder that goes with it. show: print what its last expression is worth. Raises ConfigError where no wall stands, WallError
+    folder that goes with it. show: print what its last expression is worth. Raises ConfigError where no wall stands, SandboxError
     where one falls.
     """
     limits = limits or Limits()
-    chosen = standing(wall) if isinstance(wall, str) else wall
+    chosen = find_backend(backend) if isinstance(backend, str) else backend
     listens = {"stdout": limits.output, "stderr": limits.output}
-    with Confined(chosen, limits, {"role": "program", "source": source, "show": show}, listens, stdin=stdin) as process:
-        broken = follow([process], limits.seconds)
-        seconds = time.monotonic() - process.begun
+    with SandboxedProcess(
+        chosen, limits, {"role": "program", "source": source, "show": show}, listens, stdin=stdin
+    ) as process:
+        broken = wait_for_exit([process], limits.timeout)
+        seconds = time.monotonic() - process.started_at
         texts = {name: process.pipes[name].text() for name in listens}
-        return Outcome(broken or "by itself", process.end(), texts["stdout"], texts["stderr"], seconds)
+        return ProgramResult(broken or "by itself", process.end(), texts["stdout"], texts["stderr"], seconds)
 
 
 # What runs first behind a wall: it gives up what it has, says that it is ready, and becomes the program.
@@ -363,25 +370,25 @@ def main(descriptor: int) -> None:
     if task["role"] == "program":
         _become(task["source"], show=task["show"])
     elif task["role"] == "candidate":
-        function_tests.serve(task["source"], *task["pipes"])
+        function_tests.serve_candidate(task["source"], *task["pipes"])
     else:
         asks, answers = task["pipes"]
-        function_tests.examine(task["examination"], asks, answers, task["verdict"])
+        function_tests.run_examiner(task["examination"], asks, answers, task["verdict"])
 
 
 def confine(orders: dict[str, Any], limits: dict[str, Any] | None) -> None:
     """Put up what the wall leaves to the process itself. It cannot be undone. Raises OSError."""
     from policygrad.sandbox import landlock, seccomp
 
-    landlock.drop()
+    landlock.drop_capabilities()
     if orders["alone"]:
-        landlock.end_with_parent()
+        landlock.set_parent_death_signal()
     if limits is not None:
-        landlock.limit(**limits)
+        landlock.set_limits(**limits)
     rules = orders["landlock"]
     if rules is not None:
         landlock.restrict(rules["readable"], rules["writable"], folders=not orders["alone"])
-    seccomp.install(alone=orders["alone"], attributes=rules is not None)
+    seccomp.install_filter(alone=orders["alone"], attributes=rules is not None)
 
 
 def _become(source: str, *, show: bool) -> None:

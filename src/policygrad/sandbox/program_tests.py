@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
-from policygrad.sandbox.backends import Limits, Wall, standing
-from policygrad.sandbox.process import Confined, follow, run
+from policygrad.sandbox.backends import Limits, SandboxBackend, find_backend
+from policygrad.sandbox.process import SandboxedProcess, run_program, wait_for_exit
 
 _VERDICT = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramVerdict:
     """One point per test, 1.0 or 0.0, and what went wrong first. unfit: why no program can pass the tests, where that showed."""
 
     points: tuple[float, ...]
-    said: str = ""
+    message: str = ""
     unfit: str = ""
 
 
 @dataclass(frozen=True)
-class Examination:
+class FunctionTests:
     """Python statements that call a program's functions, `assert` among them.
 
     tests: each is worth a point, which it has when it raises nothing. setup: run before them, in the tests' process; what it
@@ -39,7 +39,7 @@ class Examination:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class StdioTests:
     """What a script is given on its standard input, and what it is to print: equal line by line, but for blanks at the ends, and
     numbers as numbers. imports: as of an Examination."""
 
@@ -47,29 +47,34 @@ class Dialogue:
     imports: bool = False
 
 
-def examine(
-    source: str, tests: Examination, limits: Limits | None = None, wall: Wall | str = "auto", *, to_end: bool = True
-) -> Verdict:
+def run_function_tests(
+    source: str,
+    tests: FunctionTests,
+    limits: Limits | None = None,
+    backend: SandboxBackend | str = "auto",
+    *,
+    to_end: bool = True,
+) -> ProgramVerdict:
     """Run the tests in one confined process and the program in another; they speak through pipes, in plain data.
 
     What a test gives and gets is plain data: None, bool, numbers, text, bytes, lists, tuples, sets, dicts, the standard library's
     kinds of them (deque, Counter, Fraction, Decimal, dates), NumPy's arrays. Functions that it gives are called where it is. Other
     objects stay with the program, can be given back to it, asked for attributes and gone through, and equal only themselves.
-    to_end: run the tests behind one that fails, too. Raises ConfigError where no wall stands, WallError where one falls.
+    to_end: run the tests behind one that fails, too. Raises ConfigError where no wall stands, SandboxError where one falls.
     """
     limits = limits or Limits()
-    chosen = standing(wall) if isinstance(wall, str) else wall
+    chosen = find_backend(backend) if isinstance(backend, str) else backend
     (asked, ask), (answer, answered) = os.pipe(), os.pipe()
     try:
         task = {"role": "candidate", "source": source, "pipes": [asked, answered]}
-        with Confined(chosen, limits, task, {}, shared=(asked, answered)) as candidate:
+        with SandboxedProcess(chosen, limits, task, {}, shared=(asked, answered)) as candidate:
             questions = {"setup": tests.setup, "tests": list(tests.tests), "entry": tests.entry, "to_end": to_end}
             examiner = {"role": "examiner", "examination": questions, "pipes": [ask, answer]}
-            with Confined(chosen, limits, examiner, {"verdict": _VERDICT}, shared=(ask, answer)) as process:
+            with SandboxedProcess(chosen, limits, examiner, {"verdict": _VERDICT}, shared=(ask, answer)) as process:
                 for descriptor in (asked, answered, ask, answer):
                     os.close(descriptor)
                 asked = -1
-                broken = follow([candidate, process], limits.seconds)
+                broken = wait_for_exit([candidate, process], limits.timeout)
                 process.end()
                 return _verdict(bytes(process.pipes["verdict"].data), len(tests.tests), broken)
     finally:
@@ -78,35 +83,40 @@ def examine(
                 os.close(descriptor)
 
 
-def converse(
-    source: str, dialogue: Dialogue, limits: Limits | None = None, wall: Wall | str = "auto", *, to_end: bool = True
-) -> Verdict:
+def run_stdio_tests(
+    source: str,
+    tests: StdioTests,
+    limits: Limits | None = None,
+    backend: SandboxBackend | str = "auto",
+    *,
+    to_end: bool = True,
+) -> ProgramVerdict:
     """Run the script once for every input, with what is left of the time, and compare what it prints here, where it is not.
 
     What walls and interpreters need to stand is none of its time. to_end: run it for the inputs behind one that fails, too. Raises
-    as `examine`.
+    as `run_examiner`.
     """
     limits = limits or Limits()
     points, said = list[float](), ""
-    left = limits.seconds
-    for number, (given, wanted) in enumerate(dialogue.pairs):
+    left = limits.timeout
+    for number, (given, wanted) in enumerate(tests.pairs):
         if left <= 0:
             said = said or "more time than it may take"
             break
         most = max(limits.output, 2 * len(wanted.encode()))  # what it is to print, it may
-        outcome = run(source, given, replace(limits, seconds=left, output=most), wall)
+        outcome = run_program(source, given, replace(limits, timeout=left, output=most), backend)
         left -= outcome.seconds
-        right = outcome.succeeded and same_lines(outcome.stdout, wanted)
+        right = outcome.succeeded and compare_output(outcome.stdout, wanted)
         points.append(float(right))
         if not right:
-            why = "it printed something else" if outcome.succeeded else outcome.said
+            why = "it printed something else" if outcome.succeeded else outcome.summary
             said = said or f"input {number + 1}: {why}"
             if not to_end:
                 break
-    return Verdict(tuple(points + [0.0] * (len(dialogue.pairs) - len(points))), said)
+    return ProgramVerdict(tuple(points + [0.0] * (len(tests.pairs) - len(points))), said)
 
 
-def same_lines(printed: str, wanted: str) -> bool:
+def compare_output(printed: str, wanted: str) -> bool:
     """Equal line by line, without blanks at the ends of lines and empty lines at the end. A line of numbers is equal by what they
     are, exactly: 2.50 is 2.5 (as LiveCodeBench's checker has it, lcb_runner/evaluation/testing_util.py)."""
     pairs = _lines(printed), _lines(wanted)
@@ -130,15 +140,15 @@ def _lines(text: str) -> Sequence[str]:
     return lines
 
 
-def _verdict(data: bytes, count: int, broken: str | None) -> Verdict:
+def _verdict(data: bytes, count: int, broken: str | None) -> ProgramVerdict:
     nothing = (0.0,) * count
     if broken:
-        return Verdict(nothing, f"more {broken} than it may take")
+        return ProgramVerdict(nothing, f"more {broken} than it may take")
     try:
         match json.loads(data):
             case [list() as points, str() as said, str() as unfit]:
                 if len(points) == count and all(point in (0, 1) for point in points):
-                    return Verdict(tuple(float(point) for point in points), said, unfit)
+                    return ProgramVerdict(tuple(float(point) for point in points), said, unfit)
     except ValueError:
         pass
-    return Verdict(nothing, "the tests ended without a verdict")
+    return ProgramVerdict(nothing, "the tests ended without a verdict")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policygrad.sandbox.backends import Limits
-from policygrad.sandbox.process import run
+from policygrad.sandbox.process import run_program
 
 _BLOCK = re.compile(r"^(Traceback \(most recent call last\):\n)((?:[ ]{2}.*\n?)*)", re.MULTILINE)
 """A traceback's first line and its frames, which are indented; the exception follows."""
@@ -24,8 +24,8 @@ class PythonTool:
     name: ClassVar[str] = "python"
     """Of the tool, for the policy (policygrad.ToolUse)."""
     limits: Limits = Limits()
-    wall: str = "auto"
-    longest: int = 4000
+    sandbox: str = "auto"
+    max_output_chars: int = 4000
     """Characters of an answer; what is longer loses its middle."""
 
     def __call__(self, code: str) -> str:
@@ -34,14 +34,14 @@ class PythonTool:
         Args:
             code: The program. Nothing is left of the one before.
         """
-        outcome = run(code, limits=self.limits, wall=self.wall, show=True)
+        outcome = run_program(code, limits=self.limits, backend=self.sandbox, show=True)
         text = outcome.stdout
         if not outcome.succeeded:
-            failed = _trace(outcome.stderr) or outcome.said
+            failed = _trace(outcome.stderr) or outcome.summary
             text += ("\n" if text and not text.endswith("\n") else "") + failed
-            if outcome.ended != "by itself":
-                text += ("\n" if not text.endswith("\n") else "") + outcome.said
-        return shortened(text, self.longest)
+            if outcome.stop_reason != "by itself":
+                text += ("\n" if not text.endswith("\n") else "") + outcome.summary
+        return truncate_middle(text, self.max_output_chars)
 
 
 def _trace(stderr: str) -> str:
@@ -57,7 +57,7 @@ def _programs(frames: str) -> str:
     return frames[first:] if first >= 0 else ""
 
 
-def shortened(text: str, longest: int) -> str:
+def truncate_middle(text: str, longest: int) -> str:
     """The text; without its middle where it is longer."""
     if len(text) <= longest:
         return text

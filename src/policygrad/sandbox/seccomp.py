@@ -139,18 +139,18 @@ _EPERM, _ENOSYS = 1, 38
 _PR_SET_SECCOMP, _FILTER = 22, 2
 
 
-def known() -> bool:
+def is_supported() -> bool:
     """Whether there is a filter for this machine."""
     return platform.machine() in _ARCHITECTURES
 
 
-def install(*, alone: bool, attributes: bool) -> None:
+def install_filter(*, alone: bool, attributes: bool) -> None:
     """Put the filter on this process and all that it starts, for good; needs no_new_privs.
 
     alone: it starts neither processes nor threads, and signals only itself. attributes: nor changes modes, owners and times of
     files. Raises OSError.
     """
-    code = program(platform.machine(), os.getpid(), alone=alone, attributes=attributes)
+    code = build_filter(platform.machine(), os.getpid(), alone=alone, attributes=attributes)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -158,7 +158,7 @@ def install(*, alone: bool, attributes: bool) -> None:
         raise OSError(ctypes.get_errno(), "the kernel takes no seccomp filter")
 
 
-def program(machine: str, pid: int, *, alone: bool, attributes: bool) -> bytes:
+def build_filter(machine: str, pid: int, *, alone: bool, attributes: bool) -> bytes:
     """The filter as the kernel reads it, for the process with this id."""
     which = list(_ARCHITECTURES).index(machine)
     tables = [_BOTH, *([_ATTRIBUTES] if attributes else []), *([_ALONE] if alone else [])]

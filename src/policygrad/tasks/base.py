@@ -43,7 +43,7 @@ class Task(Protocol):
         ...
 
     @property
-    def held_out_is_train(self) -> bool:
+    def eval_on_train(self) -> bool:
         """Too few prompts to hold any out: evaluation is on the training prompts."""
         ...
 
@@ -52,21 +52,21 @@ class Task(Protocol):
         """All of them where they are in memory, so that they can be checked before training; else ()."""
         ...
 
-    def train(self, index: int) -> Example:
+    def train_example(self, index: int) -> Example:
         """The training example with this number (0, 1, 2, ... without end), a pure function of (seed, index)."""
         ...
 
-    def held_out(self, count: int) -> list[Example]:
+    def eval_examples(self, count: int) -> list[Example]:
         """Evaluation examples, the same for every seed, disjoint from training by a hash of the prompt."""
         ...
 
 
 # The one rule that separates held-out prompts from training prompts.
 
-HELD_OUT_ONE_IN = 16
+EVAL_ONE_IN = 16
 
 
-def is_held_out(prompt: str) -> bool:
+def is_eval_prompt(prompt: str) -> bool:
     """Say whether a question belongs to the held-out split.
 
     The rule looks only at the question's own text (without the newline that
@@ -74,20 +74,20 @@ def is_held_out(prompt: str) -> bool:
     on seeds or on the order of generation, and is the same for the text that
     the base model was trained on, for the RL prompts and for evaluation.
     """
-    return int(sha256(prompt.encode("utf-8")).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
+    return int(sha256(prompt.encode("utf-8")).hexdigest(), 16) % EVAL_ONE_IN == 0
 
 
 # Draws from a hash, for which there is no generator's state to save.
 
 
-def integer(text: str, bound: int) -> int:
+def hash_int(text: str, bound: int) -> int:
     """In [0, bound), the same for the same text."""
     return int.from_bytes(sha256(text.encode()).digest()[:16], "big") % bound
 
 
-def choose(salt: str, index: int, weights: Sequence[float]) -> int:
+def hash_choice(salt: str, index: int, weights: Sequence[float]) -> int:
     """A place among the weights, each as often as its weight says; a pure function of salt and index."""
-    point = integer(f"{salt}:{index}", 1 << 53) / (1 << 53) * sum(weights)
+    point = hash_int(f"{salt}:{index}", 1 << 53) / (1 << 53) * sum(weights)
     for number, weight in enumerate(weights):
         point -= weight
         if point < 0:
@@ -97,15 +97,15 @@ def choose(salt: str, index: int, weights: Sequence[float]) -> int:
 
 # The number of an example of a task that has levels of difficulty says at which it is made.
 
-SPAN = 1 << 40
+LEVEL_STRIDE = 1 << 40
 """Examples of a level."""
 
 
-def placed(index: int, level: int) -> int:
+def encode_level_index(index: int, level: int) -> int:
     """The number of a level's example with this index; of level 0, the index."""
-    return level * SPAN + index
+    return level * LEVEL_STRIDE + index
 
 
-def of_place(place: int) -> tuple[int, int]:
+def decode_level_index(place: int) -> tuple[int, int]:
     """(level, index) of an example's number."""
-    return divmod(place, SPAN)
+    return divmod(place, LEVEL_STRIDE)

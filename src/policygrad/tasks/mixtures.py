@@ -11,15 +11,23 @@ from threading import Lock
 from typing import overload
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Example, choose
-from policygrad.tasks.rows import Chained, Epochs, Overlap, View, by_hash, divided, prompt_key
+from policygrad.tasks.base import Example, hash_choice
+from policygrad.tasks.rows import (
+    Concatenated,
+    NgramOverlap,
+    ShuffledEpochs,
+    Subset,
+    prompt_key,
+    sort_by_hash,
+    split_train_eval,
+)
 
 BLOCK = 1024
 """Draws that are worked out together."""
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """Rows with their share."""
 
     weight: float
@@ -27,7 +35,7 @@ class Part:
     rows: Sequence[Example]
 
 
-class Widened(Sequence[Example]):
+class ExamplesWithColumns(Sequence[Example]):
     """A part's rows with the columns of all parts, None where it has none, and with its name."""
 
     def __init__(self, rows: Sequence[Example], names: Sequence[str], part: str) -> None:
@@ -57,19 +65,26 @@ class MixedTask:
     rewards: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
 
-    def __init__(self, name: str, train: Sequence[Part], held_out: Sequence[Part], *, seed: int = 0) -> None:
+    def __init__(
+        self, name: str, train: Sequence[MixturePart], held_out: Sequence[MixturePart], *, seed: int = 0
+    ) -> None:
         self.name, self.seed = name, seed
-        self.held_out_is_train = not held_out
-        self._epochs = [Epochs(part.rows, seed) for part in train]
+        self.eval_on_train = not held_out
+        self._epochs = [ShuffledEpochs(part.rows, seed) for part in train]
         self._weights = tuple(part.weight for part in train)
-        self._measured = [replace(part, rows=by_hash(part.rows)) for part in held_out or train]
-        self.rows: Sequence[Example] = reduce(Chained, [part.rows for part in (*train, *held_out)])
+        self._measured = [replace(part, rows=sort_by_hash(part.rows)) for part in held_out or train]
+        self.rows: Sequence[Example] = reduce(Concatenated, [part.rows for part in (*train, *held_out)])
         self._block = lru_cache(maxsize=4)(self._drawn)
         self._before, self._counting = [(0,) * len(train)], Lock()
 
     @classmethod
-    def of(
-        cls, name: str, parts: Sequence[Part], seed: int, held_out: Sequence[Part] | None = None, apart: int = 0
+    def from_parts(
+        cls,
+        name: str,
+        parts: Sequence[MixturePart],
+        seed: int,
+        eval_parts: Sequence[MixturePart] | None = None,
+        decontaminate: int = 0,
     ) -> MixedTask:
         """Splits the parts, or takes the held-out ones.
 
@@ -78,9 +93,9 @@ class MixedTask:
         Raises:
             DataError: a part of which no row is left to train on.
         """
-        parts, measured = _alike(parts, held_out or ())
+        parts, measured = _alike(parts, eval_parts or ())
         if not measured:
-            split = [(part, *divided(part.rows)) for part in parts]
+            split = [(part, *split_train_eval(part.rows)) for part in parts]
             measured = [replace(part, rows=others) for part, _, others in split if others]
             unmeasured = [part.name for part, _, others in split if not others]
             if measured and unmeasured:
@@ -90,22 +105,25 @@ class MixedTask:
                 )
             parts = [replace(part, rows=kept) for part, kept, _ in split]
         prompts = [row.prompt for part in measured for row in part.rows]
-        keys, overlap = frozenset(map(prompt_key, prompts)), Overlap.of(prompts, apart) if apart else None
+        keys, overlap = (
+            frozenset(map(prompt_key, prompts)),
+            NgramOverlap.from_prompts(prompts, decontaminate) if decontaminate else None,
+        )
         return cls(name, [_kept(part, keys, overlap) for part in parts], measured, seed=seed)
 
-    def train(self, index: int) -> Example:
+    def train_example(self, index: int) -> Example:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
         number, place = divmod(index, BLOCK)
         part, nth = self._block(number)[place]
         return self._epochs[part][nth]
 
-    def held_out(self, count: int) -> list[Example]:
-        """At most `count` rows; all of them when there are fewer. Fewer are the first of more."""
+    def eval_examples(self, count: int) -> list[Example]:
+        """At most `set_cached_length` rows; all of them when there are fewer. Fewer are the first of more."""
         found, weights = list[Example](), [part.weight for part in self._measured]
         taken = [0] * len(weights)
         while len(found) < count and any(weights):
-            part = choose("held-out", len(found), weights)
+            part = hash_choice("held-out", len(found), weights)
             found.append(self._measured[part].rows[taken[part]])
             taken[part] += 1
             if taken[part] == len(self._measured[part].rows):
@@ -113,7 +131,9 @@ class MixedTask:
         return found
 
     def _parts(self, block: int) -> list[int]:
-        return [choose(f"{self.seed}", index, self._weights) for index in range(block * BLOCK, (block + 1) * BLOCK)]
+        return [
+            hash_choice(f"{self.seed}", index, self._weights) for index in range(block * BLOCK, (block + 1) * BLOCK)
+        ]
 
     def _drawn(self, block: int) -> list[tuple[int, int]]:
         """(part, which of its rows) of every draw in a block."""
@@ -132,24 +152,26 @@ class MixedTask:
             return self._before[block]
 
 
-def short_names(names: Sequence[str]) -> list[str]:
+def shorten_names(names: Sequence[str]) -> list[str]:
     """What tells parts apart in metrics: the last part of a path, or all of it where two end alike."""
     last = [PurePath(name).name or name for name in names]
     return last if len(set(last)) == len(set(names)) else list(names)
 
 
-def _alike(parts: Sequence[Part], others: Sequence[Part]) -> tuple[list[Part], list[Part]]:
+def _alike(parts: Sequence[MixturePart], others: Sequence[MixturePart]) -> tuple[list[MixturePart], list[MixturePart]]:
     """All with the same columns, since each column reaches the reward as one list."""
     columns = list(dict.fromkeys(name for part in (*parts, *others) for name in part.rows[0].columns))
 
-    def widened(some: Sequence[Part]) -> list[Part]:
-        short = short_names([part.name for part in some])
-        return [replace(p, rows=Widened(p.rows, columns, name)) for p, name in zip(some, short, strict=True)]
+    def widened(some: Sequence[MixturePart]) -> list[MixturePart]:
+        short = shorten_names([part.name for part in some])
+        return [
+            replace(p, rows=ExamplesWithColumns(p.rows, columns, name)) for p, name in zip(some, short, strict=True)
+        ]
 
     return widened(parts), widened(others)
 
 
-def _kept(part: Part, keys: frozenset[str], overlap: Overlap | None) -> Part:
+def _kept(part: MixturePart, keys: frozenset[str], overlap: NgramOverlap | None) -> MixturePart:
     """A part without what is measured, in whichever part that stands."""
     kept = [i for i, row in enumerate(part.rows) if _trained(row, keys, overlap)]
     if not kept:
@@ -164,8 +186,8 @@ def _kept(part: Part, keys: frozenset[str], overlap: Overlap | None) -> Part:
             f"{part.name}: {count} of {len(part.rows)} rows left out of training: their prompts are held out{also}",
             stacklevel=4,
         )
-    return replace(part, rows=View(part.rows, kept)) if len(kept) < len(part.rows) else part
+    return replace(part, rows=Subset(part.rows, kept)) if len(kept) < len(part.rows) else part
 
 
-def _trained(row: Example, keys: frozenset[str], overlap: Overlap | None) -> bool:
+def _trained(row: Example, keys: frozenset[str], overlap: NgramOverlap | None) -> bool:
     return prompt_key(row.prompt) not in keys and (overlap is None or row.prompt not in overlap)

@@ -7,16 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Prompt, is_held_out
-from policygrad.tasks.rows import HOLD_OUT_FROM, Reading, parse_message, parse_prompt, parsed, prompt_key, source_of
+from policygrad.tasks.base import Prompt, is_eval_prompt
+from policygrad.tasks.rows import (
+    MIN_ROWS_TO_SPLIT,
+    RowOptions,
+    open_rows,
+    parse_message,
+    parse_prompt,
+    parse_rows,
+    prompt_key,
+)
 from policygrad.tasks.sources import Row, open_source
 
 PREFERENCE_EXAMPLE = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two completions of one prompt, as texts; people (or a verifier) preferred `chosen`."""
+class PreferencePair:
+    """Two completions of one prompt, as texts; people (or a verifier) preferred `filter_environment`."""
 
     prompt: Prompt
     chosen: str
@@ -25,33 +33,33 @@ class Pair:
     """Where it stands, e.g. `pairs.jsonl:12`, for error messages."""
 
 
-class Prompted(Protocol):
+class HasPrompt(Protocol):
     """What can be split by its prompt."""
 
     @property
     def prompt(self) -> Prompt: ...
 
 
-AnyRow = TypeVar("AnyRow", bound=Prompted)
+AnyRow = TypeVar("AnyRow", bound=HasPrompt)
 T = TypeVar("T")
 
 
-def read_pairs(path: str, reading: Reading | None = None) -> list[Pair]:
+def read_preferences(path: str, options: RowOptions | None = None) -> list[PreferencePair]:
     """Every pair of a file; columns besides the three are left alone.
 
     A side is text, or the assistant's message ({"role": "assistant", "content": …}, alone or as a list of one).
     Raises DataError naming file and line for a missing or empty side, two equal sides, or a wrong type.
     """
-    return read(path, _parse_preference, PREFERENCE_EXAMPLE, reading)
+    return read_rows(path, _parse_preference, PREFERENCE_EXAMPLE, options)
 
 
-def read(path: str, parse: Callable[[Row], T], example: str, reading: Reading | None) -> list[T]:
+def read_rows(path: str, parse: Callable[[Row], T], example: str, options: RowOptions | None) -> list[T]:
     """Every row of the data of that name, parsed. Raises DataError."""
-    source = source_of(path, example=example) or open_source(path, example)
-    return [row for _, row in parsed(source, reading or Reading(), parse, path)]
+    source = open_rows(path, example=example) or open_source(path, example)
+    return [row for _, row in parse_rows(source, options or RowOptions(), parse, path)]
 
 
-def _parse_preference(found: Row) -> Pair:
+def _parse_preference(found: Row) -> PreferencePair:
     where, row = found
     for name in ("prompt", "chosen", "rejected"):
         if name not in row:
@@ -61,7 +69,7 @@ def _parse_preference(found: Row) -> Pair:
     chosen, rejected = (_side(row[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(f"{where}: 'chosen' and 'rejected' are equal, which says nothing; remove the line")
-    return Pair(prompt, chosen, rejected, where)
+    return PreferencePair(prompt, chosen, rejected, where)
 
 
 def _side(value: Any, prompt: Prompt, where: str) -> str:
@@ -102,39 +110,39 @@ def parse_text(value: Any, where: str) -> str:
 
 
 @dataclass(frozen=True)
-class Split:
-    """Training and held-out rows, by places in `rows`; no prompt is in both."""
+class TrainEvalSplit:
+    """Training and held-out rows, by places in `count_embedding_rows`; no prompt is in both."""
 
     train: tuple[int, ...]
-    held_out: tuple[int, ...]
-    held_out_is_train: bool
+    eval: tuple[int, ...]
+    eval_on_train: bool
     """Too few prompts to hold any out: measured on the training rows."""
 
 
-def split_rows(rows: Sequence[Prompted]) -> Split:
+def split_by_prompt(rows: Sequence[HasPrompt]) -> TrainEvalSplit:
     """Held out are the rows whose prompt's hash says so (1 in 16); with fewer than 32 rows, or when the hash picks none or all
     of them, training uses every row and so does the measurement."""
-    chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
+    chosen = [is_eval_prompt(prompt_key(row.prompt)) for row in rows]
     everything = tuple(range(len(rows)))
-    if len(rows) < HOLD_OUT_FROM or not any(chosen) or all(chosen):
-        return Split(everything, everything, True)
-    return Split(
+    if len(rows) < MIN_ROWS_TO_SPLIT or not any(chosen) or all(chosen):
+        return TrainEvalSplit(everything, everything, True)
+    return TrainEvalSplit(
         tuple(i for i in everything if not chosen[i]),
         tuple(i for i in everything if chosen[i]),
         False,
     )
 
 
-def without(rows: Sequence[AnyRow], others: Sequence[Prompted], path: str, other: str) -> list[AnyRow]:
+def exclude_eval_prompts(rows: Sequence[AnyRow], others: Sequence[HasPrompt], path: str, other: str) -> list[AnyRow]:
     """Training rows whose prompt is not measured on. Raises DataError when none is left."""
     measured = {prompt_key(row.prompt) for row in others}
     kept = [row for row in rows if prompt_key(row.prompt) not in measured]
     if not kept:
-        raise DataError(f"{other}: holds every prompt of {path}, so none is left to train on; give another --held-out")
+        raise DataError(f"{other}: holds every prompt of {path}, so none is left to train on; give another --eval-data")
     return kept
 
 
-def by_prompt(rows: Sequence[Prompted], places: Sequence[int]) -> list[tuple[int, ...]]:
+def group_by_prompt(rows: Sequence[HasPrompt], places: Sequence[int]) -> list[tuple[int, ...]]:
     """The places of the rows, those of one prompt together, in the order of the prompts' first rows."""
     found: dict[str, list[int]] = {}
     for place in places:
@@ -158,17 +166,17 @@ class Demonstration:
     """
 
     prompt: Prompt
-    rest: str | tuple[dict[str, str], ...]
+    completion: str | tuple[dict[str, str], ...]
     source: str = field(default="", compare=False)
     """Where it stands, e.g. `chats.jsonl:12`, for error messages."""
 
 
-def read_demonstrations(path: str, reading: Reading | None = None) -> list[Demonstration]:
+def read_demonstrations(path: str, options: RowOptions | None = None) -> list[Demonstration]:
     """Every demonstration of a file; columns besides those are left alone.
 
     Raises DataError naming file and line for what is missing, of a wrong type, or has no turn of the assistant.
     """
-    return read(path, _parse_demonstration, DEMONSTRATION_EXAMPLE, reading)
+    return read_rows(path, _parse_demonstration, DEMONSTRATION_EXAMPLE, options)
 
 
 def _parse_demonstration(found: Row) -> Demonstration:

@@ -17,7 +17,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import HELD_OUT_ONE_IN, Example, choose, integer, is_held_out, of_place
+from policygrad.tasks.base import EVAL_ONE_IN, Example, decode_level_index, hash_choice, hash_int, is_eval_prompt
 
 # The task mix that goes with the embedded base model, as data.
 #
@@ -35,7 +35,7 @@ class Component:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-MIX: tuple[Component, ...] = (
+EMBEDDED_MIX: tuple[Component, ...] = (
     # Arithmetic: "... 98 - 35 =", two numbers of two digits.
     Component("chain_sum", 1.0, {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
     # Algebra: "Solve for e: 5 - 8*e = -51", with a solution between 1 and 9.
@@ -55,7 +55,9 @@ MIX: tuple[Component, ...] = (
 )
 
 # What is worked out in several steps.
-STEPS: tuple[Component, ...] = tuple(c for c in MIX if c.name in ("chain_sum", "simple_equations"))
+EMBEDDED_STEPS_MIX: tuple[Component, ...] = tuple(
+    c for c in EMBEDDED_MIX if c.name in ("chain_sum", "simple_equations")
+)
 
 # Enough for the longest worked-out answer that the base model knows.
 MAX_NEW_TOKENS = 32
@@ -73,14 +75,14 @@ def prompt_text(question: str) -> str:
 # Right answers to the problems of the embedded tasks, worked out the way the embedded model works: what a demonstration shows.
 
 
-def plain_answer(entry: Mapping[str, Any]) -> str | None:
+def extract_final_answer(entry: Mapping[str, Any]) -> str | None:
     """The reference answer of a reasoning-gym item where a reward looks for it; None where many answers are right."""
     return None if entry["answer"] is None else f"<answer>{entry['answer']}</answer>"
 
 
-def worked_answer(dataset: str, entry: Mapping[str, Any]) -> str | None:
+def worked_solution(dataset: str, entry: Mapping[str, Any]) -> str | None:
     """The same after its steps (tens and ones apart, the variable's term first, the word from its end), where they are known."""
-    answer, steps = plain_answer(entry), _STEPS.get(dataset)
+    answer, steps = extract_final_answer(entry), _STEPS.get(dataset)
     return answer if answer is None or steps is None else f"Step by step: {', '.join(steps(entry))}. {answer}"
 
 
@@ -112,8 +114,8 @@ def _spelled(entry: Mapping[str, Any]) -> list[str]:
 _STEPS = {"chain_sum": _sum, "simple_equations": _equation, "spell_backward": _spelled}
 
 
-PAGE = 2048  # items per dataset object: a few datasets build all their items when they are created
-TRIES = 64  # neighbouring items tried for one training example; all of them are held out with probability 16^-64
+PAGE_SIZE = 2048  # items per dataset object: a few datasets build all their items when they are created
+MAX_TRIES = 64  # neighbouring items tried for one training example; all of them are held out with probability 16^-64
 _HELD_OUT_SEED = "held-out"  # instead of the run's seed: every run is measured on the same problems
 _UNSET = ("seed", "size")  # settings of reasoning-gym's own that the task decides
 _HASH_ORDERED = frozenset(
@@ -124,11 +126,11 @@ _HASH_ORDERED = frozenset(
 @lru_cache(maxsize=1)
 def dataset_names() -> tuple[str, ...]:
     """Names of every reasoning-gym dataset, sorted, without `composite` (a mix does that here)."""
-    return tuple(sorted(set(datasets()) - {"composite"}))
+    return tuple(sorted(set(load_dataset_table()) - {"composite"}))
 
 
 @lru_cache(maxsize=1)
-def datasets() -> Mapping[str, Any]:
+def load_dataset_table() -> Mapping[str, Any]:
     """reasoning-gym's own table of them. Importing it draws from the global generators, whose states are put back."""
     with _own_randomness(0):
         from reasoning_gym.factory import DATASETS
@@ -140,12 +142,12 @@ def datasets() -> Mapping[str, Any]:
 class ReasoningGymTask:
     """A weighted mix of reasoning-gym datasets, without end.
 
-    Columns: `dataset` (reasoning-gym's name), `entry` (its whole item, what its scorer needs), `answer` (its reference
+    Columns: `dataset` (reasoning-gym's name), `entry` (its whole item, what its scorer needs), `encode_reply` (its reference
     answer, None where many answers are right) and `demonstration`, that answer as a completion (`worked`: after its steps).
     """
 
     rewards: tuple[str, ...] = ("reasoning_gym",)
-    held_out_is_train = False
+    eval_on_train = False
     rows: tuple[Example, ...] = ()
 
     def __init__(
@@ -166,25 +168,25 @@ class ReasoningGymTask:
         self._items = lru_cache(maxsize=4 * len(self._components))(self._create)
         self._pattern = lru_cache(maxsize=None)(self._find_pattern)
         for number, component in enumerate(self._components):
-            check_config(component)
+            check_component(component)
             self._items(number, 0, 0)  # so that a bad value is an error now, not at step 900
 
-    def train(self, index: int) -> Example:
+    def train_example(self, index: int) -> Example:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
-        number = choose(f"{self.seed}", index, self._weights)
-        base = integer(f"{self.seed}/{number}", 1 << 31)
-        for item in range(index * HELD_OUT_ONE_IN, index * HELD_OUT_ONE_IN + TRIES):
+        number = hash_choice(f"{self.seed}", index, self._weights)
+        base = hash_int(f"{self.seed}/{number}", 1 << 31)
+        for item in range(index * EVAL_ONE_IN, index * EVAL_ONE_IN + MAX_TRIES):
             entry = self._entry(number, base, item)
-            if not is_held_out(entry["question"]):
+            if not is_eval_prompt(entry["question"]):
                 return self._example(number, entry)
         raise DataError(
-            f"task {self._components[number].name!r} has too few different problems: {TRIES} in a row were held-out "
+            f"task {self._components[number].name!r} has too few different problems: {MAX_TRIES} in a row were held-out "
             "ones; widen its settings (more terms, more digits), or write its problems to a .jsonl file"
         )
 
-    def held_out(self, count: int) -> list[Example]:
-        """`count` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
+    def eval_examples(self, count: int) -> list[Example]:
+        """`set_cached_length` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
         found: list[Example] = []
         for number, entry in islice(self._held_out(set()), count):
             if entry is None:
@@ -195,7 +197,7 @@ class ReasoningGymTask:
             found.append(self._example(number, entry))
         return found
 
-    def unseen(self, seen: set[str]) -> Iterator[Example]:
+    def iterate_unseen(self, seen: set[str]) -> Iterator[Example]:
         """Held-out problems one by one, none whose question is in `seen`, which they join; ends where a data set runs dry."""
         for number, entry in self._held_out(seen):
             if entry is None:
@@ -206,29 +208,29 @@ class ReasoningGymTask:
         """(component, its next held-out item or None), without end."""
         scans = [self._scan_held_out(number, seen) for number in range(len(self._components))]
         for draw in count_from():
-            number = choose(_HELD_OUT_SEED, draw, self._weights)
+            number = hash_choice(_HELD_OUT_SEED, draw, self._weights)
             yield number, next(scans[number], None)
 
     def _scan_held_out(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
         """Held-out items of one component that are not `seen` yet; ends when a long stretch brings nothing new."""
-        base, dry = integer(f"{_HELD_OUT_SEED}/{self._components[number].name}", 1 << 31), 0
+        base, dry = hash_int(f"{_HELD_OUT_SEED}/{self._components[number].name}", 1 << 31), 0
         for item in count_from():
             entry = self._entry(number, base, item)
-            if is_held_out(entry["question"]) and entry["question"] not in seen:
+            if is_eval_prompt(entry["question"]) and entry["question"] not in seen:
                 seen.add(entry["question"])
                 dry = 0
                 yield entry
-            elif (dry := dry + 1) > 128 * HELD_OUT_ONE_IN:
+            elif (dry := dry + 1) > 128 * EVAL_ONE_IN:
                 return
 
     def _example(self, number: int, entry: dict[str, Any]) -> Example:
         name = self._components[number].name
-        shown = worked_answer(name, entry) if self.worked else plain_answer(entry)
+        shown = worked_solution(name, entry) if self.worked else extract_final_answer(entry)
         columns = {"dataset": name, "entry": entry, "answer": entry["answer"], "demonstration": shown}
         return Example(prompt_text(entry["question"]), columns)
 
     def _entry(self, number: int, base: int, item: int) -> dict[str, Any]:
-        page, offset = divmod(item, PAGE)
+        page, offset = divmod(item, PAGE_SIZE)
         dataset = self._items(number, base, page)
         with _own_randomness(base + item):
             entry: dict[str, Any] = dataset[offset]
@@ -236,9 +238,9 @@ class ReasoningGymTask:
 
     def _create(self, number: int, base: int, page: int) -> Any:
         """The dataset of a page: a copy of the component's pattern with the page's seed, or made anew where it has none."""
-        seed, pattern = (base + page * PAGE) % (1 << 31), self._pattern(number)
+        seed, pattern = (base + page * PAGE_SIZE) % (1 << 31), self._pattern(number)
         if pattern is None:
-            return self._make(number, seed, PAGE)
+            return self._make(number, seed, PAGE_SIZE)
         dataset = copy.deepcopy(pattern)
         dataset.seed = seed
         dataset.config = replace(dataset.config, seed=seed)
@@ -247,7 +249,7 @@ class ReasoningGymTask:
     def _find_pattern(self, number: int) -> Any:
         """A dataset that nobody draws from; None where more than its seed hangs on its seed, so that a copy would not do."""
         one, other = (self._make(number, seed, 16) for seed in (0, 1))
-        return self._make(number, 0, PAGE) if _alike(one, other) else None
+        return self._make(number, 0, PAGE_SIZE) if _alike(one, other) else None
 
     def _make(self, number: int, seed: int, size: int) -> Any:
         import reasoning_gym
@@ -272,9 +274,9 @@ def _alike(one: Any, other: Any) -> bool:
     return same and mine.keys() == others.keys()
 
 
-def check_config(component: Component) -> None:
+def check_component(component: Component) -> None:
     """Refuse settings that the dataset does not have, and say when its problems cannot be repeated."""
-    keys = [f.name for f in fields(datasets()[component.name][1]) if f.name not in _UNSET]
+    keys = [f.name for f in fields(load_dataset_table()[component.name][1]) if f.name not in _UNSET]
     for key in component.config:
         if key in _UNSET:
             raise DataError(f"task {component.name!r}: {key!r} is not a setting of the task; the run's seed decides")
@@ -307,7 +309,7 @@ def _own_randomness(seed: int) -> Iterator[None]:
 
 # Tasks whose difficulty has levels: data sets of reasoning-gym, at the settings that its own curricula give each level.
 
-PREFIX = "curriculum:"
+CURRICULUM_PREFIX = "curriculum:"
 
 
 class CurriculumTask:
@@ -324,43 +326,43 @@ class CurriculumTask:
 
     rewards: tuple[str, ...] = ("reasoning_gym",)
     steps: tuple[str, ...] = ()
-    held_out_is_train = False
+    eval_on_train = False
     rows: tuple[Example, ...] = ()
 
     def __init__(self, name: str, components: Sequence[Component], *, seed: int = 0) -> None:
         self.name, self.seed = name, seed
         self._components = tuple(components)
         for component in self._components:
-            check_config(component)
-        self.levels = max(level_count(component) for component in self._components)
+            check_component(component)
+        self.levels = max(count_levels(component) for component in self._components)
         self._settings = [
-            tuple(replace(c, config={**c.config, **at_level(c, level)}) for c in self._components)
+            tuple(replace(c, config={**c.config, **configure_level(c, level)}) for c in self._components)
             for level in range(self.levels)
         ]
         self._task = lru_cache(maxsize=4)(self._made)
         self._task(0)
 
-    def train(self, index: int) -> Example:
+    def train_example(self, index: int) -> Example:
         """index: `levels.placed` of a level and of an example's number there; above the last level it is the last one's."""
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
-        level, own = of_place(index)
+        level, own = decode_level_index(index)
         return self._example(min(level, self.levels - 1), own)
 
     def _example(self, level: int, index: int) -> Example:
-        return self._told(self._task(level).train(index), level)
+        return self._told(self._task(level).train_example(index), level)
 
     def _told(self, example: Example, level: int) -> Example:
         return replace(example, columns={**example.columns, "level": level, "levels": self.levels})
 
-    def held_out(self, count: int) -> list[Example]:
-        """`count` different held-out problems, of the levels in turn; one that has no more of them is passed over.
+    def eval_examples(self, count: int) -> list[Example]:
+        """`set_cached_length` different held-out problems, of the levels in turn; one that has no more of them is passed over.
 
         Raises:
             DataError: too few of all levels together.
         """
         seen: set[str] = set()
-        left: dict[int, Iterator[Example]] = {k: self._made(k).unseen(seen) for k in range(self.levels)}
+        left: dict[int, Iterator[Example]] = {k: self._made(k).iterate_unseen(seen) for k in range(self.levels)}
         found: list[Example] = []
         for level in cycle(range(self.levels)):
             if len(found) >= count:
@@ -382,12 +384,12 @@ class CurriculumTask:
         return ReasoningGymTask(f"{self.name} at level {level}", self._settings[level], seed=self.seed)
 
 
-def level_count(component: Component) -> int:
+def count_levels(component: Component) -> int:
     """How many levels its curriculum has; of several attributes, the most of one."""
     return max((len(a.levels) for a in _curriculum(component).attributes.values()), default=1)
 
 
-def at_level(component: Component, level: int) -> dict[str, Any]:
+def configure_level(component: Component, level: int) -> dict[str, Any]:
     """The settings that reasoning-gym's curriculum gives a data set at a level, from 0 on.
 
     Raises:
@@ -402,7 +404,7 @@ def at_level(component: Component, level: int) -> dict[str, Any]:
         raise DataError(f"task 'curriculum:{component.name}': {both[0]!r} is what its levels set: leave it away")
     found = {name: getattr(made, name) for name in names}
     try:
-        config = datasets()[component.name][1](**{**component.config, **found})
+        config = load_dataset_table()[component.name][1](**{**component.config, **found})
         if hasattr(config, "validate"):
             config.validate()
     except (AssertionError, TypeError, ValueError) as error:

@@ -15,18 +15,18 @@ from random import Random
 from typing import Any, TypeVar, overload
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import Example, Prompt, is_held_out
-from policygrad.tasks.sources import DatasetRows, Row, Source, Table, is_dataset, is_source, open_source
+from policygrad.tasks.base import Example, Prompt, is_eval_prompt
+from policygrad.tasks.sources import DatasetRows, Row, Source, TableSource, is_dataset, is_source, open_source
 
 # Training prompts that say what a held-out prompt says: the same words, or n of them in a row.
 
 _WORD = re.compile(r"\w+|[-+*/^=<>%]")  # 3 + 4 is not 3 * 4
-TEMPLATE = 0.1
+TEMPLATE_SHARE = 0.1
 """What more than this share of the held-out prompts have in common, and more than one, is how they ask and not what."""
 
 
 @dataclass(frozen=True)
-class Overlap:
+class NgramOverlap:
     """What held-out prompts say. Case, punctuation but signs of arithmetic, and system messages do not count.
 
     n-grams of words are what Brown et al. 2020 (GPT-3, arXiv:2005.14165, app. C) look for between training data and benchmarks,
@@ -34,15 +34,15 @@ class Overlap:
     """
 
     n: int
-    grams: frozenset[str]
-    wholes: frozenset[str]
+    ngrams: frozenset[str]
+    exact_prompts: frozenset[str]
 
     @classmethod
-    def of(cls, prompts: Iterable[Prompt], n: int) -> Overlap:
+    def from_prompts(cls, prompts: Iterable[Prompt], n: int) -> NgramOverlap:
         """Of these held-out prompts."""
         said = [_words(prompt) for prompt in prompts]
         often = Counter(gram for words in said for gram in set(_grams(words, n)))
-        most = max(1.0, TEMPLATE * len(said))
+        most = max(1.0, TEMPLATE_SHARE * len(said))
         return cls(
             n,
             frozenset(gram for gram, count in often.items() if count <= most),
@@ -52,7 +52,7 @@ class Overlap:
     def __contains__(self, prompt: Prompt) -> bool:
         """Whether a prompt has the words of a held-out one, or n of them in a row."""
         words = _words(prompt)
-        return " ".join(words) in self.wholes or any(gram in self.grams for gram in _grams(words, self.n))
+        return " ".join(words) in self.exact_prompts or any(gram in self.ngrams for gram in _grams(words, self.n))
 
 
 def _words(prompt: Prompt) -> list[str]:
@@ -64,11 +64,11 @@ def _grams(words: list[str], n: int) -> Iterator[str]:
     return (" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
 
 
-HOLD_OUT_FROM = 32  # rows; with fewer, training uses them all and evaluation repeats them
+MIN_ROWS_TO_SPLIT = 32  # rows; with fewer, training uses them all and evaluation repeats them
 _RESERVED = ("prompts", "completions")  # what a reward function is given besides the columns
 
 
-class View(Sequence[Example]):
+class Subset(Sequence[Example]):
     """Some of other rows, by their numbers, each fetched when it is asked for."""
 
     def __init__(self, rows: Sequence[Example], places: Sequence[int]) -> None:
@@ -80,14 +80,14 @@ class View(Sequence[Example]):
     @overload
     def __getitem__(self, index: int) -> Example: ...
     @overload
-    def __getitem__(self, index: slice) -> View: ...
-    def __getitem__(self, index: int | slice) -> Example | View:
+    def __getitem__(self, index: slice) -> Subset: ...
+    def __getitem__(self, index: int | slice) -> Example | Subset:
         if isinstance(index, slice):
-            return View(self._rows, self._places[index])
+            return Subset(self._rows, self._places[index])
         return self._rows[self._places[index]]
 
 
-class Chained(Sequence[Example]):
+class Concatenated(Sequence[Example]):
     """One sequence of rows behind another."""
 
     def __init__(self, first: Sequence[Example], second: Sequence[Example]) -> None:
@@ -108,7 +108,7 @@ class Chained(Sequence[Example]):
         return first[index] if index < len(first) else second[index - len(first)]
 
 
-class Epochs:
+class ShuffledEpochs:
     """Rows by number, without end, shuffled anew each epoch by (seed, epoch)."""
 
     def __init__(self, rows: Sequence[Example], seed: int) -> None:
@@ -141,53 +141,53 @@ class RowsTask:
     def __init__(self, name: str, train: Sequence[Example], held_out: Sequence[Example], *, seed: int = 0) -> None:
         self.name = name
         self.seed = seed
-        self.held_out_is_train = not held_out
-        self._train = Epochs(train, seed)
-        self._held_out = by_hash(held_out or train)
-        self.rows: Sequence[Example] = Chained(train, held_out)
+        self.eval_on_train = not held_out
+        self._train = ShuffledEpochs(train, seed)
+        self._held_out = sort_by_hash(held_out or train)
+        self.rows: Sequence[Example] = Concatenated(train, held_out)
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         name: str,
         rows: Sequence[Example],
         seed: int,
-        held_out: tuple[str, Sequence[Example]] | None = None,
-        apart: int = 0,
+        eval_data: tuple[str, Sequence[Example]] | None = None,
+        decontaminate: int = 0,
     ) -> RowsTask:
         """Splits the rows, or takes the held-out ones with their name. Raises DataError where columns or prompts do not fit.
 
         apart: leave out training rows with so many words in a row of a held-out prompt's (`overlap.py`); 0 = only equal prompts.
         """
-        if held_out is not None:
-            other, others = held_out
+        if eval_data is not None:
+            other, others = eval_data
             _same_columns(name, rows, other, others)
-            kept = _apart(_without(rows, others, name, other), others, name, apart)
+            kept = _apart(_without(rows, others, name, other), others, name, decontaminate)
             return cls(name, kept, others, seed=seed)
-        kept, others = divided(rows)
-        return cls(name, _apart(kept, others, name, apart) if others else kept, others, seed=seed)
+        kept, others = split_train_eval(rows)
+        return cls(name, _apart(kept, others, name, decontaminate) if others else kept, others, seed=seed)
 
-    def train(self, index: int) -> Example:
+    def train_example(self, index: int) -> Example:
         return self._train[index]
 
-    def held_out(self, count: int) -> list[Example]:
-        """At most `count` rows, in the fixed order of their prompts' hashes; all of them when there are fewer."""
+    def eval_examples(self, count: int) -> list[Example]:
+        """At most `set_cached_length` rows, in the fixed order of their prompts' hashes; all of them when there are fewer."""
         return list(self._held_out[: max(count, 0)])
 
 
-def divided(rows: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
+def split_train_eval(rows: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
     """(rows to train on, held-out ones) by the prompt's hash; all and none where they are few, or it takes none or all."""
-    chosen = [is_held_out(prompt_key(row.prompt)) for row in rows]
-    if len(rows) < HOLD_OUT_FROM or not any(chosen) or all(chosen):
+    chosen = [is_eval_prompt(prompt_key(row.prompt)) for row in rows]
+    if len(rows) < MIN_ROWS_TO_SPLIT or not any(chosen) or all(chosen):
         return rows, ()
     places = [[i for i, out in enumerate(chosen) if out is side] for side in (False, True)]
-    return View(rows, places[0]), View(rows, places[1])
+    return Subset(rows, places[0]), Subset(rows, places[1])
 
 
-def by_hash(rows: Sequence[Example]) -> View:
+def sort_by_hash(rows: Sequence[Example]) -> Subset:
     """In the order of their prompts' hashes, the same for every seed."""
     keys = [sha256(prompt_key(row.prompt).encode()).digest() for row in rows]
-    return View(rows, sorted(range(len(keys)), key=keys.__getitem__))
+    return Subset(rows, sorted(range(len(keys)), key=keys.__getitem__))
 
 
 def prompt_key(prompt: Prompt) -> str:
@@ -274,14 +274,14 @@ def _without(rows: Sequence[Example], others: Sequence[Example], path: str, othe
     if len(kept) < len(rows):
         count = len(rows) - len(kept)
         warnings.warn(f"{path}: {count} rows left out of training, {other} evaluates their prompts", stacklevel=4)
-    return View(rows, kept)
+    return Subset(rows, kept)
 
 
 def _apart(rows: Sequence[Example], others: Sequence[Example], path: str, n: int) -> Sequence[Example]:
     """Training rows whose prompts do not overlap with what is evaluated."""
     if not n:
         return rows
-    held_out = Overlap.of((row.prompt for row in others), n)
+    held_out = NgramOverlap.from_prompts((row.prompt for row in others), n)
     kept = [i for i, row in enumerate(rows) if row.prompt not in held_out]
     if not kept:
         raise DataError(
@@ -291,34 +291,34 @@ def _apart(rows: Sequence[Example], others: Sequence[Example], path: str, n: int
         count = len(rows) - len(kept)
         said = f"{path}: {count} of {len(rows)} rows left out of training, which have {n} words in a row of a held-out prompt"
         warnings.warn(said, stacklevel=4)
-    return View(rows, kept)
+    return Subset(rows, kept)
 
 
 # From a source to what is read of it: rows are mapped, checked once, refused or left out, and kept or fetched again.
 
 EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
-Map = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 """From a row to the row as it is used, or None for a row that is left out."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowOptions:
     """How rows are read."""
 
-    map: Map | None = None
+    row_map: RowMap | None = None
     """Called with every row whenever it is read, so that it has to say the same each time."""
-    skip_bad: bool = False
+    skip_bad_rows: bool = False
     """Leave out, and count, what would be refused."""
-    apart: int = 0
+    decontaminate: int = 0
     """Leave out of training, and count, what has so many words in a row of a held-out prompt; 0 = equal prompts only."""
 
-    def prepared(self, row: Row) -> Row | None:
+    def apply(self, row: Row) -> Row | None:
         """The row that is used; None for one that the map leaves out. Raises DataError where the map does."""
         where, columns = row
-        if self.map is not None:
+        if self.row_map is not None:
             try:
-                mapped = self.map(dict(columns))
+                mapped = self.row_map(dict(columns))
             except Exception as error:  # whatever somebody's function may raise
                 raise DataError(f"{where}: the map raised {type(error).__name__}: {error}") from error
             if mapped is None:
@@ -328,21 +328,21 @@ class Reading:
                     f"{where}: the map returned {type(mapped).__name__}: return a row, a dict, or None to leave it out"
                 )
             columns = mapped
-        return where, with_answer(columns)
+        return where, add_answer_column(columns)
 
 
-def with_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """verl keeps what is right in `reward_model.ground_truth`: it is the column `answer` too, where there is none."""
+def add_answer_column(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """verl keeps what is right in `reward_model.ground_truth`: it is the column `encode_reply` too, where there is none."""
     found = row.get("reward_model")
     if "answer" in row or not isinstance(found, Mapping) or "ground_truth" not in found:
         return row
     return {**row, "answer": found["ground_truth"]}
 
 
-class Given:
+class InMemoryRows:
     """Rows that are in memory already: dicts with `prompt` and columns, or Examples."""
 
-    held = True
+    fits_in_memory = True
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         if not len(rows):
@@ -365,16 +365,16 @@ class Given:
         return where, row
 
 
-def source_of(given: Any, name: str = "row", example: str = EXAMPLE) -> Source | None:
+def open_rows(given: Any, name: str = "row", example: str = EXAMPLE) -> Source | None:
     """The rows that were given, by name or as an object: a list, or a `datasets.Dataset`; None of anything else."""
     if isinstance(given, str):
         return open_source(given, example) if is_source(given) else None
     if is_dataset(given):
-        return Table(DatasetRows(given), name)
-    return Given(given, name) if isinstance(given, Sequence) else None
+        return TableSource(DatasetRows(given), name)
+    return InMemoryRows(given, name) if isinstance(given, Sequence) else None
 
 
-def parsed(source: Source, reading: Reading, parse: Callable[[Row], T], name: str) -> Iterator[tuple[int, T]]:
+def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], name: str) -> Iterator[tuple[int, T]]:
     """(number in the source, row) of all rows that can be used; those that cannot are counted, where that is asked for.
 
     Raises:
@@ -383,10 +383,10 @@ def parsed(source: Source, reading: Reading, parse: Callable[[Row], T], name: st
     bad, left_out, used, first = 0, 0, 0, ""
     for index in range(len(source)):
         try:
-            row = reading.prepared(source[index])
+            row = options.apply(source[index])
             found = None if row is None else parse(row)
         except DataError as error:
-            if not reading.skip_bad:
+            if not options.skip_bad_rows:
                 raise
             bad, first = bad + 1, first or str(error)
             continue
@@ -403,11 +403,11 @@ def parsed(source: Source, reading: Reading, parse: Callable[[Row], T], name: st
         )
 
 
-def examples(source: Source, reading: Reading, name: str) -> Sequence[Example]:
+def load_examples(source: Source, options: RowOptions, name: str) -> Sequence[Example]:
     """The rows as examples: kept, or of large data fetched again each time.
 
     Raises:
-        DataError: as `parsed`.
+        DataError: as `parse_rows`.
     """
     first: list[Example] = []
 
@@ -416,21 +416,21 @@ def examples(source: Source, reading: Reading, name: str) -> Sequence[Example]:
         first[:] = first or [found]
         return found
 
-    found = parsed(source, reading, parse, name)
-    if source.held:
+    found = parse_rows(source, options, parse, name)
+    if source.fits_in_memory:
         return [example for _, example in found]
-    return Fetched(source, reading, array("L", (index for index, _ in found)))
+    return LazyExamples(source, options, array("L", (index for index, _ in found)))
 
 
-def read_examples(name: str, reading: Reading | None = None) -> Sequence[Example]:
+def read_examples(name: str, options: RowOptions | None = None) -> Sequence[Example]:
     """The examples of a file. Raises DataError."""
-    return examples(open_source(name, EXAMPLE), reading or Reading(), name)
+    return load_examples(open_source(name, EXAMPLE), options or RowOptions(), name)
 
 
-class Fetched(Sequence[Example]):
+class LazyExamples(Sequence[Example]):
     """Rows that are read anew each time they are asked for: in memory are their numbers."""
 
-    def __init__(self, source: Source, reading: Reading, places: Sequence[int]) -> None:
+    def __init__(self, source: Source, reading: RowOptions, places: Sequence[int]) -> None:
         self._source, self._reading, self._places = source, reading, places
 
     def __len__(self) -> int:
@@ -443,7 +443,7 @@ class Fetched(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row = self._reading.prepared(self._source[self._places[index]])
+        row = self._reading.apply(self._source[self._places[index]])
         if row is None:
             raise DataError("the map leaves out a row that it did not leave out before: let it say the same each time")
         return to_example(row[1], row[0])

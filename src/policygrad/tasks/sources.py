@@ -26,9 +26,9 @@ from policygrad.tasks.reasoning_gym import Component
 # JSONL: one JSON object per line, plain or packed by gzip.
 
 _UTF8_BOM = b"\xef\xbb\xbf"
-LONGEST = 16 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
 """Bytes of a line: more than any model reads, and what takes long to parse."""
-HELD = 64 * 2**20
+MAX_CACHED_BYTES = 64 * 2**20
 """Bytes of a file whose rows are kept in memory; those of a larger one are read when they are asked for."""
 _OTHER_BOMS = (b"\xff\xfe", b"\xfe\xff")  # UTF-16 in both orders; UTF-32 little-endian begins like the first
 
@@ -53,9 +53,9 @@ class JsonLines:
             raise DataError(f"{path}: no rows; write one JSON object per line, as in {example}")
 
     @property
-    def held(self) -> bool:
+    def fits_in_memory(self) -> bool:
         """Whether it is small enough for its rows to be kept in memory."""
-        return self._size <= HELD
+        return self._size <= MAX_CACHED_BYTES
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -64,7 +64,7 @@ class JsonLines:
         where = f"{self.path}:{self._numbers[index]}"
         with self._reading:
             self._file.seek(self._begins[index])
-            line = self._file.readline(LONGEST + 2).removesuffix(b"\n")
+            line = self._file.readline(MAX_LINE_BYTES + 2).removesuffix(b"\n")
         return where, _parse_object(line, where, self._example)
 
     def _find(self) -> None:
@@ -77,9 +77,9 @@ class JsonLines:
         begin = len(_UTF8_BOM) if self._file.read(3) == _UTF8_BOM else 0
         self._file.seek(begin)
         number = 1
-        while piece := self._file.readline(LONGEST + 2):
+        while piece := self._file.readline(MAX_LINE_BYTES + 2):
             blank, length = not piece.strip(), len(piece)
-            while not piece.endswith(b"\n") and (piece := self._file.readline(LONGEST)):
+            while not piece.endswith(b"\n") and (piece := self._file.readline(MAX_LINE_BYTES)):
                 length += len(piece)
             if not blank:
                 self._begins.append(begin)
@@ -126,9 +126,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_object(line: bytes, where: str, example: str) -> dict[str, Any]:
-    if len(line) > LONGEST:
+    if len(line) > MAX_LINE_BYTES:
         raise DataError(
-            f"{where}: a line of {len(line) / 2**20:.0f} MiB, more than {LONGEST >> 20} MiB: is a line's end missing?"
+            f"{where}: a line of {len(line) / 2**20:.0f} MiB, more than {MAX_LINE_BYTES >> 20} MiB: is a line's end missing?"
         )
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_once)
@@ -158,13 +158,13 @@ _WEIGHT = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*\*")
 _LITERALS = {"true": True, "false": False, "none": None}
 
 
-def parse_mix(text: str) -> tuple[Component, ...]:
+def parse_components(text: str) -> tuple[Component, ...]:
     """Read datasets joined by `+`, each `[weight*]name[:key=value,...]`. Raises DataError that quotes the bad part."""
     return tuple(_parse_component(part, text) for part in _split_top_level(text, "+"))
 
 
 def _parse_component(part: str, whole: str) -> Component:
-    weight, part = weighted(part, whole)
+    weight, part = split_weight(part, whole)
     name, colon, settings = part.partition(":")
     name = name.strip()
     if not name:
@@ -180,7 +180,7 @@ def _parse_component(part: str, whole: str) -> Component:
     return Component(name, weight, config)
 
 
-def weighted(part: str, whole: str) -> tuple[float, str]:
+def split_weight(part: str, whole: str) -> tuple[float, str]:
     """(weight, the rest) of one part of a mix; 1 where none is said. Raises DataError for one that is not above 0."""
     found = _WEIGHT.match(part)
     if not found:
@@ -219,8 +219,8 @@ def _split_top_level(text: str, separator: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-HUB = "hf:"
-TABLES = (".parquet", ".arrow", ".feather")
+HUB_PREFIX = "hf:"
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 Row = tuple[str, Mapping[str, Any]]
 """(where it stands, for messages; its columns)."""
 
@@ -229,7 +229,7 @@ class Source(Protocol):
     """Rows that stay where they are."""
 
     @property
-    def held(self) -> bool:
+    def fits_in_memory(self) -> bool:
         """Whether it is small enough for its rows to be kept in memory."""
         ...
 
@@ -242,10 +242,10 @@ class Source(Protocol):
 
 def is_source(name: str) -> bool:
     """Whether a name is one of data: a file or folder that is there, a hub id behind `hf:`, or what ends like such a file."""
-    return name.startswith(HUB) or name.endswith((".jsonl", ".jsonl.gz", *TABLES)) or _there(name)
+    return name.startswith(HUB_PREFIX) or name.endswith((".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)) or _there(name)
 
 
-def mixture(name: str) -> tuple[tuple[float, str], ...]:
+def parse_data_mixture(name: str) -> tuple[tuple[float, str], ...]:
     """(weight, name) of the parts of a mix of data, `0.7*a.jsonl+0.3*b.jsonl`; () = it is none. A `+` in the name of a file that is
     there joins nothing.
 
@@ -257,7 +257,7 @@ def mixture(name: str) -> tuple[tuple[float, str], ...]:
         return ()
     parts, first = list[tuple[float, str]](), 0
     while first < len(pieces):
-        joined = {end: weighted("+".join(pieces[first:end]), name) for end in range(len(pieces), first, -1)}
+        joined = {end: split_weight("+".join(pieces[first:end]), name) for end in range(len(pieces), first, -1)}
         end = next((end for end, (_, part) in joined.items() if _there(part.strip())), first + 1)
         parts.append((joined[end][0], joined[end][1].strip()))
         first = end
@@ -281,7 +281,7 @@ def _check_data(part: str, whole: str) -> None:
     hint = f"a weight stands before its part, {behind[2]}*{behind[1]}" if behind else "data is mixed with data"
     raise DataError(
         f"task {whole!r}: its part {part!r} is no data: {hint}; a part is a file (.jsonl, .parquet, .arrow), a folder of "
-        "`datasets`, or hf:REPOSITORY"
+        "`load_dataset_table`, or hf:REPOSITORY"
     )
 
 
@@ -291,31 +291,31 @@ def open_source(name: str, example: str) -> Source:
     Raises:
         DataError: what is not there or cannot be read, or holds no rows.
     """
-    if name.startswith(HUB) or _folder(name):
-        return Table(load(name), name)
-    if name.endswith(TABLES):
-        return Table(read(name), name)
+    if name.startswith(HUB_PREFIX) or _folder(name):
+        return TableSource(load_dataset(name), name)
+    if name.endswith(TABLE_SUFFIXES):
+        return TableSource(open_arrow(name), name)
     return JsonLines(name, example)
 
 
-class Columns(Protocol):
+class ColumnReader(Protocol):
     """Rows of a library's own, by the slice."""
 
     def __len__(self) -> int: ...
 
     def rows(self, start: int, end: int) -> list[dict[str, Any]]:
-        """The rows from `start` up to `end`, as Python's own values."""
+        """The rows from `start` up to `kill_trees`, as Python's own values."""
         ...
 
 
-class Table:
+class TableSource:
     """Rows of a table on the disk, of which a block at a time is read."""
 
-    held = False
+    fits_in_memory = False
     BLOCK = 64
     """Rows read together: in order, each block once."""
 
-    def __init__(self, columns: Columns, name: str) -> None:
+    def __init__(self, columns: ColumnReader, name: str) -> None:
         if not len(columns):
             raise DataError(f"{name}: no rows")
         self.columns, self.name = columns, name
@@ -333,17 +333,17 @@ class Table:
         return self.columns.rows(start, min(start + self.BLOCK, len(self)))
 
 
-def digest(name: object, within: str | None = None) -> str | None:
+def digest_data(name: object, relative_to: str | None = None) -> str | None:
     """What tells whether data has changed: of a file or a folder its bytes', of a data set of the hub its fingerprint, of a mix
     those of its parts with their names; None of what is none of these. within: a folder from which on parts are called."""
     if not isinstance(name, str):
         return None
-    if parts := mixture(name):
-        above = os.path.join(Path(within).resolve(), "") if within is not None else ""
-        said = "".join(f"{weight}\0{part.removeprefix(above)}\0{digest(part)}\n" for weight, part in parts)
+    if parts := parse_data_mixture(name):
+        above = os.path.join(Path(relative_to).resolve(), "") if relative_to is not None else ""
+        said = "".join(f"{weight}\0{part.removeprefix(above)}\0{digest_data(part)}\n" for weight, part in parts)
         return hashlib.sha256(said.encode()).hexdigest()
-    if name.startswith(HUB):
-        return fingerprint(name)
+    if name.startswith(HUB_PREFIX):
+        return dataset_fingerprint(name)
     try:
         path = Path(name.partition(":")[0] if _folder(name) else name)
         if path.is_dir():
@@ -361,7 +361,7 @@ def _sha(path: Path) -> str:
 
 
 def _folder(name: str) -> bool:
-    """A folder that `datasets` has saved, perhaps with a split behind it."""
+    """A folder that `load_dataset_table` has saved, perhaps with a split behind it."""
     try:
         path = Path(name.partition(":")[0])
         return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -382,7 +382,7 @@ def _is_file(name: str) -> bool:
 
 # Parquet and Arrow files as rows; the one file that imports pyarrow.
 
-BATCH = 4096
+UNPACK_BATCH = 4096
 """Rows that are unpacked at a time."""
 
 
@@ -397,10 +397,10 @@ class ArrowRows:
         return int(self._table.num_rows)
 
     def rows(self, start: int, end: int) -> list[dict[str, Any]]:
-        return [plain(row) for row in self._table.slice(start, end - start).to_pylist()]
+        return [drop_missing_keys(row) for row in self._table.slice(start, end - start).to_pylist()]
 
 
-def read(path: str) -> ArrowRows:
+def open_arrow(path: str) -> ArrowRows:
     """A `.parquet`, `.arrow` (file or stream) or `.feather` file. Parquet is unpacked once, beside what else is temporary: its rows
     cannot be read one by one.
 
@@ -426,7 +426,7 @@ def _mapped(path: str) -> Any:
     source = pa.memory_map(path)
     try:
         return pa.ipc.open_file(source).read_all()
-    except pa.ArrowInvalid:  # which `datasets` writes: a stream, without a table of contents behind it
+    except pa.ArrowInvalid:  # which `load_dataset_table` writes: a stream, without a table of contents behind it
         return pa.ipc.open_stream(pa.memory_map(path)).read_all()
 
 
@@ -437,12 +437,12 @@ def _unpacked(path: str) -> ArrowRows:
     with pq.ParquetFile(path) as file:
         held = tempfile.NamedTemporaryFile(suffix=".arrow")  # noqa: SIM115  # as long as the rows are read
         with pa.ipc.new_file(held.name, file.schema_arrow) as out:
-            for batch in file.iter_batches(BATCH):
+            for batch in file.iter_batches(UNPACK_BATCH):
                 out.write_batch(batch)
     return ArrowRows(_mapped(held.name), held)
 
 
-def plain(row: dict[str, Any]) -> dict[str, Any]:
+def drop_missing_keys(row: dict[str, Any]) -> dict[str, Any]:
     """The row with chat messages as they were written: in a column of records, what one of them lacks is None in a table."""
     return {name: _messages(value) for name, value in row.items()}
 
@@ -453,9 +453,9 @@ def _messages(value: Any) -> Any:
     return [{key: said for key, said in item.items() if said is not None} for item in value]
 
 
-# Data sets of the hub, and folders and objects of the `datasets` library, as rows; the one file that imports it.
+# Data sets of the hub, and folders and objects of the `load_dataset_table` library, as rows; the one file that imports it.
 
-SPLIT = "train"
+DEFAULT_SPLIT = "train"
 
 
 class DatasetRows:
@@ -469,7 +469,7 @@ class DatasetRows:
 
     def rows(self, start: int, end: int) -> list[dict[str, Any]]:
         columns = self._data[start:end]
-        return [plain({name: values[i] for name, values in columns.items()}) for i in range(end - start)]
+        return [drop_missing_keys({name: values[i] for name, values in columns.items()}) for i in range(end - start)]
 
 
 def is_dataset(data: object) -> bool:
@@ -477,17 +477,17 @@ def is_dataset(data: object) -> bool:
     return all(hasattr(data, name) for name in ("column_names", "features", "_fingerprint", "__getitem__"))
 
 
-def load(name: str) -> DatasetRows:
-    """`hf:REPOSITORY[:CONFIG[:SPLIT]]` from the hub or its cache, `FOLDER[:SPLIT]` that `save_to_disk` wrote; the split is train
+def load_dataset(name: str) -> DatasetRows:
+    """`hf:REPOSITORY[:CONFIG[:SPLIT]]` from the hub or its cache, `WEIGHTS_FOLDER[:SPLIT]` that `save_to_disk` wrote; the split is train
     where none is named.
 
     Raises:
-        ConfigError: no `datasets`; DataError: what is not there, with what there is.
+        ConfigError: no `load_dataset_table`; DataError: what is not there, with what there is.
     """
     return DatasetRows(_loaded(name))
 
 
-def fingerprint(name: str) -> str:
+def dataset_fingerprint(name: str) -> str:
     """Of the data set, as the library computes it from files, configuration and split."""
     return str(_loaded(name)._fingerprint)
 
@@ -526,7 +526,7 @@ def _select_split(found: Any, split: str, name: str) -> Any:
         if split:
             raise DataError(f"{name}: it has no splits: leave {split!r} out")
         return found
-    wanted = split or SPLIT
+    wanted = split or DEFAULT_SPLIT
     if wanted not in found:
         raise DataError(f"{name}: no split {wanted!r}; it has {', '.join(map(str, found))}")
     return found[wanted]

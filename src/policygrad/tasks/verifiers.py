@@ -18,37 +18,37 @@ from policygrad.errors import ConfigError, DataError, install_command
 from policygrad.tasks.base import Example
 from policygrad.tasks.rows import RowsTask
 
-PREFIX = "verifiers:"
-TASKSET, INDEX = "taskset", "taskset_index"
+VERIFIERS_PREFIX = "verifiers:"
+TASKSET_COLUMN, INDEX_COLUMN = "taskset", "taskset_index"
 """The columns of a row: which taskset it is of, and its place there."""
 
 
-def verifiers_task(name: str, seed: int) -> RowsTask:
+def load_verifiers_task(name: str, seed: int) -> RowsTask:
     """The task `verifiers:ID`, ID as verifiers takes it: an installed package, or a module of the current folder.
 
     Raises:
         ConfigError: verifiers, or the taskset, is not installed, or needs what is not here.
         DataError: a task without a prompt of text.
     """
-    identity = name.removeprefix(PREFIX)
-    examples = [_example(identity, task, index) for index, task in enumerate(tasks_of(identity))]
+    identity = name.removeprefix(VERIFIERS_PREFIX)
+    examples = [_example(identity, task, index) for index, task in enumerate(load_taskset_tasks(identity))]
     if not examples:
         raise DataError(f"{name}: the taskset has no tasks")
-    return RowsTask.of(name, examples, seed)
+    return RowsTask.from_rows(name, examples, seed)
 
 
-def module_of(identity: str) -> str:
+def taskset_module(identity: str) -> str:
     """The module of a taskset: that of `owner/word-count@1` is word_count, as verifiers has it."""
     return identity.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 
 @lru_cache(maxsize=4)
-def tasks_of(identity: str) -> tuple[Any, ...]:
+def load_taskset_tasks(identity: str) -> tuple[Any, ...]:
     """The tasks of a taskset in its order, once per process."""
-    taskset = taskset_of(identity)
+    taskset = load_taskset(identity)
     if not taskset.bounded:
         raise ConfigError(
-            f"{PREFIX}{identity} has no end: write a taskset that takes a part of it, `load` with an islice"
+            f"{VERIFIERS_PREFIX}{identity} has no end: write a taskset that takes a part of it, `load_reward_model` with an islice"
         )
     tasks = tuple(taskset)
     if tasks:
@@ -57,20 +57,22 @@ def tasks_of(identity: str) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4)
-def taskset_of(identity: str) -> Any:
+def load_taskset(identity: str) -> Any:
     """The taskset, with the configuration that its defaults make."""
     loaders = _loaders()
-    _look_here(module_of(identity))
+    _look_here(taskset_module(identity))
     try:
         taskset = loaders.taskset_class(identity)(loaders.taskset_config_type(identity)(id=identity))
         environment = loaders.environment_class(identity)
     except ImportError as error:
-        raise ConfigError(f"{PREFIX}{identity}: {error}") from error
+        raise ConfigError(f"{VERIFIERS_PREFIX}{identity}: {error}") from error
     except (AttributeError, TypeError, ValueError) as error:  # no taskset in it; settings without a default
-        raise ConfigError(f"{PREFIX}{identity}: verifiers cannot load it with its defaults: {error}") from error
+        raise ConfigError(
+            f"{VERIFIERS_PREFIX}{identity}: verifiers cannot load it with its defaults: {error}"
+        ) from error
     if environment is not loaders.SingleAgentEnv:
         raise ConfigError(
-            f"{PREFIX}{identity} is played by {environment.__name__}, an Env of its own, and episodes here are ours: take a "
+            f"{VERIFIERS_PREFIX}{identity} is played by {environment.__name__}, an Env of its own, and episodes here are ours: take a "
             "taskset of prompts, rewards and tools, or write an environment for it (docs/extending.md)"
         )
     return taskset
@@ -93,11 +95,13 @@ def _check(identity: str, task: Any) -> None:
     needs += [f"the reward {fn.__name__}" for fn in task.hooks("reward") if _needs_runtime(fn)]
     if task.NEEDS_CONTAINER or task.data.image or needs:
         what = ", ".join(needs) or "a container"
-        raise ConfigError(f"{PREFIX}{identity}: {own.__name__} needs a runtime ({what}), which there is none of here")
+        raise ConfigError(
+            f"{VERIFIERS_PREFIX}{identity}: {own.__name__} needs a runtime ({what}), which there is none of here"
+        )
     hooks = [fn.__name__ for kind in ("stop", "intercept") for fn in discover_decorated(task, kind)]
     if hooks:
         raise ConfigError(
-            f"{PREFIX}{identity}: {own.__name__} has hooks in verifiers' own rollouts ({', '.join(hooks)})"
+            f"{VERIFIERS_PREFIX}{identity}: {own.__name__} has hooks in verifiers' own rollouts ({', '.join(hooks)})"
         )
 
 
@@ -108,7 +112,9 @@ def _needs_runtime(function: Any) -> bool:
 
 def _example(identity: str, task: Any, index: int) -> Example:
     return Example(
-        tuple(_messages(identity, task, index)), {TASKSET: identity, INDEX: index}, f"{PREFIX}{identity}, task {index}"
+        tuple(_messages(identity, task, index)),
+        {TASKSET_COLUMN: identity, INDEX_COLUMN: index},
+        f"{VERIFIERS_PREFIX}{identity}, task {index}",
     )
 
 
@@ -118,7 +124,7 @@ def _messages(identity: str, task: Any, index: int) -> Iterator[dict[str, str]]:
         yield {"role": "system", "content": data.system_prompt}
     if data.prompt is None:
         raise DataError(
-            f"{PREFIX}{identity}, task {index} has no prompt: in verifiers its user begins, which nobody is here"
+            f"{VERIFIERS_PREFIX}{identity}, task {index} has no prompt: in verifiers its user begins, which nobody is here"
         )
     if isinstance(data.prompt, str):
         yield {"role": "user", "content": data.prompt}
@@ -127,11 +133,11 @@ def _messages(identity: str, task: Any, index: int) -> Iterator[dict[str, str]]:
         content = message.content
         if not isinstance(content, str):
             if any(part.type != "text" for part in content or ()):
-                raise DataError(f"{PREFIX}{identity}, task {index}: a message has more than text")
+                raise DataError(f"{VERIFIERS_PREFIX}{identity}, task {index}: a message has more than text")
             content = "\n".join(part.text for part in content or ())
         if message.role == "tool" or getattr(message, "tool_calls", None):
             raise DataError(
-                f"{PREFIX}{identity}, task {index}: its prompt has calls of tools in it, which cannot be rendered here"
+                f"{VERIFIERS_PREFIX}{identity}, task {index}: its prompt has calls of tools in it, which cannot be rendered here"
             )
         yield {"role": message.role, "content": content}
 

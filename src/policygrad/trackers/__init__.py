@@ -11,26 +11,26 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from policygrad.trackers.base import RunInfo, Sample, Tracker, Trackers
-from policygrad.trackers.console import PlainTracker, change
+from policygrad.trackers.base import CompositeTracker, RunInfo, Sample, Tracker
+from policygrad.trackers.console import PlainTracker, format_change
 from policygrad.trackers.jsonl import JsonlTracker
 
 __all__ = [
+    "CompositeTracker",
     "JsonlTracker",
     "PlainTracker",
     "RunInfo",
     "Sample",
     "Tracker",
-    "Trackers",
-    "change",
     "default_tracker",
+    "format_change",
 ]
 
 
 def default_tracker(
     stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Tracker:
-    """A live display in a notebook and on a terminal, plain lines elsewhere; `plain` overrules.
+    """A live display in a notebook and on a terminal, plain lines elsewhere; `format_setting` overrules.
 
     stream: standard output by default; a notebook's display is for that alone.
     Plain is also what NO_COLOR, TERM=dumb and an encoding without the block characters get.
@@ -48,7 +48,7 @@ def default_tracker(
         return PlainTracker(stream, clock)
     from policygrad.trackers.rich_display import TerminalTracker  # rich is loaded only for a terminal
 
-    return TerminalTracker.on(stream, clock)
+    return TerminalTracker.for_stream(stream, clock)
 
 
 def _in_notebook() -> bool:

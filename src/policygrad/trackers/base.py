@@ -34,13 +34,13 @@ class RunInfo:
     """The first that this process does."""
     history: Sequence[tuple[int, float]] = ()
     """(step, reward) of those before it."""
-    tokens: int | None = None
+    token_budget: int | None = None
     """Sampled tokens after which the run ends; None = no such budget."""
-    sampled: int = 0
+    sampled_tokens: int = 0
     """Tokens sampled before the first step."""
-    unit: str = "step"
+    step_unit: str = "step"
     """What is counted, in one word: a step of training, an update of a controller."""
-    budget_unit: str = "tokens"
+    token_unit: str = "tokens"
     """What the budget counts, where there is one; the metric of how many a step took is `tokens/sampled` whatever they are."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration as resolved, nested, of plain values."""
@@ -90,7 +90,7 @@ class Tracker:
         """
 
     def finish(self, summary: Mapping[str, str]) -> None:
-        """The run is over, or stopped resumably; `summary` is name and value, such as `change(before, after)`."""
+        """The run is over, or stopped resumably; `summarise_row` is name and value, such as `format_change(before, after)`."""
 
     def close(self) -> None:
         """Gives back what is held, such as the terminal or a file; also after an error, and twice does no harm."""
@@ -102,16 +102,16 @@ class Tracker:
         self.close()
 
 
-def pick_sample(step: int, completions: Sequence[Mapping[str, Any]]) -> Sample | None:
+def choose_sample(step: int, completions: Sequence[Mapping[str, Any]]) -> Sample | None:
     """The completion of this step that people are shown, another one of the policy's own at each step; None without any."""
-    own = [row for row in completions if not row.get("demonstration")]
-    if not own:
+    rows = [row for row in completions if not row.get("demonstration")]
+    if not rows:
         return None
-    row = own[step % len(own)]
-    return Sample(in_words(row.get("prompt", "")), str(row.get("completion", "")), row.get("reward"))
+    row = rows[step % len(rows)]
+    return Sample(format_prompt(row.get("prompt", "")), str(row.get("completion", "")), row.get("reward"))
 
 
-def in_words(prompt: str | Iterable[Mapping[str, Any]]) -> str:
+def format_prompt(prompt: str | Iterable[Mapping[str, Any]]) -> str:
     """A prompt for people: chat messages as `role: content`."""
     if isinstance(prompt, str):
         return prompt
@@ -121,7 +121,7 @@ def in_words(prompt: str | Iterable[Mapping[str, Any]]) -> str:
 # Several trackers as one: what a run talks to.
 
 
-class Trackers(Tracker):
+class CompositeTracker(Tracker):
     """Calls each tracker in the order given: first those whose word must be on the disk before others show it.
 
     One that raises is closed and dropped, with a warning through the others and Python's `warnings`; the run goes on. What an
@@ -174,7 +174,7 @@ class Trackers(Tracker):
             if error is None:
                 raise
             error.add_note(
-                f"afterwards, closing what follows the run failed: {_said(failure)}"
+                f"afterwards, closing what follows the run failed: {_describe_error(failure)}"
             )  # the first error says more
 
     def _each(self, method: str, call: Callable[[Tracker], None]) -> None:
@@ -188,19 +188,23 @@ class Trackers(Tracker):
         except Exception as error:
             if tracker.essential:
                 raise
-            self._drop(tracker, f"{type(tracker).__name__}.{method} failed ({_said(error)})", closing=method == "close")
+            self._drop(
+                tracker,
+                f"{type(tracker).__name__}.{method} failed ({_describe_error(error)})",
+                closing=method == "close",
+            )
 
     def _drop(self, tracker: Tracker, failure: str, *, closing: bool) -> None:
         self._trackers = [other for other in self._trackers if other is not tracker]
-        said = f"{failure}; the run goes on without this tracker"
+        message = f"{failure}; the run goes on without this tracker"
         if not closing:
             try:
                 tracker.close()
             except Exception as error:
-                said += f", and closing it failed too ({_said(error)})"
-        self.note(said)
-        warnings.warn(said, stacklevel=2)
+                message += f", and closing it failed too ({_describe_error(error)})"
+        self.note(message)
+        warnings.warn(message, stacklevel=2)
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from policygrad.trackers.base import RunInfo, Sample, Tracker, pick_sample
+from policygrad.trackers.base import RunInfo, Sample, Tracker, choose_sample
 
 # Metrics, numbers, times and samples as short text that is safe to print.
 
 
-def number(value: float, digits: int = 2) -> str:
+def format_number(value: float, digits: int = 2) -> str:
     """Short and of steady width: 0.41, 0.003, 2.1e-05, 14.2, 1,024."""
     if not math.isfinite(value):
         return str(float(value))
@@ -26,7 +26,7 @@ def number(value: float, digits: int = 2) -> str:
     return f"{value:.3f}" if size >= 0.00095 else f"{value:.0e}"
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """812, 2.1k, 21k, 3.4M."""
     if not math.isfinite(value):
         return str(float(value))
@@ -36,34 +36,34 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """8s, 1m40s, 2h05m, 3d04h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole // 60 % 60:02}m"
-    return f"{whole // 86400}d{whole // 3600 % 24:02}h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded // 60 % 60:02}m"
+    return f"{rounded // 86400}d{rounded // 3600 % 24:02}h"
 
 
-def change(before: float, after: float, digits: int = 2) -> str:
+def format_change(before: float, after: float, digits: int = 2) -> str:
     """`0.31 -> 0.74  (+0.43)`, for a summary."""
     return f"{before:.{digits}f} -> {after:.{digits}f}  ({after - before:+.{digits}f})"
 
 
 FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label, how it is written
-    ("reward", "reward", number),
-    ("loss", "loss", lambda x: number(x, 3)),
-    ("accuracy", "accuracy", number),
-    ("margin", "margin", number),
-    ("teacher/kl", "teacher kl", number),
-    ("kl", "kl", number),
-    ("entropy", "entropy", number),
-    ("completions/mean_length", "length", lambda x: number(x, 1)),
-    ("tokens_per_second", "tok/s", count),
-    ("grad_norm", "grad", number),
+    ("reward", "reward", format_number),
+    ("loss", "loss", lambda x: format_number(x, 3)),
+    ("accuracy", "accuracy", format_number),
+    ("margin", "margin", format_number),
+    ("teacher/kl", "teacher kl", format_number),
+    ("kl", "kl", format_number),
+    ("entropy", "entropy", format_number),
+    ("completions/mean_length", "length", lambda x: format_number(x, 1)),
+    ("tokens_per_second", "tok/s", format_count),
+    ("grad_norm", "grad", format_number),
     ("completions/truncated_ratio", "cut off", lambda x: f"{x:.0%}"),
     ("frac_reward_zero_std", "no spread", lambda x: f"{x:.0%}"),
     ("clip_ratio/high", "clip high", lambda x: f"{x:.1%}"),
@@ -71,21 +71,21 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label
 )
 
 
-def shown(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def format_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, value) of the metrics that are there, the most telling first."""
     return [(label, write(float(metrics[name]))) for name, label, write in FIELDS if metrics.get(name) is not None]
 
 
-def described(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def summarise_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, words) for a line of text: what was learned and how fast, and how many completions were cut off, if any were."""
-    named = dict(shown(metrics))
+    named = dict(format_metrics(metrics))
     if named.get("cut off") == "0%":
         named.pop("cut off", None)
     keys = ("reward", "loss", "accuracy", "margin", "teacher kl", "kl", "entropy", "length", "tok/s", "cut off")
     return [(k, f"{named[k]} {k}" if k in ("tok/s", "cut off") else f"{k} {named[k]}") for k in keys if k in named]
 
 
-def clean(text: str) -> str:
+def strip_control_chars(text: str) -> str:
     """Safe to print and of known width: control characters become visible, so a completion cannot steer the terminal."""
     out = []
     for char in text.replace("\r\n", "\n").replace("\ufe0f", "").expandtabs(4):
@@ -99,7 +99,7 @@ def clean(text: str) -> str:
     return "".join(out)
 
 
-def one_line(text: str, width: int = 120) -> str:
+def to_one_line(text: str, width: int = 120) -> str:
     """The text on one line, its middle left out when it is longer than `width` characters: the answer is at the end."""
     flat = text.strip().replace("\n", "\\n")
     return flat if len(flat) <= width else f"{flat[: width // 2]} ... {flat[-width // 2 :]}"
@@ -113,7 +113,7 @@ class RunProgress:
 
     def __init__(self, info: RunInfo) -> None:
         self.info, self.step = info, info.first_step - 1
-        self.sampled: float = info.sampled
+        self.sampled: float = info.sampled_tokens
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` is done."""
@@ -121,36 +121,36 @@ class RunProgress:
         self.sampled += metrics.get("tokens/sampled", 0)
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Done, from 0 to 1: of the steps or of the tokens, whichever is nearer its end."""
-        of_tokens = self.sampled / self.info.tokens if self.info.tokens else 0.0
+        of_tokens = self.sampled / self.info.token_budget if self.info.token_budget else 0.0
         return min(1.0, max(self.step / max(1, self.info.steps), of_tokens))
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether there is no next step."""
-        return self.share >= 1
+        return self.fraction >= 1
 
     @property
-    def left(self) -> float:
+    def steps_left(self) -> float:
         """Steps to come, at the tokens per step so far."""
         steps = float(self.info.steps - self.step)
-        per_step = (self.sampled - self.info.sampled) / max(1, self.step - self.info.first_step + 1)
-        if self.info.tokens and per_step:
-            steps = min(steps, (self.info.tokens - self.sampled) / per_step)
+        per_step = (self.sampled - self.info.sampled_tokens) / max(1, self.step - self.info.first_step + 1)
+        if self.info.token_budget and per_step:
+            steps = min(steps, (self.info.token_budget - self.sampled) / per_step)
         return max(0.0, steps)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """`12/200`, and the tokens where they are counted: `12/200  2.1k/21k tokens`."""
         total = self.info.steps
         steps = f"{self.step:>{len(str(total))}}/{total}"
-        if not self.info.tokens:
+        if not self.info.token_budget:
             return steps
-        return f"{steps}  {count(self.sampled)}/{count(self.info.tokens)} {self.info.budget_unit}"
+        return f"{steps}  {format_count(self.sampled)}/{format_count(self.info.token_budget)} {self.info.token_unit}"
 
 
-class Pace:
+class RateEstimator:
     """Seconds from step to step: the mean over the last 20. The first does not count once there is another."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -173,7 +173,7 @@ class Pace:
         self._times.append(now - self._last)
         self._last = now
 
-    def left(self, steps: float) -> float | None:
+    def eta(self, steps: float) -> float | None:
         """Seconds for so many more steps; None before the first."""
         return steps * sum(self._times) / len(self._times) if self._times else None
 
@@ -185,7 +185,7 @@ class PlainTracker(Tracker):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
-        self._pace = Pace(clock)
+        self._pace = RateEstimator(clock)
         self._progress, self._every = RunProgress(RunInfo("")), 1
         self._printed = self._started = clock()
         self._lines = 0
@@ -212,20 +212,24 @@ class PlainTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self._pace.end()
-        progress, before = self._progress, int(self._progress.share * self.LINES)
+        progress, before = self._progress, int(self._progress.fraction * self.LINES)
         progress.advance(step, metrics)
-        on_time = step == progress.info.first_step or step % self._every == 0 or progress.over
-        on_time = on_time or (progress.info.tokens is not None and int(progress.share * self.LINES) > before)
+        on_time = step == progress.info.first_step or step % self._every == 0 or progress.is_finished
+        on_time = on_time or (progress.info.token_budget is not None and int(progress.fraction * self.LINES) > before)
         if not on_time and self._clock() - self._printed < self.QUIET:
             return
-        parts = [f"{progress.info.unit} {progress.words}"]
-        for name, text in described(metrics):
+        parts = [f"{progress.info.step_unit} {progress.label}"]
+        for name, text in summarise_metrics(metrics):
             self._widths[name] = max(self._widths.get(name, 0), len(text))
             parts.append(text.ljust(self._widths[name]))
-        left = self._pace.left(progress.left)
-        self._print("  ".join([*parts, f"left {duration(left)}" if not progress.over and left is not None else ""]))
-        sample = pick_sample(step, completions)
-        if sample and (self._lines % (self.LINES // self.SAMPLES) == 0 or progress.over):
+        left = self._pace.eta(progress.steps_left)
+        self._print(
+            "  ".join(
+                [*parts, f"left {format_duration(left)}" if not progress.is_finished and left is not None else ""]
+            )
+        )
+        sample = choose_sample(step, completions)
+        if sample and (self._lines % (self.LINES // self.SAMPLES) == 0 or progress.is_finished):
             self._show(sample)
         self._lines += 1
 
@@ -234,20 +238,20 @@ class PlainTracker(Tracker):
 
     def finish(self, summary: Mapping[str, str]) -> None:
         progress, seconds = self._progress, self._clock() - self._started
-        place = f"{progress.info.unit} {progress.words.strip()} after {duration(seconds)}"
-        self._print(f"{'done' if progress.over else 'stopped'} at {place}")
+        place = f"{progress.info.step_unit} {progress.label.strip()} after {format_duration(seconds)}"
+        self._print(f"{'done' if progress.is_finished else 'stopped'} at {place}")
         width = max(map(len, summary), default=0)
         for name, value in summary.items():
             self._print(f"  {name:<{width}}  {value}")
 
     def _show(self, sample: Sample) -> None:
-        reward = "" if sample.reward is None else f"  (reward {number(sample.reward)})"
-        self._print(f"    prompt      {one_line(sample.prompt)}")
-        self._print(f"    completion  {one_line(sample.completion)}{reward}")
+        reward = "" if sample.reward is None else f"  (reward {format_number(sample.reward)})"
+        self._print(f"    prompt      {to_one_line(sample.prompt)}")
+        self._print(f"    completion  {to_one_line(sample.completion)}{reward}")
 
     def _print(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        line = clean(text).rstrip().encode(encoding, "replace").decode(encoding)
+        line = strip_control_chars(text).rstrip().encode(encoding, "replace").decode(encoding)
         self._stream.write(line + "\n")
         self._stream.flush()
         self._printed = self._clock()

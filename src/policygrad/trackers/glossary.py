@@ -10,34 +10,34 @@ from importlib.resources import files
 
 
 @dataclass(frozen=True)
-class Meaning:
+class MetricDoc:
     """Of one metric, or of those that a pattern names."""
 
     name: str
     """`*` stands for what the run names: a reward function, a part."""
     unit: str
     text: str
-    moves: str = ""
+    interpretation: str = ""
     """What it means when it moves, and what to do; "" where nothing need be done."""
 
 
 @dataclass(frozen=True)
-class Chapter:
+class MetricSection:
     """Metrics that belong together."""
 
     title: str
-    metrics: tuple[Meaning, ...]
+    metrics: tuple[MetricDoc, ...]
 
 
 @cache
-def glossary() -> tuple[Chapter, ...]:
+def load_glossary() -> tuple[MetricSection, ...]:
     """All there are."""
     read = tomllib.loads((files("policygrad.trackers") / "metrics.toml").read_text(encoding="utf-8"))
-    return tuple(Chapter(c["title"], tuple(Meaning(**m) for m in c["metrics"])) for c in read["chapters"])
+    return tuple(MetricSection(c["title"], tuple(MetricDoc(**m) for m in c["metrics"])) for c in read["chapters"])
 
 
-def meaning(name: str) -> Meaning | None:
+def find_metric_doc(name: str) -> MetricDoc | None:
     """Of a metric; None for one that nobody has described. An exact name is before a pattern, and patterns are in their order."""
-    every = [metric for chapter in glossary() for metric in chapter.metrics]
+    every = [metric for chapter in load_glossary() for metric in chapter.metrics]
     exact = (m for m in every if m.name == name)
     return next(exact, None) or next((m for m in every if fnmatchcase(name, m.name)), None)

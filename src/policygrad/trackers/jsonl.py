@@ -1,6 +1,6 @@
 """A run's JSON lines: `metrics.jsonl`, one object per step, and `completions.jsonl`, one object per completion.
 
-Each step is flushed to the operating system, so a killed process loses at most the line it was writing; `sync` waits for
+Each step is flushed to the operating system, so a killed process loses at most the line it was writing; `fsync_path` waits for
 the disk. Call it before a checkpoint is saved, so that after a power cut the files hold every step the checkpoint has.
 Non-finite numbers are written as null: JSON has none, and a strict reader would refuse the whole line.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from policygrad.errors import RunError
 from policygrad.trackers.base import Tracker
-from policygrad.utils.filesystem import Unusable, lines_of, parse_json
+from policygrad.utils.filesystem import UnusableDataError, parse_json, read_lines
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 
@@ -30,22 +30,22 @@ class JsonlTracker(Tracker):
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        with writing(self.folder, self.folder):
+        with convert_write_errors(self.folder, self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._files = {name: _open(self.folder / name) for name in (METRICS, COMPLETIONS)}
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        self.metrics(step, metrics)
-        self.completions(step, completions)
+        self.append_metrics(step, metrics)
+        self.append_completions(step, completions)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.metrics(step, metrics)
+        self.append_metrics(step, metrics)
 
-    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+    def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append `{"step": step, "reward": ...}`. Raises TypeError for what JSON lacks, RunError when it cannot write."""
         self._append(METRICS, [_line(step, values, METRICS)])
 
-    def completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def append_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append one object per completion: prompt, completion, reward, parts, advantage, truncated and so on."""
         self._append(COMPLETIONS, [_line(step, row, COMPLETIONS) for row in rows])
 
@@ -54,7 +54,7 @@ class JsonlTracker(Tracker):
 
         Each file is replaced at once or not at all. Returns how many lines went. Raises RunError.
         """
-        with writing(self.folder, self.folder):
+        with convert_write_errors(self.folder, self.folder):
             return sum(self._rewrite(name, step) for name in self._files)
 
     def history(self, name: str) -> list[tuple[int, float]]:
@@ -64,7 +64,7 @@ class JsonlTracker(Tracker):
 
     def sync(self) -> None:
         """Wait until everything written is on the disk."""
-        with writing(self.folder, self.folder):
+        with convert_write_errors(self.folder, self.folder):
             for file in self._files.values():
                 os.fsync(file.fileno())
 
@@ -73,7 +73,7 @@ class JsonlTracker(Tracker):
             file.close()
 
     def _append(self, name: str, lines: list[bytes]) -> None:
-        with writing(self.folder / name, self.folder):
+        with convert_write_errors(self.folder / name, self.folder):
             left = memoryview(b"".join(lines))
             while left:  # a file without a buffer may take a part of it
                 left = left[self._files[name].write(left) :]
@@ -94,7 +94,7 @@ class JsonlTracker(Tracker):
 
 
 @contextmanager
-def writing(path: Path, run: Path) -> Iterator[None]:
+def convert_write_errors(path: Path, run: Path) -> Iterator[None]:
     """What the operating system refuses of a file or folder of a run is a RunError that names it."""
     try:
         yield
@@ -127,7 +127,7 @@ def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         OSError: the file cannot be read, is no regular file, or has a line without an end.
         RunError: a line that is well formed and cannot be used; with its number.
     """
-    for number, line in enumerate(lines_of(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         yield line, _usable(line, path, f", line {number}")
 
 
@@ -135,7 +135,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """Parse an object with a step; None for anything else. Raises Unusable for numbers or nesting that no reader can hold."""
     try:
         row = parse_json(line)
-    except Unusable:
+    except UnusableDataError:
         raise
     except ValueError:
         return None
@@ -145,7 +145,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 def _usable(line: bytes, path: Path, place: str = "") -> dict[str, Any] | None:
     try:
         return parse_row(line)
-    except Unusable as error:
+    except UnusableDataError as error:
         raise RunError(f"{path}{place}: {error}: delete the line, or put a copy of the file back") from error
 
 

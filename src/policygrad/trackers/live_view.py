@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policygrad.trackers.base import RunInfo, Sample, Tracker, pick_sample
-from policygrad.trackers.console import Pace, RunProgress, clean, shown
+from policygrad.trackers.base import RunInfo, Sample, Tracker, choose_sample
+from policygrad.trackers.console import RateEstimator, RunProgress, format_metrics, strip_control_chars
 
-HOLD = 3.0  # seconds for which a sample stays, so that it can be read
-CURVES = {
+SAMPLE_HOLD_SECONDS = 3.0  # seconds for which a sample stays, so that it can be read
+CURVE_METRICS = {
     "reward": "reward",
     "loss": "loss",
     "accuracy": "accuracy",
@@ -23,16 +23,16 @@ CURVES = {
 
 
 @dataclass(frozen=True)
-class View:
+class LiveView:
     """All that the live area shows; `left` and `elapsed` in seconds."""
 
     unit: str = "step"
     total: int = 1
     step: int = 0
-    share: float = 0.0  # done, from 0 to 1
-    words: str = "0/1"  # how far it is
+    fraction: float = 0.0  # done, from 0 to 1
+    progress: str = "0/1"  # how far it is
     elapsed: float = 0.0
-    left: float | None = None
+    eta: float | None = None
     phase: str = ""
     phase_done: int = 0
     phase_total: int = 0
@@ -49,27 +49,27 @@ class View:
 
 
 class LiveTracker(Tracker):
-    """Keeps a `View` up to date; a kind of display inherits from it and draws."""
+    """Keeps a `LiveView` up to date; a kind of display inherits from it and draws."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._pace = clock, Pace(clock)
-        self._progress, self._view = RunProgress(RunInfo("")), View()
-        self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES.values()}
+        self._clock, self._pace = clock, RateEstimator(clock)
+        self._progress, self._view = RunProgress(RunInfo("")), LiveView()
+        self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVE_METRICS.values()}
         self._started, self._sampled = clock(), -math.inf
 
     @property
-    def view(self) -> View:
+    def view(self) -> LiveView:
         """As of now."""
         curves = {name: tuple(points) for name, points in self._curves.items() if points}
         return replace(self._view, elapsed=self._clock() - self._started, curves=curves)
 
     def start(self, info: RunInfo) -> None:
-        self._curves = {name: [] for name in CURVES.values()}
+        self._curves = {name: [] for name in CURVE_METRICS.values()}
         for step, value in info.history:
             self._point("reward", step, value)
         self._sampled = -math.inf
         self._progress = RunProgress(info)
-        self._view = self._placed(View(unit=info.unit, total=info.steps))
+        self._view = self._with_progress(LiveView(unit=info.step_unit, total=info.steps))
         self._started = self._clock()
         self._pace.begin()
 
@@ -78,24 +78,26 @@ class LiveTracker(Tracker):
             self._pace.begin()
         if done >= total > 0:
             text, done, total = "", 0, 0
-        self._view = replace(self._view, phase=" ".join(clean(text).split()), phase_done=done, phase_total=total)
+        self._view = replace(
+            self._view, phase=" ".join(strip_control_chars(text).split()), phase_done=done, phase_total=total
+        )
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self._pace.end()
-        for metric, name in CURVES.items():
+        for metric, name in CURVE_METRICS.items():
             self._point(name, step, metrics.get(metric))
         self._progress.advance(step, metrics)
-        left = None if self._progress.over else self._pace.left(self._progress.left)
-        view = replace(self._placed(self._view), metrics=shown(metrics), left=left, phase="")
-        sample = pick_sample(step, completions)
-        if sample is not None and (self._clock() - self._sampled >= HOLD or self._progress.over):
+        left = None if self._progress.is_finished else self._pace.eta(self._progress.steps_left)
+        view = replace(self._with_progress(self._view), metrics=format_metrics(metrics), eta=left, phase="")
+        sample = choose_sample(step, completions)
+        if sample is not None and (self._clock() - self._sampled >= SAMPLE_HOLD_SECONDS or self._progress.is_finished):
             self._sampled = self._clock()
             view = replace(view, sample=sample, sample_step=step)
         self._view = view
 
-    def _placed(self, view: View) -> View:
+    def _with_progress(self, view: LiveView) -> LiveView:
         progress = self._progress
-        return replace(view, step=progress.step, share=progress.share, words=progress.words.strip())
+        return replace(view, step=progress.step, fraction=progress.fraction, progress=progress.label.strip())
 
     def _point(self, name: str, step: int, value: float | None) -> None:
         if value is not None and math.isfinite(value):
@@ -105,7 +107,7 @@ class LiveTracker(Tracker):
 # What a curve needs before it is drawn: fewer points, a smoothed line, and round axes.
 
 
-def smooth(values: Sequence[float], span: float) -> list[float]:
+def smooth_values(values: Sequence[float], span: float) -> list[float]:
     """Weighted means with weights that fall off by e over `span` values to either side, so without delay."""
     decay = math.exp(-1 / span)
 
@@ -121,7 +123,7 @@ def smooth(values: Sequence[float], span: float) -> list[float]:
     return [(a[0] + b[0] - value) / (a[1] + b[1] - 1) for value, a, b in pairs]
 
 
-def horizon(step: int, total: int) -> int:
+def choose_x_end(step: int, total: int) -> int:
     """Where the step axis ends: the run's length halved until the curve fills at least half of it, but not below 10."""
     end = total
     while end >= 2 * step and end // 2 >= 10:
@@ -129,7 +131,7 @@ def horizon(step: int, total: int) -> int:
     return max(end, step, 2)
 
 
-def limits(values: Sequence[float]) -> tuple[float, float]:
+def choose_axis_limits(values: Sequence[float]) -> tuple[float, float]:
     """The value axis: from the least to the greatest, outward to a round number; one unit long when they are the same."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(1.0, abs(high)):
@@ -139,15 +141,15 @@ def limits(values: Sequence[float]) -> tuple[float, float]:
     return math.floor(low / unit + 1e-9) * unit, math.ceil(high / unit - 1e-9) * unit
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = 500) -> Sequence[tuple[float, float]]:
+def downsample(points: Sequence[tuple[float, float]], most: int = 500) -> Sequence[tuple[float, float]]:
     """Of a long run the means of neighbouring steps, so that drawing takes no longer than for a short one."""
     share = len(points) // most + 1
     return points if share == 1 else [_mean(points[i : i + share]) for i in range(0, len(points), share)]
 
 
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smooth_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The line through points: their values over a sixteenth of them to either side."""
-    values = smooth([value for _, value in points], max(1.0, len(points) / 16))
+    values = smooth_values([value for _, value in points], max(1.0, len(points) / 16))
     return [(step, value) for (step, _), value in zip(points, values, strict=True)]
 
 

@@ -10,12 +10,19 @@ from importlib import import_module
 from typing import Any
 
 from policygrad.trackers.base import RunInfo, Sample
-from policygrad.trackers.console import clean, duration, number
-from policygrad.trackers.live_view import LiveTracker, View, horizon, limits, smoothed, thinned
+from policygrad.trackers.console import format_duration, format_number, strip_control_chars
+from policygrad.trackers.live_view import (
+    LiveTracker,
+    LiveView,
+    choose_axis_limits,
+    choose_x_end,
+    downsample,
+    smooth_points,
+)
 
 WIDTH, HEIGHT, GUTTER, MARGIN = 640, 170, 60, 12  # of the first curve, in pixels; two others fit beside each other
 GREEN, BLUE = "#2a9d4a", "#3b7dd8"
-LONGEST = 4000  # characters of a prompt or a completion; of a longer one the middle is left out
+MAX_CHARS = 4000  # characters of a prompt or a completion; of a longer one the middle is left out
 
 
 class NotebookTracker(LiveTracker):
@@ -47,7 +54,7 @@ class NotebookTracker(LiveTracker):
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         super().log(step, metrics, completions)
-        self._draw(now=self._progress.over)
+        self._draw(now=self._progress.is_finished)
 
     def note(self, text: str) -> None:
         self._notes.append(text)
@@ -68,37 +75,37 @@ class NotebookTracker(LiveTracker):
         if not self._current:
             return
         self._drawn = self._clock()
-        html = self._ipython.HTML(page(self._info, self.view, self._notes, self._summary))
+        html = self._ipython.HTML(render_output(self._info, self.view, self._notes, self._summary))
         if self._handle is None:
             self._handle = self._ipython.display(html, display_id=True)
         else:
             self._handle.update(html)
 
 
-def page(info: RunInfo | None, view: View, notes: Sequence[str], summary: Mapping[str, str] | None) -> str:
+def render_output(info: RunInfo | None, view: LiveView, notes: Sequence[str], summary: Mapping[str, str] | None) -> str:
     """The whole output. Text of models, data and users is escaped, so that no completion becomes markup."""
     parts = []
     if info is not None:
-        word = "" if summary is None else "done · " if view.share >= 1 else "stopped · "
-        left = "" if view.left is None or summary is not None else f" · {duration(view.left)} left"
-        place = f"{word}{view.unit} {view.words} · {duration(view.elapsed)}{left}"
-        parts += [f"<b>{_text(info.title)}</b>", _table(info.facts), _bar(place, view.share)]
+        word = "" if summary is None else "done · " if view.fraction >= 1 else "stopped · "
+        left = "" if view.eta is None or summary is not None else f" · {format_duration(view.eta)} left"
+        place = f"{word}{view.unit} {view.progress} · {format_duration(view.elapsed)}{left}"
+        parts += [f"<b>{_text(info.title)}</b>", _table(info.facts), _bar(place, view.fraction)]
     if view.phase:
         parts.append(_bar(view.phase, view.phase_done / view.phase_total if view.phase_total else None))
     if view.metrics:
         labels, values = (_row(cells) for cells in zip(*view.metrics, strict=True))
         parts.append(f'<table><tr style="opacity:.6">{labels}</tr><tr style="font-weight:bold">{values}</tr></table>')
-    parts += [curve(view, name, WIDTH if i == 0 else WIDTH // 2) for i, name in enumerate(view.curves)]
+    parts += [render_curve(view, name, WIDTH if i == 0 else WIDTH // 2) for i, name in enumerate(view.curves)]
     if view.sample is not None:
         parts.append(_sample(view.sample, f"a sample of {view.unit} {view.sample_step}"))
     parts += [f'<div style="color:#b58900">! {_text(note)}</div>' for note in notes]
     return f'<div style="max-width:{WIDTH}px">{"".join([*parts, _table(summary or {})])}</div>'
 
 
-def curve(view: View, name: str, width: int) -> str:
+def render_curve(view: LiveView, name: str, width: int) -> str:
     """One of the view's curves as an SVG of so many pixels: a dot each, and the smoothed line."""
-    end, points = horizon(view.step, view.total), thinned(view.curves[name])
-    low, high = limits([value for _, value in points])
+    end, points = choose_x_end(view.step, view.total), downsample(view.curves[name])
+    low, high = choose_axis_limits([value for _, value in points])
     left, right, top, bottom = GUTTER, width - MARGIN, MARGIN, HEIGHT - 2 * MARGIN
 
     def at(step: float, value: float) -> str:
@@ -109,13 +116,13 @@ def curve(view: View, name: str, width: int) -> str:
         return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{_text(text)}</text>'
 
     dots = "".join(f"M{at(*point)}h0" for point in points)
-    line = " ".join(at(*point) for point in smoothed(points))
-    heights = ((top, number(high)), ((top + bottom) // 2, name), (bottom, number(low)))
+    line = " ".join(at(*point) for point in smooth_points(points))
+    heights = ((top, format_number(high)), ((top + bottom) // 2, name), (bottom, format_number(low)))
     labels = [label(left - 6, y + 4, "end", text) for y, text in heights]
     labels += [label(left, HEIGHT - 4, "start", f"{view.unit} 1"), label(right, HEIGHT - 4, "end", str(end))]
-    said = f"{_text(name)} by {_text(view.unit)}"
+    title = f"{_text(name)} by {_text(view.unit)}"
     return (
-        f'<svg viewBox="0 0 {width} {HEIGHT}" width="{width / WIDTH:.0%}" role="img" aria-label="{said}" fill="none">'
+        f'<svg viewBox="0 0 {width} {HEIGHT}" width="{width / WIDTH:.0%}" role="img" aria-label="{title}" fill="none">'
         f'<path d="M{left},{top}V{bottom}H{right}" stroke="currentColor" opacity=".4"/>'
         f'<path d="{dots}" stroke="currentColor" opacity=".35" stroke-width="3" stroke-linecap="round"/>'
         f'<polyline points="{line}" stroke="{GREEN if name == "reward" else BLUE}" stroke-width="2"/>'
@@ -123,14 +130,14 @@ def curve(view: View, name: str, width: int) -> str:
     )
 
 
-def _bar(words: str, share: float | None) -> str:
+def _bar(text: str, share: float | None) -> str:
     bar = "" if share is None else f' <progress value="{share:.4f}" max="1"></progress>'
-    return f"<div>{_text(words)}{bar}</div>"
+    return f"<div>{_text(text)}{bar}</div>"
 
 
 def _sample(sample: Sample, title: str) -> str:
     """The prompt and the completion, scrolled where they are long."""
-    title += "" if sample.reward is None else f", reward {number(sample.reward)}"
+    title += "" if sample.reward is None else f", reward {format_number(sample.reward)}"
     style = "white-space:pre-wrap;overflow:auto;max-height:16em;margin:0"
     prompt = f'<pre style="{style};opacity:.6">{_text(sample.prompt)}</pre>'
     completion = f'<pre style="{style}">{_text(sample.completion)}</pre>'
@@ -147,6 +154,6 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _text(text: str) -> str:
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]}\n…\n{text[-LONGEST // 2 :]}"
-    return escape(clean(text))
+    if len(text) > MAX_CHARS:
+        text = f"{text[: MAX_CHARS // 2]}\n…\n{text[-MAX_CHARS // 2 :]}"
+    return escape(strip_control_chars(text))

@@ -19,8 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from policygrad.trackers.base import RunInfo
-from policygrad.trackers.console import clean, duration, number
-from policygrad.trackers.live_view import LiveTracker, View, horizon, limits, smoothed, thinned
+from policygrad.trackers.console import format_duration, format_number, strip_control_chars
+from policygrad.trackers.live_view import (
+    LiveTracker,
+    LiveView,
+    choose_axis_limits,
+    choose_x_end,
+    downsample,
+    smooth_points,
+)
 
 # A small scatter plot with a smoothed line, in braille: each character is 2 dots wide and 4 high.
 
@@ -28,7 +35,7 @@ _DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column]
 
 
 @dataclass(frozen=True)
-class Plot:
+class BraillePlot:
     """Dots, and a line that has the characters it passes through to itself: two colours do not fit into one."""
 
     columns: int
@@ -49,12 +56,14 @@ class Plot:
         return [(chr(0x2800 + dots) if dots else " ", line) for dots, line in bits]
 
 
-def plot(points: Sequence[tuple[float, float]], end: int, columns: int, rows: int) -> tuple[Plot, float, float]:
-    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis."""
-    canvas = Plot(columns, rows)
-    points = thinned(points)
+def plot_points(
+    points: Sequence[tuple[float, float]], end: int, columns: int, rows: int
+) -> tuple[BraillePlot, float, float]:
+    """Points over steps 1 to `kill_trees`, and their smoothed line; with the least and greatest value of the axis."""
+    canvas = BraillePlot(columns, rows)
+    points = downsample(points)
     width, height = 2 * columns - 1, 4 * rows - 1
-    low, high = limits([value for _, value in points])
+    low, high = choose_axis_limits([value for _, value in points])
 
     def at(step: float, value: float) -> tuple[int, int]:
         return round((step - 1) / (end - 1) * width), round((value - low) / (high - low) * height)
@@ -62,7 +71,7 @@ def plot(points: Sequence[tuple[float, float]], end: int, columns: int, rows: in
     for step, value in points:
         canvas.dot(*at(step, value), line=False)
     columns_seen: dict[int, list[int]] = {}
-    for step, value in smoothed(points):
+    for step, value in smooth_points(points):
         x, y = at(step, value)
         columns_seen.setdefault(x, []).append(y)
     path = [(x, round(sum(ys) / len(ys))) for x, ys in sorted(columns_seen.items())]
@@ -81,7 +90,7 @@ CURVE_ROWS = 6  # at least; a tall terminal gets more
 SIDE_BY_SIDE = 104  # columns from which the curve and the sample stand beside each other
 
 
-def draw(view: View, console: Console, width: int, height: int) -> list[RenderableType]:
+def render_view(view: LiveView, console: Console, width: int, height: int) -> list[RenderableType]:
     """The picture for a terminal of this size: what does not fit is left out, the sample first and then the curve."""
     parts: list[RenderableType] = [Text(), _progress(view, width), _phase(view, width)]
     room = height - 1 - len(parts)
@@ -93,10 +102,10 @@ def draw(view: View, console: Console, width: int, height: int) -> list[Renderab
     sample = view.sample is not None and width >= 30
     if curve and sample and width >= SIDE_BY_SIDE:
         half, block = width // 2, min(room, 12)
-        beside = Table.grid(padding=0)
-        beside.add_column(width=half)
-        beside.add_row(_curve(view, half, block - 2), _sample(view, console, width - half, block))
-        return [*parts, beside]
+        side_by_side = Table.grid(padding=0)
+        side_by_side.add_column(width=half)
+        side_by_side.add_row(_curve(view, half, block - 2), _sample(view, console, width - half, block))
+        return [*parts, side_by_side]
     if curve:
         rows = CURVE_ROWS if room < 24 else CURVE_ROWS + 2
         parts.append(_curve(view, width, rows))
@@ -106,17 +115,17 @@ def draw(view: View, console: Console, width: int, height: int) -> list[Renderab
     return parts
 
 
-def _progress(view: View, width: int) -> RenderableType:
-    times = [duration(view.elapsed)]
-    if view.left is not None:
-        times.append(f"{duration(view.left)} left")
+def _progress(view: LiveView, width: int) -> RenderableType:
+    times = [format_duration(view.elapsed)]
+    if view.eta is not None:
+        times.append(f"{format_duration(view.eta)} left")
     if width < 40:
         times = []
-    words = Text.assemble(f"{view.unit} ", (view.words, "bold"), *((f"  {part}", "dim") for part in times))
-    return _bar(Text(), view.share, 1, words, width, ACCENT)
+    label = Text.assemble(f"{view.unit} ", (view.progress, "bold"), *((f"  {part}", "dim") for part in times))
+    return _bar(Text(), view.fraction, 1, label, width, ACCENT)
 
 
-def _phase(view: View, width: int) -> RenderableType:
+def _phase(view: LiveView, width: int) -> RenderableType:
     if not view.phase:
         return Text()
     name = Text(f"{view.phase}  ", style=REMARK)
@@ -152,11 +161,11 @@ def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[T
     return text, 2 * len(rows)
 
 
-def _curve(view: View, width: int, rows: int) -> RenderableType:
-    end, gutter, first = horizon(view.step, view.total), 8, f"{view.unit} 1"
+def _curve(view: LiveView, width: int, rows: int) -> RenderableType:
+    end, gutter, first = choose_x_end(view.step, view.total), 8, f"{view.unit} 1"
     columns = width - gutter - 4
-    picture, low, high = plot(view.rewards, end, columns, rows)
-    labels = {0: number(high), rows // 2: "reward", rows - 1: number(low)}
+    picture, low, high = plot_points(view.rewards, end, columns, rows)
+    labels = {0: format_number(high), rows // 2: "reward", rows - 1: format_number(low)}
     text = Text(no_wrap=True)
     for row in range(rows):
         text.append(f"{labels.get(row, ''):>{gutter}} {'┤' if row in (0, rows - 1) else '│'}", "dim")
@@ -168,7 +177,7 @@ def _curve(view: View, width: int, rows: int) -> RenderableType:
     return text
 
 
-def _sample(view: View, console: Console, width: int, height: int) -> RenderableType:
+def _sample(view: LiveView, console: Console, width: int, height: int) -> RenderableType:
     """The end of the prompt, dim; the completion with its middle left out if need be, for the answer is at the end."""
     assert view.sample is not None
     inner, lines = width - 4, height - 2
@@ -182,7 +191,7 @@ def _sample(view: View, console: Console, width: int, height: int) -> Renderable
     gap = [Text()] if len(prompt) + len(completion) < lines else []
     reward = view.sample.reward
     colour = GOOD if reward is not None and reward > 0 else BAD
-    mark = Text("" if reward is None else f"reward {number(reward)}", f"not dim bold {colour}")
+    mark = Text("" if reward is None else f"reward {format_number(reward)}", f"not dim bold {colour}")
     return Panel(
         Text("\n").join([*prompt, *gap, *completion]),
         box=ROUNDED,
@@ -201,18 +210,18 @@ def _wrap(text: str, console: Console, width: int, style: str) -> tuple[Text, ..
     """Lines of at most `width` columns; blank ones dropped, and the middle of a very long text."""
     if len(text) > 8000:
         text = text[:4000] + "\n" + text[-4000:]
-    lines = [line.rstrip() for line in clean(text).split("\n") if line.strip()]
+    lines = [line.rstrip() for line in strip_control_chars(text).split("\n") if line.strip()]
     return tuple(part for line in lines for part in Text(line, style).wrap(console, width))
 
 
-def pairs(values: Mapping[str, str], style: str, names: str = "dim") -> RenderableType:
+def format_pairs(values: Mapping[str, str], style: str, names: str = "dim") -> RenderableType:
     """Names and values below each other; a change such as (+0.43) in its colour."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for name, value in values.items():
-        text = Text(clean(value), style, overflow="fold")
+        text = Text(strip_control_chars(value), style, overflow="fold")
         for match in re.finditer(r"\(([+-])[\d.]+%?\)", text.plain):
             text.stylize(GOOD if match[1] == "+" else BAD, *match.span())
-        grid.add_row(Text(f" {clean(name)}", names), text)
+        grid.add_row(Text(f" {strip_control_chars(name)}", names), text)
     return grid
 
 
@@ -235,14 +244,14 @@ class TerminalTracker(LiveTracker):
         self._live: Live | None = None
 
     @classmethod
-    def on(cls, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Self:
+    def for_stream(cls, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> Self:
         return cls(_Console(file=stream, force_terminal=True, highlight=False), clock)
 
     def start(self, info: RunInfo) -> None:
         self.close()
-        self._console.print(Text.assemble("\n ", (clean(info.title), f"bold {ACCENT}")))
+        self._console.print(Text.assemble("\n ", (strip_control_chars(info.title), f"bold {ACCENT}")))
         if info.facts:
-            self._console.print(pairs(info.facts, ""))
+            self._console.print(format_pairs(info.facts, ""))
         super().start(info)
         self._live = Live(
             self,
@@ -257,19 +266,19 @@ class TerminalTracker(LiveTracker):
         before = self._view.phase
         super().phase(text, done, total)
         if self._live is None and self._view.phase not in ("", before):  # before the start, such as loading the model
-            self._console.print(Text(f" {clean(text)}", "dim"))
+            self._console.print(Text(f" {strip_control_chars(text)}", "dim"))
 
     def note(self, text: str) -> None:
-        self._console.print(pairs({"!": text}, REMARK, REMARK))
+        self._console.print(format_pairs({"!": text}, REMARK, REMARK))
 
     def finish(self, summary: Mapping[str, str]) -> None:
         self.close()
         view = self.view
-        word = ("done", f"bold {GOOD}") if self._progress.over else ("stopped", f"bold {REMARK}")
-        place = f"  {view.unit} {view.words} after {duration(view.elapsed)}"
+        word = ("done", f"bold {GOOD}") if self._progress.is_finished else ("stopped", f"bold {REMARK}")
+        place = f"  {view.unit} {view.progress} after {format_duration(view.elapsed)}"
         self._console.print(Text.assemble("\n ", word, (place, "dim")))
         if summary:
-            self._console.print(pairs(summary, "bold"))
+            self._console.print(format_pairs(summary, "bold"))
         self._console.print()
 
     def close(self) -> None:
@@ -279,4 +288,4 @@ class TerminalTracker(LiveTracker):
             self._live = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from draw(self.view, console, options.max_width, console.height)
+        yield from render_view(self.view, console, options.max_width, console.height)

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from policygrad.errors import ConfigError, install_command
-from policygrad.trackers.base import RunInfo, Tracker, in_words, pick_sample
+from policygrad.trackers.base import RunInfo, Tracker, choose_sample, format_prompt
 
 SERVICES = {"mlflow": "MLflow", "tensorboard": "TensorBoard", "trackio": "Trackio", "wandb": "WandB"}
 """Name, which is that of the file here, of the extra and of the library; and the class."""
@@ -37,7 +37,7 @@ def check_services(names: Sequence[str]) -> None:
         raise ConfigError(f"track names a service twice: {', '.join(names)}")
 
 
-def services(names: Sequence[str]) -> list[Tracker]:
+def create_service_trackers(names: Sequence[str]) -> list[Tracker]:
     """The trackers of these names.
 
     Raises:
@@ -54,74 +54,74 @@ def services(names: Sequence[str]) -> list[Tracker]:
 
 PROJECT = "policygrad"
 """What runs are filed under where the service's own environment variable does not say."""
-IDENTITIES = "tracked.json"
+RUN_IDS_FILE = "tracked.json"
 """In the run's folder: service → the name it knows this run by, so that a resumed run goes on there."""
-SHOWN = 16
+MAX_COMPLETIONS = 16
 """Completions of a step, at most, that a service is sent; all are in completions.jsonl."""
 
 
-def project(variable: str) -> str:
+def project_name(variable: str) -> str:
     """The service's own environment variable, or ours."""
     return os.environ.get(variable) or PROJECT
 
 
-def title(info: RunInfo) -> str:
+def run_title(info: RunInfo) -> str:
     """What the run is called: its folder's name."""
     return info.folder.name if info.folder is not None else info.title
 
 
-def identity(info: RunInfo, service: str) -> str | None:
+def load_run_id(info: RunInfo, service: str) -> str | None:
     """What the service knows this run by, where an earlier process began it there."""
     if info.folder is None or info.first_step == 1:
         return None
-    file = info.folder / IDENTITIES
-    found: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found.get(service)
+    file = info.folder / RUN_IDS_FILE
+    run_ids: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return run_ids.get(service)
 
 
-def remember(folder: Path | None, service: str, name: str) -> None:
-    """For `identity`."""
+def save_run_id(folder: Path | None, service: str, name: str) -> None:
+    """For `load_run_id`."""
     if folder is not None:
-        file = folder / IDENTITIES
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        file = folder / RUN_IDS_FILE
+        run_ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         new = file.with_name(file.name + ".new")
-        new.write_text(json.dumps(known | {service: name}) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(run_ids | {service: name}) + "\n", encoding="utf-8")
         os.replace(new, file)
 
 
-def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+def select_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Those that are numbers, and finite."""
     return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """A nested configuration as one level, names joined with dots; lists and objects as text."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{above}{name}.")
+            flattened |= flatten_config(value, f"{above}{name}.")
         else:
-            found[f"{above}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+            flattened[f"{above}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flattened
 
 
 COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "tokens", "truncated")
 
 
-def table(step: int, completions: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """`SHOWN` completions, evenly spaced over the step's, with `COLUMNS`."""
-    stride = max(1, math.ceil(len(completions) / SHOWN))
+def select_completions(step: int, completions: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """`MAX_SHOWN_COMMAND` completions, evenly spaced over the step's, with `EQUATION_COLUMNS`."""
+    stride = max(1, math.ceil(len(completions) / MAX_COMPLETIONS))
     return [
-        [step, in_words(row.get("prompt", "")), *(row.get(name) for name in COLUMNS[2:])]
+        [step, format_prompt(row.get("prompt", "")), *(row.get(name) for name in COLUMNS[2:])]
         for row in completions[::stride]
     ]
 
 
 # MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count.
 
-MOST = 100
+PARAMS_PER_CALL = 100
 """Parameters in one call."""
-LONGEST = 6000
+MAX_PARAM_CHARS = 6000
 """Characters of a parameter's value."""
 
 
@@ -133,24 +133,24 @@ class MLflow(Tracker):
 
         self._client: Any = MlflowClient()
         self._status = "FAILED"
-        known = identity(info, "mlflow")
-        if known is not None:
-            self._client.update_run(known, "RUNNING")
-            self._id = known
+        run_id = load_run_id(info, "mlflow")
+        if run_id is not None:
+            self._client.update_run(run_id, "RUNNING")
+            self._id = run_id
             return
-        name = project("MLFLOW_EXPERIMENT_NAME")
+        name = project_name("MLFLOW_EXPERIMENT_NAME")
         experiment = self._client.get_experiment_by_name(name)
         where = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
-        self._id = self._client.create_run(where, run_name=title(info)).info.run_id
-        remember(info.folder, "mlflow", self._id)
-        self._parameters(flat(info.config))
+        self._id = self._client.create_run(where, run_name=run_title(info)).info.run_id
+        save_run_id(info.folder, "mlflow", self._id)
+        self._parameters(flatten_config(info.config))
 
     def _parameters(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        told = [Param(_name(k), str(v)[:LONGEST]) for k, v in values.items()]
-        for begin in range(0, len(told), MOST):
-            self._client.log_batch(self._id, params=told[begin : begin + MOST])
+        params = [Param(_name(k), str(v)[:MAX_PARAM_CHARS]) for k, v in values.items()]
+        for begin in range(0, len(params), PARAMS_PER_CALL):
+            self._client.log_batch(self._id, params=params[begin : begin + PARAMS_PER_CALL])
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self.log_evaluation(step, metrics)
@@ -159,7 +159,9 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        self._client.log_batch(self._id, metrics=[Metric(_name(k), v, now, step) for k, v in finite(metrics).items()])
+        self._client.log_batch(
+            self._id, metrics=[Metric(_name(k), v, now, step) for k, v in select_finite(metrics).items()]
+        )
 
     def finish(self, summary: Mapping[str, str]) -> None:
         self._status = "FINISHED"
@@ -187,22 +189,22 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = (info.folder or Path.cwd()) / "tensorboard"
-        again = info.first_step if info.first_step > 1 else None
-        self._writer: Any = SummaryWriter(str(folder), purge_step=again)
+        purge_step = info.first_step if info.first_step > 1 else None
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
         text = json.dumps(dict(info.config), indent=2, default=str, ensure_ascii=False)
         self._writer.add_text("run", f"{info.title}\n\n    " + text.replace("\n", "\n    "), info.first_step - 1)
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self.log_evaluation(step, metrics)
-        sample = pick_sample(step, completions)
+        sample = choose_sample(step, completions)
         if sample is not None:
-            worth = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
+            reward_text = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
             self._writer.add_text(
-                "completion", f"{sample.prompt}\n\n---\n\n{sample.completion}\n\n---\n\n{worth}", step
+                "completion", f"{sample.prompt}\n\n---\n\n{sample.completion}\n\n---\n\n{reward_text}", step
             )
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in finite(metrics).items():
+        for name, value in select_finite(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
@@ -221,24 +223,24 @@ class Trackio(Tracker):
         import trackio
 
         self._trackio: Any = trackio
-        known = identity(info, "trackio")
+        run_id = load_run_id(info, "trackio")
         with contextlib.redirect_stdout(io.StringIO()):  # it greets; the terminal is the display's
             self._run: Any = trackio.init(
-                project=project("TRACKIO_PROJECT"),
-                name=known or title(info),
-                config=flat(info.config),
-                resume="allow" if known else "never",
+                project=project_name("TRACKIO_PROJECT"),
+                name=run_id or run_title(info),
+                config=flatten_config(info.config),
+                resume="allow" if run_id else "never",
                 auto_log_gpu=False,
             )
-        remember(info.folder, "trackio", self._run.name)
+        save_run_id(info.folder, "trackio", self._run.name)
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        rows = table(step, completions)
+        rows = select_completions(step, completions)
         shown = {"completions": self._trackio.Table(columns=[*COLUMNS], data=rows)} if rows else {}
-        self._run.log({**finite(metrics), **shown}, step=step)
+        self._run.log({**select_finite(metrics), **shown}, step=step)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(finite(metrics), step=step)
+        self._run.log(select_finite(metrics), step=step)
 
     def close(self) -> None:
         if hasattr(self, "_run"):
@@ -263,9 +265,9 @@ class WandB(Tracker):
         mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         self._wandb: Any = wandb
         self._run: Any = wandb.init(
-            project=project("WANDB_PROJECT"),
-            name=title(info),
-            id=identity(info, "wandb"),
+            project=project_name("WANDB_PROJECT"),
+            name=run_title(info),
+            id=load_run_id(info, "wandb"),
             resume="allow",
             mode=mode,  # type: ignore[arg-type]  # whatever the variable says
             dir=None if info.folder is None else str(info.folder),
@@ -273,16 +275,18 @@ class WandB(Tracker):
             settings=wandb.Settings(silent=True, console="off"),  # the terminal is the display's
         )
         self._code = 1
-        remember(info.folder, "wandb", self._run.id)
+        save_run_id(info.folder, "wandb", self._run.id)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        shown = self._wandb.Table(columns=[*COLUMNS], data=table(step, completions)) if completions else None
-        self._run.log({"step": step, **finite(metrics), **({"completions": shown} if shown is not None else {})})
+        shown = (
+            self._wandb.Table(columns=[*COLUMNS], data=select_completions(step, completions)) if completions else None
+        )
+        self._run.log({"step": step, **select_finite(metrics), **({"completions": shown} if shown is not None else {})})
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **finite(metrics)})
+        self._run.log({"step": step, **select_finite(metrics)})
 
     def finish(self, summary: Mapping[str, str]) -> None:
         self._code = 0

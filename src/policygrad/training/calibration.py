@@ -24,44 +24,44 @@ from policygrad.core.batch import Batch
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import DTYPES
-from policygrad.planning.cost_model import MICRO, MICRO_CPU, Clock, Layout, Work
-from policygrad.planning.hardware import DEVICES, Calibration, Device, Reached
-from policygrad.planning.model_shapes import Shape
-from policygrad.samplers.base import Request, Sampling
+from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, TimeModel, Workload
+from policygrad.planning.hardware import DEVICES, Calibration, Device, Efficiency
+from policygrad.planning.model_shapes import ModelShape
+from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
 
 # What a calibration measures: a made-up model, completions that were never drawn, and how much of everything.
 
 
 @dataclass(frozen=True)
-class Trial:
+class CalibrationWorkload:
     """What is measured."""
 
-    shape: Shape
-    work: Work
+    shape: ModelShape
+    workload: Workload
     """That is learned, and read."""
-    products: tuple[int, ...]
+    matmul_widths: tuple[int, ...]
     """Widths of square matrices, of which the fastest counts."""
-    copied: int
+    copy_bytes: int
     """Bytes that are copied, to measure the memory's bandwidth."""
-    rows: tuple[int, int]
+    decode_rows: tuple[int, int]
     """Completions drawn at once: few and many."""
-    drawn: int
+    decode_tokens: int
     """Tokens of each."""
     repeats: int = 3
 
 
-CPU = Trial(
-    Shape("made up", 256, 1024, 4, 4, 2, 64, 6144, tied=True, qk_norm=True),
-    Work(4, 8, 64, 192, 192),
+CPU = CalibrationWorkload(
+    ModelShape("made up", 256, 1024, 4, 4, 2, 64, 6144, tied=True, qk_norm=True),
+    Workload(4, 8, 64, 192, 192),
     (512, 1024, 2048),
     2**28,
     (16, 128),
     96,
 )
-GPU = Trial(
-    Shape("made up", 2048, 8192, 4, 16, 8, 128, 32768, tied=True, qk_norm=True),
-    Work(16, 8, 256, 1024, 1024),
+GPU = CalibrationWorkload(
+    ModelShape("made up", 2048, 8192, 4, 16, 8, 128, 32768, tied=True, qk_norm=True),
+    Workload(16, 8, 256, 1024, 1024),
     (4096, 8192),
     2**32,
     (16, 256),
@@ -69,7 +69,7 @@ GPU = Trial(
 )
 
 
-def model_of(shape: Shape, dtype: str, device: str) -> nn.Module:
+def build_model(shape: ModelShape, dtype: str, device: str) -> nn.Module:
     """A Qwen3 of random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -96,112 +96,123 @@ def model_of(shape: Shape, dtype: str, device: str) -> nn.Module:
     return made
 
 
-def batch_of(shape: Shape, work: Work) -> Batch:
+def build_batch(shape: ModelShape, work: Workload) -> Batch:
     """Completions that were never drawn, with a reward for each."""
-    draw, count = torch.Generator().manual_seed(0), work.completions
+    draw, count = torch.Generator().manual_seed(0), work.num_completions
     longest = torch.tensor(work.lengths)
 
     def tokens(*size: int) -> Tensor:
         return torch.randint(2, shape.vocabulary, size, generator=draw)
 
     return Batch(
-        mask=torch.arange(work.budget) < longest[:, None],
-        group=torch.arange(work.prompts).repeat_interleave(work.samples),
+        mask=torch.arange(work.max_completion_tokens) < longest[:, None],
+        group=torch.arange(work.prompts).repeat_interleave(work.samples_per_prompt),
         reward=torch.rand(count, generator=draw),
-        tokens=tokens(count, work.budget),
-        prompts=tuple(tokens(work.prompt) for _ in range(work.prompts)),
+        tokens=tokens(count, work.max_completion_tokens),
+        prompts=tuple(tokens(work.prompt_tokens) for _ in range(work.prompts)),
     )
 
 
-def calibrate(dtype: str, device: str, say: Callable[[str], None], trial: Trial | None = None) -> Calibration:
+def calibrate(
+    dtype: str, device: str, say: Callable[[str], None], setup: CalibrationWorkload | None = None
+) -> Calibration:
     """Measures the device in some precision; about a minute. device: torch's. trial: another than the usual one."""
-    trial = trial or (CPU if device == "cpu" else GPU)
+    setup = setup or (CPU if device == "cpu" else GPU)
     say(f"matrix products in {dtype}")
-    rate = products(trial, dtype, device)
+    rate = measure_matmul(setup, dtype, device)
     say(f"{rate / 1e9:,.0f} Gflop/s; memory")
     known = _known(device)
-    bandwidth = copies(trial, device)
+    bandwidth = measure_bandwidth(setup, device)
     figures = {"bf16" if dtype == "bf16" else "fp32": rate, "bandwidth": bandwidth, "memory": _memory(device)}
     measured = replace(known, source="measured by policygrad plan --calibrate", **figures)  # type: ignore[arg-type]
     say(f"{bandwidth / 1e9:,.1f} GB/s; learning")
-    micro = MICRO_CPU if device == "cpu" else MICRO
-    clock = Clock(trial.shape, measured, Reached(), Layout(gpus=1, dtype=dtype, micro_tokens=micro))
-    model, tokens = model_of(trial.shape, dtype, device), trial.work.tokens()
-    learning, scoring = learned(trial, model, dtype, device)
-    say(f"{learning:.2f} s forward and backward, {scoring:.2f} s forward, {tokens.nodes:,.0f} tokens; drawing")
-    few, many = (drawn(trial, model, rows, device) for rows in trial.rows)
+    micro = MICRO_TOKENS_CPU if device == "cpu" else MICRO_TOKENS
+    clock = TimeModel(setup.shape, measured, Efficiency(), ParallelLayout(gpus=1, dtype=dtype, micro_tokens=micro))
+    model, tokens = build_model(setup.shape, dtype, device), setup.workload.count_tokens()
+    learning, scoring = measure_training(setup, model, dtype, device)
+    say(f"{learning:.2f} s forward and backward, {scoring:.2f} s forward, {tokens.layer_tokens:,.0f} tokens; drawing")
+    few, many = (measure_decoding(setup, model, rows, device) for rows in setup.decode_rows)
     reached = replace(
-        Reached(),
-        learning=clock.least(tokens, 3, 3) / learning,
-        scoring=clock.least(tokens, 1, 1) / scoring,
-        **drawing(trial, clock, few, many),
+        Efficiency(),
+        training=clock.roofline_seconds(tokens, 3, 3) / learning,
+        scoring=clock.roofline_seconds(tokens, 1, 1) / scoring,
+        **fit_decoding(setup, clock, few, many),
     )
-    say(f"{1e3 * many:.1f} ms a token of {trial.rows[1]} completions, {1e3 * few:.1f} ms of {trial.rows[0]}")
+    say(
+        f"{1e3 * many:.1f} ms a token of {setup.decode_rows[1]} completions, {1e3 * few:.1f} ms of {setup.decode_rows[0]}"
+    )
     taken = {"learning": learning, "scoring": scoring, "token of few": few, "token of many": many}
-    return Calibration(measured, reached, dtype, {**_machine(), "rows": list(trial.rows), "seconds": taken})
+    return Calibration(measured, reached, dtype, {**_machine(), "rows": list(setup.decode_rows), "seconds": taken})
 
 
-def drawing(trial: Trial, clock: Clock, few: float, many: float) -> dict[str, float]:
-    """Of `Reached`, from the seconds of a token for few and for many completions: what grows with their number is bytes and
+def fit_decoding(trial: CalibrationWorkload, clock: TimeModel, few: float, many: float) -> dict[str, float]:
+    """Of `Efficiency`, from the seconds of a token for few and for many completions: what grows with their number is bytes and
     operations, what does not is weights and overhead."""
-    a, b = trial.rows
+    a, b = trial.decode_rows
     each = max((many - few) / (b - a), 1e-9)
-    speed = replace(clock, reached=replace(clock.reached, drawing=1.0, layer=0.0)).sampler(_drawn(trial))
-    share = speed.each / each
+    speed = replace(clock, efficiency=replace(clock.efficiency, sampling=1.0, layer_overhead=0.0)).sampler_speed(
+        _drawn(trial)
+    )
+    share = speed.per_completion / each
     return {"drawing": share, "layer": max(0.0, few - a * each - speed.fixed / share) / clock.shape.layers}
 
 
-def products(trial: Trial, dtype: str, device: str) -> float:
+def measure_matmul(trial: CalibrationWorkload, dtype: str, device: str) -> float:
     """Operations a second of the fastest of some square matrix products."""
     best = 0.0
-    for n in trial.products:
+    for n in trial.matmul_widths:
         a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
         out = torch.empty(n, n, dtype=DTYPES[dtype], device=device)
-        best = max(best, 2 * n**3 / seconds(partial(torch.mm, a, b, out=out), 2 * trial.repeats, device))
+        best = max(best, 2 * n**3 / time_call(partial(torch.mm, a, b, out=out), 2 * trial.repeats, device))
     return best
 
 
-def copies(trial: Trial, device: str) -> float:
+def measure_bandwidth(trial: CalibrationWorkload, device: str) -> float:
     """Bytes a second, read and written."""
-    a = torch.ones(trial.copied // 4, device=device)
+    a = torch.ones(trial.copy_bytes // 4, device=device)
     b = torch.empty_like(a)
-    return 2 * a.nbytes / seconds(partial(b.copy_, a), 2 * trial.repeats, device)
+    return 2 * a.nbytes / time_call(partial(b.copy_, a), 2 * trial.repeats, device)
 
 
-def learned(trial: Trial, model: nn.Module, dtype: str, device: str) -> tuple[float, float]:
+def measure_training(trial: CalibrationWorkload, model: nn.Module, dtype: str, device: str) -> tuple[float, float]:
     """Seconds of (forward and backward, forward alone) of the learner."""
-    batch, algorithm = batch_of(trial.shape, trial.work), DR_GRPO.with_budget(trial.work.budget)
+    batch, algorithm = (
+        build_batch(trial.shape, trial.workload),
+        DR_GRPO.with_max_tokens(trial.workload.max_completion_tokens),
+    )
     config = LearnerConfig(dtype=dtype, device=device)
     learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=config)
-    problem = learner.problem(batch, algorithm.advantages(batch), algorithm)
+    problem = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
 
     def learn() -> None:
         problem.accumulate()
-        learner.optimizer.take_gradient()
+        learner.optimizer.pop_flat_gradient()
 
     needs = frozenset({"logp_old"})
     return (
-        seconds(learn, trial.repeats, device),
-        seconds(partial(learner.evaluate, batch, needs), trial.repeats, device),
+        time_call(learn, trial.repeats, device),
+        time_call(partial(learner.evaluate, batch, needs), trial.repeats, device),
     )
 
 
-def drawn(trial: Trial, model: nn.Module, rows: int, device: str) -> float:
+def measure_decoding(trial: CalibrationWorkload, model: nn.Module, rows: int, device: str) -> float:
     """Seconds of a token for so many completions at once, prompts left out."""
     sampler, draw = LocalSampler(model, frozenset({-1}), 0), torch.Generator().manual_seed(0)
-    groups = max(1, rows // trial.work.samples)
-    prompts = [torch.randint(2, trial.shape.vocabulary, (trial.work.prompt,), generator=draw) for _ in range(groups)]
+    groups = max(1, rows // trial.workload.samples_per_prompt)
+    prompts = [
+        torch.randint(2, trial.shape.vocabulary, (trial.workload.prompt_tokens,), generator=draw) for _ in range(groups)
+    ]
 
     def work(tokens: int) -> Callable[[], object]:
-        sampling = Sampling(max_tokens=tokens, decode_rows=rows)
+        sampling = SamplingParams(max_tokens=tokens, decode_rows=rows)
         asked = [Request(prompts[i % groups], (0, i), sampling, tokens) for i in range(rows)]
         return lambda: asyncio.run(_generated(sampler, asked))
 
-    long, short = (seconds(work(tokens), trial.repeats, device) for tokens in (trial.drawn, 1))
-    return max(long - short, 1e-9) / (trial.drawn - 1)
+    long, short = (time_call(work(tokens), trial.repeats, device) for tokens in (trial.decode_tokens, 1))
+    return max(long - short, 1e-9) / (trial.decode_tokens - 1)
 
 
-def seconds(work: Callable[[], object], repeats: int, device: str) -> float:
+def time_call(work: Callable[[], object], repeats: int, device: str) -> float:
     """The least of so many calls, after one that is not counted: whatever else the machine does only makes them longer. CPU seconds
     where one thread computes, which leave out when it had to wait."""
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
@@ -219,10 +230,16 @@ async def _generated(sampler: LocalSampler, asked: list[Request]) -> object:
     return await sampler.generate(asked)
 
 
-def _drawn(trial: Trial) -> Work:
-    """The work of `drawn`: completions of one length."""
-    samples = trial.work.samples
-    return Work(max(1, trial.rows[1] // samples), samples, trial.work.prompt, trial.drawn, trial.drawn)
+def _drawn(trial: CalibrationWorkload) -> Workload:
+    """The work of `measure_decoding`: completions of one length."""
+    samples = trial.workload.samples_per_prompt
+    return Workload(
+        max(1, trial.decode_rows[1] // samples),
+        samples,
+        trial.workload.prompt_tokens,
+        trial.decode_tokens,
+        trial.decode_tokens,
+    )
 
 
 def _wait(device: str) -> None:

@@ -8,7 +8,7 @@ decode at once, with their logits. The estimate is for a run that samples and le
 
 On an accelerator that is the most as well: PyTorch's allocator gives back what it caches before it fails. On the CPU the C
 library's allocator gives little back: what sampling took stays beside learning, tensors of changing sizes leave holes between them
-(`HOLES`), and kernels and threads come in with the first step (`BEGINNING`); `most` counts them.
+(`FRAGMENTATION`), and kernels and threads come in with the first step (`FIRST_STEP_BYTES`); `most` counts them.
 """
 
 from __future__ import annotations
@@ -20,120 +20,124 @@ from typing import Any, cast
 import torch
 
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.updates import FirstOrder
+from policygrad.core.updates import GradientSteps
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.learners.local.activation_memory import kept_bytes
-from policygrad.learners.local.logprobs import BUFFER, BUFFER_ACCELERATOR, WAITING
-from policygrad.models.adapters import adapt
-from policygrad.models.loading import DTYPES, checked_config, reading, resolve
-from policygrad.models.lora_config import base_of, described
-from policygrad.planning.cost_model import Asks, static
-from policygrad.rewards.workers.limits import resident, words
+from policygrad.learners.local.activation_memory import saved_activation_bytes
+from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
+from policygrad.models.adapters import add_adapters
+from policygrad.models.loading import DTYPES, pretrained_kwargs, read_config, resolve_model
+from policygrad.models.lora_config import adapter_base, read_lora
+from policygrad.planning.cost_model import AlgorithmCost, static_bytes
+from policygrad.rewards.workers.limits import format_size, get_resident_bytes
 from policygrad.tasks import load_task
-from policygrad.training.config.paths import located
+from policygrad.training.config.paths import resolve_paths
 from policygrad.training.config.run import Run
 
 # What an algorithm asks of memory and time, read off its parts: for a plan, and for a run's footprint.
 
 
-def asks(algorithm: Algorithm) -> Asks:
+def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
     """How many models train and wait, and how often a rollout is read: what `Learner.evaluate` fills and `step` goes over."""
-    needs, step = algorithm.needs, algorithm.step
-    own_critic = algorithm.critic is not None and algorithm.critic.features == "own"
+    needs, step = algorithm.needs, algorithm.update_rule
+    own_critic = algorithm.critic is not None and algorithm.critic.backbone == "separate"
     rewarded = algorithm.reward_model is not None
     epochs = max(1, step.updates // step.minibatches)
     scores = bool({"logp_old", "entropy"} & needs) + ("logp_ref" in needs or rewarded) + rewarded
     scores += own_critic and "values" in needs
-    if algorithm.selecting is not None and algorithm.select_needs:
+    if algorithm.token_selector is not None and algorithm.selection_needs:
         scores += epochs  # the choice is made among all of an update's tokens, before it is split
-    recomputed = algorithm.behaviour == "recomputed"
+    recomputed = algorithm.old_policy == "learner"
     known = recomputed and "logp_old" not in needs and not algorithm.terms and not algorithm.forward_needs
-    return Asks(
+    return AlgorithmCost(
         name=algorithm.name,
-        trained=1 + own_critic + rewarded,
-        frozen=("logp_ref" in needs) + ("kl_old" in algorithm.forward_needs),
-        scores=scores,
-        behind=int(recomputed and "logp_old" not in needs),
-        head_twice=not known,
+        trained_models=1 + own_critic + rewarded,
+        frozen_models=("logp_ref" in needs) + ("kl_old" in algorithm.forward_needs),
+        scoring_passes=scores,
+        stale_scoring_passes=int(recomputed and "logp_old" not in needs),
+        recomputes_head=not known,
         epochs=epochs,
         updates=step.updates,
-        samples=algorithm.samples_per_prompt,
+        samples_per_prompt=algorithm.samples_per_prompt,
         uncounted=_uncounted(algorithm),
     )
 
 
-def planned(algorithm: Algorithm) -> Asks:
-    """As `asks`, of an algorithm that a plan counts whole.
+def compute_plannable_cost(algorithm: Algorithm) -> AlgorithmCost:
+    """As `compute_algorithm_cost`, of an algorithm that a plan counts whole.
 
     Raises:
         ConfigError: it moves the weights in another way than by gradient steps.
     """
-    if type(algorithm.step) is not FirstOrder:
+    if type(algorithm.update_rule) is not GradientSteps:
         raise ConfigError(
-            f"--algorithm {algorithm.name}: its step is {type(algorithm.step).__name__}, and a plan counts gradient steps alone "
-            "(FirstOrder): plan with ppo or grpo, and expect more seconds"
+            f"--algorithm {algorithm.name}: its step is {type(algorithm.update_rule).__name__}, and a plan counts gradient steps alone "
+            "(GradientSteps): plan with ppo or grpo, and expect more seconds"
         )
-    return asks(algorithm)
+    return compute_algorithm_cost(algorithm)
 
 
 def _uncounted(algorithm: Algorithm) -> tuple[str, ...]:
     """Completions that are drawn besides."""
     found = list[str]()
-    if any(part.refill for part in algorithm.filters):
+    if any(part.refills for part in algorithm.filters):
         found.append("further prompts that are drawn in the place of those that a filter drops")
     if "baseline" in algorithm.needs:
         found.append("a greedy completion of every prompt")
-    if any(link.samples_values or isinstance(link, Vine) for link in algorithm.psi):
+    if any(link.samples_values or isinstance(link, Vine) for link in algorithm.advantage):
         found.append("completions that are drawn from within answers, to estimate values")
-    if "score_norm" in algorithm.needs:
+    if "grad_logp_sq_norm" in algorithm.needs:
         found.append("norms of every completion's gradient")
     return tuple(found)
 
 
-LOOKED_AT = 64
+NUM_PROBE_PROMPTS = 64
 """Prompts whose mean length stands for all."""
-HOLES = 1.7
+FRAGMENTATION = 1.7
 """Resident memory over what a micro-batch keeps, at most, under glibc: measured 1.04 to 1.08 where all weights train, 1.5 to 1.7
 with LoRA (SmolLM2-135M, 2,048 tokens)."""
-BEGINNING = 96 * 2**20
+FIRST_STEP_BYTES = 96 * 2**20
 """Bytes that kernels and threads add to the libraries on the CPU, with something to spare: 50 to 64 MiB were measured."""
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryEstimate:
     """Bytes by what they are for."""
 
-    static: dict[str, int]
+    fixed: dict[str, int]
     """For the whole run."""
-    learning: int
+    training: int
     sampling: int
-    tokens: int
+    micro_tokens: int
     """Of a micro-batch."""
-    gives_back: bool = False
+    releases_memory: bool = False
     """Whether the device's allocator does, before it fails: an accelerator's, not the CPU's."""
 
     @property
     def peak(self) -> int:
-        return sum(self.static.values()) + max(self.learning, self.sampling)
+        return sum(self.fixed.values()) + max(self.training, self.sampling)
 
     @property
-    def most(self) -> int:
+    def upper_bound(self) -> int:
         """The peak where nothing is given back: a run should not exceed it."""
-        if self.gives_back:
+        if self.releases_memory:
             return self.peak
-        return sum(self.static.values()) + BEGINNING + self.sampling + int(HOLES * self.learning)
+        return sum(self.fixed.values()) + FIRST_STEP_BYTES + self.sampling + int(FRAGMENTATION * self.training)
 
     def __str__(self) -> str:
-        held = ", ".join(f"{name} {words(size)}" for name, size in self.static.items() if size)
-        most = "" if self.gives_back else f", at most {words(self.most)} as the CPU's allocator leaves holes"
+        held = ", ".join(f"{name} {format_size(size)}" for name, size in self.fixed.items() if size)
+        most = (
+            ""
+            if self.releases_memory
+            else f", at most {format_size(self.upper_bound)} as the CPU's allocator leaves holes"
+        )
         return (
-            f"memory: about {words(self.peak)}{most} ({held}, and a micro-batch of {self.tokens:,} tokens "
-            f"{words(self.learning)} or decoding {words(self.sampling)})"
+            f"memory: about {format_size(self.peak)}{most} ({held}, and a micro-batch of {self.micro_tokens:,} tokens "
+            f"{format_size(self.training)} or decoding {format_size(self.sampling)})"
         )
 
 
-def footprint(run: Run) -> Footprint:
+def estimate_memory(run: Run) -> MemoryEstimate:
     """Of the run, from the configuration of its model and the first prompts of its task; no weights are read.
 
     Raises:
@@ -141,50 +145,58 @@ def footprint(run: Run) -> Footprint:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from policygrad.training.setup import pick_device, policy_tokenizer, row_reading  # a plan needs none of it
+    from policygrad.training.setup import (  # a plan needs none of it
+        load_policy_tokenizer,
+        load_row_options,
+        pick_device,
+    )
 
-    run, device = located(run), pick_device(run.learner.device)
-    if run.learner.ranks > 1:
-        raise PolicygradError("learner.ranks spreads it over several processes, and it is counted for one only")
+    run, device = resolve_paths(run), pick_device(run.learner.device)
+    if run.learner.world_size > 1:
+        raise PolicygradError("learner.world_size spreads it over several processes, and it is counted for one only")
     if not isinstance(run.model, str):
         raise PolicygradError("the model is an object: its memory is taken already")
-    path = resolve(run.model)
-    lora = run.learner.adapters or (described(path) if base_of(path) is not None else None)
-    checked_config(base_of(path) or path, f"the model {run.model!r}")
+    path = resolve_model(run.model)
+    lora = run.learner.adapters or (read_lora(path) if adapter_base(path) is not None else None)
+    read_config(adapter_base(path) or path, f"the model {run.model!r}")
     task, config = (
         load_task(
             run.task,
             seed=run.seed,
-            held_out=run.held_out,
-            reading=row_reading(run.map, run.skip_bad_rows, run.decontaminate),
+            eval_data=run.eval_data,
+            row_options=load_row_options(run.row_map, run.skip_bad_rows, run.decontaminate),
         ),
-        AutoConfig.from_pretrained(base_of(path) or path, **reading(run.trust_remote_code)),
+        AutoConfig.from_pretrained(adapter_base(path) or path, **pretrained_kwargs(run.trust_remote_code)),
     )
     with torch.device("meta"):
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, **reading(run.trust_remote_code))
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, **pretrained_kwargs(run.trust_remote_code))
         whole = sum(p.numel() for p in model.parameters())
-        trained = whole if lora is None else sum(p.numel() for p in adapt(model, lora).parameters() if p.requires_grad)
-    tokenizer = policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
-    lengths = [len(tokenizer.encode(task.train(i).prompt, run.sampling.max_tokens)) for i in range(LOOKED_AT)]
-    prompt, libraries = round(statistics.fmean(lengths)), resident() if device == "cpu" else 0
-    dtype, tokens = DTYPES[run.learner.dtype], run.learner.tokens_at(device, whole)
+        trained = (
+            whole if lora is None else sum(p.numel() for p in add_adapters(model, lora).parameters() if p.requires_grad)
+        )
+    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
+    lengths = [
+        len(tokenizer.encode(task.train_example(i).prompt, run.sampling.max_tokens)) for i in range(NUM_PROBE_PROMPTS)
+    ]
+    prompt, libraries = round(statistics.fmean(lengths)), get_resident_bytes() if device == "cpu" else 0
+    dtype, tokens = DTYPES[run.learner.dtype], run.learner.resolve_micro_tokens(device, whole)
     completion = run.sampling.max_tokens
     try:
-        kept = kept_bytes(config, dtype, tokens, prompt, completion, run.group_size, lora)
+        kept = saved_activation_bytes(config, dtype, tokens, prompt, completion, run.effective_samples_per_prompt, lora)
     except Exception as error:  # whatever an architecture says to tensors without memory
         raise PolicygradError(f"nothing can be counted on {type(model).__name__}: {error}") from error
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    logits = (BUFFER if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
+    logits = (BUFFER_CPU if device == "cpu" else BUFFER_ACCELERATOR) * 4 * 3
     if "logp_old" in run.algorithm.needs or run.algorithm.terms or run.algorithm.forward_needs:  # see `head`
-        logits += min(WAITING, tokens * vocabulary) * 4
+        logits += min(MAX_CACHED, tokens * vocabulary) * 4
     rows = _decoded_rows(run)
     cache = rows * (max(lengths) + completion) * _cache_width(config) * dtype.itemsize
-    return Footprint(
+    return MemoryEstimate(
         {"libraries": libraries, **_models(run, whole, trained if lora is not None else None, dtype)},
-        learning=kept + logits,
+        training=kept + logits,
         sampling=cache + rows * vocabulary * 24,
-        tokens=tokens,
-        gives_back=device != "cpu",
+        micro_tokens=tokens,
+        releases_memory=device != "cpu",
     )
 
 
@@ -192,10 +204,10 @@ def _models(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype)
     """Weights, gradients and Adam's moments of all that trains, the copy that undoes a failed step, and the models beside it.
     adapters: parameters that train, in float32, on weights that all models have in common; None = all weights do."""
     algorithm, weight = run.algorithm, dtype.itemsize
-    asked = asks(algorithm)
-    trained, frozen = asked.trained, asked.frozen + (run.staleness > 0)
+    asked = compute_algorithm_cost(algorithm)
+    trained, frozen = asked.trained_models, asked.frozen_models + (run.max_staleness > 0)
     moving = parameters if adapters is None else adapters
-    held = static(moving, weight, trained, frozen, adamw=algorithm.step.uses_lr)
+    held = static_bytes(moving, weight, trained, frozen, adamw=algorithm.update_rule.uses_lr)
     counted = {name: int(size) for name, size in held.items()}
     if adapters is None:
         return counted
@@ -211,8 +223,8 @@ def _models(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype)
 
 def _decoded_rows(run: Run) -> int:
     """Count the completions that decode at once: of a training step or of a measurement, whichever has more, up to decode_rows."""
-    measured = run.evaluation.problems * run.evaluation.samples
-    return min(run.sampling.decode_rows, max(run.prompts_per_step * run.group_size, measured))
+    measured = run.evaluation.problems * run.evaluation.samples_per_prompt
+    return min(run.sampling.decode_rows, max(run.prompts_per_step * run.effective_samples_per_prompt, measured))
 
 
 def _bits(run: Run) -> bool:

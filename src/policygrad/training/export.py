@@ -12,22 +12,28 @@ from torch import nn
 from policygrad.checkpoint import format as checkpoints
 from policygrad.checkpoint.model_export import write_model
 from policygrad.errors import ConfigError, EngineError, ModelError, RunError
-from policygrad.models.adapters import merged
-from policygrad.models.classifier import labels, load_classifier
-from policygrad.models.classifier import load_tokenizer as classifier_tokenizer
-from policygrad.models.loading import DTYPES, FLAG, load_model, resolve
-from policygrad.models.lora_config import base_of, parse
+from policygrad.models.adapters import merge_adapters
+from policygrad.models.classifier import load_classifier, read_num_labels
+from policygrad.models.classifier import load_classifier_tokenizer as classifier_tokenizer
+from policygrad.models.loading import DTYPES, TRUST_FLAG, load_model, resolve_model
+from policygrad.models.lora_config import adapter_base, parse_lora
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.training.config.paths import options_in, read_from
-from policygrad.training.config.run import OBJECT
-from policygrad.training.config.serialization import read
-from policygrad.training.model_card import CARD, card, of_whole
+from policygrad.training.config.paths import resolve_directory, with_full_paths
+from policygrad.training.config.run import OBJECT_PREFIX
+from policygrad.training.config.serialization import read_config
+from policygrad.training.model_card import MODEL_CARD_FILE, as_merged_card, render_model_card
 from policygrad.training.run_folder import check_resumable
-from policygrad.utils.filesystem import is_full
+from policygrad.utils.filesystem import is_disk_full
 from policygrad.weight_sync.gguf import GGUF_FILE as GGUF
-from policygrad.weight_sync.gguf import byte_pairs, package, rows, unfit, write_gguf
+from policygrad.weight_sync.gguf import (
+    count_embedding_rows,
+    explain_unsupported_model,
+    extract_byte_pairs,
+    import_gguf,
+    write_gguf,
+)
 
-CONVERTER = "take llama.cpp's own convert_hf_to_gguf.py, which knows more kinds"
+CONVERTER_HINT = "take llama.cpp's own convert_hf_to_gguf.py, which knows more kinds"
 """The way out of what is not written here."""
 
 
@@ -41,14 +47,14 @@ def export_merged(
 ) -> Path:
     """W + (α/r)·B·A for W, added in float32 and rounded once; the folder, which loads without PEFT.
 
-    model: a run's folder, or an adapter's. output: None = `merged` in the run's folder. dtype: fp32, bf16;
+    model: a run's folder, or an adapter's. output: None = `merge_adapters` in the run's folder. dtype: fp32, bf16;
     None = what the run computed in.
 
     Raises:
         ModelError: no adapter, or one that cannot be merged; RunError: there is something in the folder already.
     """
-    path = resolve(model)
-    base = base_of(path)
+    path = resolve_model(model)
+    base = adapter_base(path)
     if base is None:
         raise ModelError(f"{model!r} is a whole model, in {path}, so there is nothing to merge: use that folder")
     final = Path(output) if output is not None else Path(model) / "merged"
@@ -56,26 +62,26 @@ def export_merged(
         raise RunError(f"{final} is not empty: choose another --output")
     phase("loading the model")
     whole: nn.Module
-    if labels(path, trust_remote_code)[0]:
+    if read_num_labels(path, trust_remote_code)[0]:
         whole = load_classifier(path, torch.float32, trust_remote_code=trust_remote_code)
         tokenizer = classifier_tokenizer(path, trust_remote_code).hf
     else:
         whole = load_model(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, whole, trust_remote_code=trust_remote_code).hf
     phase("merging")
-    whole = merged(whole).to(DTYPES[dtype or _own(Path(model))])
+    whole = merge_adapters(whole).to(DTYPES[dtype or _own(Path(model))])
     phase("writing")
     final.parent.mkdir(parents=True, exist_ok=True)
-    told = Path(path) / CARD
+    told = Path(path) / MODEL_CARD_FILE
     return write_model(
-        final, whole, tokenizer, card=of_whole(told.read_text(encoding="utf-8")) if told.is_file() else ""
+        final, whole, tokenizer, card=as_merged_card(told.read_text(encoding="utf-8")) if told.is_file() else ""
     )
 
 
 def export_stopped(
     run: Path, *, trust_remote_code: bool = False, phase: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """`RUN/model-step-N`: the model as the newest intact checkpoint of a run of `train` or `sft` has it. The run goes on as before.
+    """`RUN/model-step-N`: the model as the newest intact checkpoint of a run of `train_control` or `sft` has it. The run goes on as before.
 
     Raises:
         RunError: no such run, no checkpoint, one of another model; ConfigError: a model with code of its own that is not allowed;
@@ -83,12 +89,12 @@ def export_stopped(
     """
     kind = "sft" if (run / "sft.toml").is_file() else "train"
     file = check_resumable(run, kind) / ("run.toml" if kind == "train" else "sft.toml")
-    settings = read(file)
+    settings = read_config(file)
     if not isinstance(settings.get("learner"), dict):
         raise RunError(f"{file} has no table learner, which a run writes: put a copy of the whole file there")
-    there = options_in(read_from(settings, file))
+    there = with_full_paths(resolve_directory(settings, file))
     name, tokens, learner = there["model"], there.get("tokenizer"), settings["learner"]
-    if any(str(given).startswith(OBJECT) for given in (name, tokens)):
+    if any(str(given).startswith(OBJECT_PREFIX) for given in (name, tokens)):
         raise RunError(
             f"{run} was begun from Python with a model or tokenizer in memory: finish it there, pg.train(run, resume=folder)"
         )
@@ -98,17 +104,17 @@ def export_stopped(
     phase("loading the model")
     if settings["trust_remote_code"] and not trust_remote_code:
         raise ConfigError(
-            f"{file}: trust_remote_code lets Python in the model's folder run, which a file cannot say for you: give {FLAG} too"
+            f"{file}: trust_remote_code lets Python in the model's folder run, which a file cannot say for you: give {TRUST_FLAG} too"
         )
     model = load_model(
         name,
         dtype=learner["dtype"],
         trust_remote_code=trust_remote_code,
-        lora=parse(learner["lora"]),
+        lora=parse_lora(learner["lora"]),
         seed=settings["seed"],
     )
     _put(saved, model, name)
-    told = card(
+    told = render_model_card(
         kind,
         run.name,
         settings | {"steps": saved.step},
@@ -150,34 +156,34 @@ def export_gguf(
         ModelError: an architecture, or a tokenizer, that llama.cpp has no name for, or a reward model; EngineError: the package
             `gguf` is missing; RunError: the file is there already, or cannot be written.
     """
-    path = resolve(model)
+    path = resolve_model(model)
     final = Path(output) if output is not None else Path(model) / GGUF
     if final.exists():
         raise RunError(f"{final} is there already: choose another --output")
     if output is None and not Path(model).is_dir():
         raise RunError(f"{model!r} is no folder here, where the file could go: add --output FILE.gguf")
-    if labels(path, trust_remote_code)[0]:
+    if read_num_labels(path, trust_remote_code)[0]:
         raise ModelError(f"{model!r} scores texts and writes none: GGUF is for models that do")
-    package()  # before the work, not after it
+    import_gguf()  # before the work, not after it
     phase("loading the model")
     whole = load_model(model, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(model, whole, trust_remote_code=trust_remote_code)
-    whole = merged(whole) if base_of(path) is not None else whole
+    whole = merge_adapters(whole) if adapter_base(path) is not None else whole
     try:
-        if reason := unfit(whole):
+        if reason := explain_unsupported_model(whole):
             raise ModelError(reason)
-        words = byte_pairs(tokenizer, rows(whole))
+        words = extract_byte_pairs(tokenizer, count_embedding_rows(whole))
     except ModelError as error:
-        raise ModelError(f"{error}: {CONVERTER}") from error
+        raise ModelError(f"{error}: {CONVERTER_HINT}") from error
     phase("writing")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(final, whole, words, name=_called(model), dtype=dtype or _own(Path(model)))
     except EngineError as error:
-        raise ModelError(f"{error}: {CONVERTER}") from error
+        raise ModelError(f"{error}: {CONVERTER_HINT}") from error
     except OSError as error:
         reason, way_out = (
-            ("the disk is full", "free some space") if is_full(error) else (str(error), "see to the cause")
+            ("the disk is full", "free some space") if is_disk_full(error) else (str(error), "see to the cause")
         )
         raise RunError(f"{final} was not written: {reason}; {way_out}, then again") from error
     return final
@@ -193,7 +199,7 @@ def _own(run: Path) -> str:
     """The precision that a run computed in, as its model would have without adapters; float32 of an adapter alone."""
     for file in (run / "run.toml", run / "sft.toml", run / "reward-model.toml"):
         try:
-            return str(read(file)["learner"]["dtype"])
+            return str(read_config(file)["learner"]["dtype"])
         except (ConfigError, KeyError, TypeError):
             continue
     return "fp32"

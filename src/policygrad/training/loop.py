@@ -14,11 +14,11 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.base import State
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, merge
-from policygrad.core.staleness import behaviour, staleness
+from policygrad.core.staleness import resolve_old_policy, staleness_metrics
 from policygrad.learners.base import Learner
-from policygrad.rollout.async_producer import Ahead, Collect, Producer
+from policygrad.rollout.async_producer import CollectFn, RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout, Rollouter
-from policygrad.rollout.trajectory import Group
+from policygrad.rollout.trajectory import EpisodeGroup
 from policygrad.training.config.run import Run
 
 
@@ -36,9 +36,9 @@ class Progress:
     """Sampled so far for these steps, of whatever became of them."""
     seconds: float = 0.0
     """Spent so far in rollouts and updates."""
-    carried: tuple[Group, ...] = ()
+    leftover_groups: tuple[EpisodeGroup, ...] = ()
     """Sampled, judged and not trained on yet: the next rollout begins with them."""
-    ahead: tuple[Rollout, ...] = ()
+    queued_rollouts: tuple[Rollout, ...] = ()
     """Of the next steps, drawn already (`Run.staleness`); `position` and `carried` are those after them."""
 
     def over(self, run: Run) -> bool:
@@ -47,7 +47,7 @@ class Progress:
 
 
 @dataclass(frozen=True, eq=False)
-class Done:
+class StepResult:
     """One step, for whoever watches."""
 
     step: int
@@ -59,24 +59,24 @@ class Done:
     metrics: Metrics
 
 
-class Watcher(Protocol):
+class StepCallbacks(Protocol):
     """Follows a run step by step."""
 
-    def record(self, done: Done) -> Metrics:
+    def on_step(self, done: StepResult) -> Metrics:
         """A step is done; returns what was measured on held-out problems now, if anything, for the algorithm's parts to see."""
         ...
 
-    def keep_going(self, progress: Progress) -> bool:
+    def should_continue(self, progress: Progress) -> bool:
         """What outlives the step, to be saved from time to time; whether to go on."""
         ...
 
 
-def loop(
+def run_loop(
     run: Run,
     rollouter: Rollouter,
     learner: Learner,
     progress: Progress,
-    watcher: Watcher,
+    watcher: StepCallbacks,
     breakable: Callable[[], AbstractContextManager[object]] = nullcontext,
     settle: Callable[[Progress, Progress], tuple[Progress, bool]] = lambda before, after: (after, False),
 ) -> Progress:
@@ -87,87 +87,91 @@ def loop(
     producer, going = _producer(run, progress), True
     try:
         while going:
-            after = one_step(run, rollouter, learner, progress, watcher, producer, breakable)
+            after = run_step(run, rollouter, learner, progress, watcher, producer, breakable)
             progress, gone = settle(progress, after)
             if gone:
-                producer.end(rollouter.cancel)
+                producer.stop(rollouter.cancel)
                 producer = _producer(run, progress)
-            going = watcher.keep_going(progress)
+            going = watcher.should_continue(progress)
     finally:
-        producer.end(rollouter.cancel)
+        producer.stop(rollouter.cancel)
     return progress
 
 
-def one_step(
+def run_step(
     run: Run,
     rollouter: Rollouter,
     learner: Learner,
     progress: Progress,
-    watcher: Watcher,
-    producer: Producer,
+    watcher: StepCallbacks,
+    producer: RolloutProducer,
     breakable: Callable[[], AbstractContextManager[object]],
 ) -> Progress:
     """A rollout, what it is worth, the updates, the weights. Where the sampler takes weights while it draws, it draws on when the
     step is over; else the next rollout is whole before the weights change."""
-    step, algorithm = progress.step + 1, run.algorithm.at(progress.state)
-    began, busy = time.perf_counter(), producer.busy
+    step, algorithm = progress.step + 1, run.algorithm.with_state(progress.state)
+    began, busy = time.perf_counter(), producer.busy_seconds
     collect = _collecting(run, rollouter, learner, algorithm)
     with breakable():
-        rollout = producer.take(1 if rollouter.in_flight else max(1, run.ahead(step)), collect)
+        rollout = producer.take(1 if rollouter.in_flight else max(1, run.rollouts_ahead(step)), collect)
     sampled = time.perf_counter()
-    with producer.beside(run.ahead(step + 1), collect):
-        algorithm, batch = behaviour(algorithm, rollout.batch, learner.version)
-        age = staleness(batch, learner.version)
+    with producer.produce_during(run.rollouts_ahead(step + 1), collect):
+        algorithm, batch = resolve_old_policy(algorithm, rollout.batch, learner.version)
+        age = staleness_metrics(batch, learner.version)
         batch = learner.evaluate(batch, algorithm.needs)
-        shaped = algorithm.shaped(batch)
-        psi, batch = algorithm.advantages(batch, shaped), algorithm.with_targets(batch, shaped)
+        shaped = algorithm.shape_rewards(batch)
+        psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
         measured = learner.update(batch, psi, algorithm)
         updated = time.perf_counter()
         if not rollouter.in_flight:
-            producer.settle()
+            producer.wait_idle()
         waited = time.perf_counter()
-        published = rollouter.update(learner.publish())
+        published = rollouter.update_weights(learner.publish())
     ended = time.perf_counter()
     clock: Metrics = {
         "time/rollout": Sum(sampled - began + waited - updated),  # what the step has waited for
         "time/update": Sum(updated - sampled + ended - waited),
     }
-    if run.staleness:
-        clock["time/sampler_idle"] = Sum(max(0.0, ended - began - (producer.busy - busy)))
+    if run.max_staleness:
+        clock["time/sampler_idle"] = Sum(max(0.0, ended - began - (producer.busy_seconds - busy)))
     metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, published, clock)
-    found = watcher.record(Done(step, algorithm, rollout, batch, psi, metrics))
-    finished = producer.finished
+    found = watcher.on_step(StepResult(step, algorithm, rollout, batch, psi, metrics))
+    finished = producer.queue
     return Progress(
-        state=run.algorithm.update(progress.state, batch, measured | found, shaped),
+        state=run.algorithm.update_state(progress.state, batch, measured | found, shaped),
         step=step,
         position=finished.position,
-        tokens=progress.tokens + rollout.sampled,
+        tokens=progress.tokens + rollout.num_sampled_tokens,
         seconds=progress.seconds + ended - began,
-        carried=finished.carried,
-        ahead=finished.rollouts,
+        leftover_groups=finished.leftover_groups,
+        queued_rollouts=finished.rollouts,
     )
 
 
-def _producer(run: Run, progress: Progress) -> Producer:
+def _producer(run: Run, progress: Progress) -> RolloutProducer:
     """From where the rollouts that wait end, to the run's last step."""
-    tokens = progress.tokens + sum(rollout.sampled for rollout in progress.ahead)
-    waiting = Ahead(progress.step + 1, progress.ahead, progress.position, progress.carried, tokens)
-    return Producer(waiting, lambda ahead: Progress({}, ahead.next[0] - 1, tokens=ahead.tokens).over(run))
+    tokens = progress.tokens + sum(rollout.num_sampled_tokens for rollout in progress.queued_rollouts)
+    waiting = RolloutQueue(
+        progress.step + 1, progress.queued_rollouts, progress.position, progress.leftover_groups, tokens
+    )
+    return RolloutProducer(
+        waiting, lambda ahead: Progress({}, ahead.next_request[0] - 1, tokens=ahead.num_sampled_tokens).over(run)
+    )
 
 
-def _collecting(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> Collect:
+def _collecting(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> CollectFn:
     """What collects the rollout of a step."""
 
-    def collect(step: int, position: int, carried: Sequence[Group]) -> Rollout:
-        with rollouter.turn:
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
+        with rollouter.lock:
             return rollouter.collect(
                 algorithm,
                 run.sampling,
-                prompts=run.prompts_per_step,
-                samples=run.group_size,
+                prompts_per_step=run.prompts_per_step,
+                samples_per_prompt=run.effective_samples_per_prompt,
                 step=step,
                 position=position,
-                carried=carried,
+                leftover_groups=carried,
                 evaluate=learner.evaluate,
             )
 

@@ -8,16 +8,16 @@ from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Any
 
-from policygrad.trackers.console import count
-from policygrad.training.config.serialization import parts, short
+from policygrad.trackers.console import format_count
+from policygrad.training.config.serialization import format_option, format_parts
 
-CARD = "README.md"
+MODEL_CARD_FILE = "README.md"
 """In the model's folder, where PEFT leaves a form to fill in."""
-TAGS = {"train": "reinforcement-learning", "sft": "sft", "reward-model": "reward-model"}
-OPTIONS = (
+HUB_TAGS = {"train": "reinforcement-learning", "sft": "sft", "reward-model": "reward-model"}
+SHOWN_OPTIONS = (
     "task",
     "data",
-    "held_out",
+    "eval/reward",
     "reward",
     "steps",
     "epochs",
@@ -33,21 +33,21 @@ OPTIONS = (
 )
 """What a reader asks first; the whole is in run.toml, which names folders of the machine and is no part of the model."""
 
-MIXED = ("task", "held_out")
+MIXED_OPTIONS = ("task", "eval/reward")
 """What may be several files with + between them."""
-GGUF = (
+GGUF_NOTE = (
     "`policygrad export FOLDER --format gguf` writes this model, its tokenizer and its chat template as one file, where llama.cpp "
     "has names for both architecture and tokenizer."
 )
 
 
-def card(
+def render_model_card(
     kind: str,
     name: str,
     config: Mapping[str, Any],
     measured: Mapping[str, str],
     numbers: Mapping[str, Any],
-    held_out: str = "",
+    eval_description: str = "",
     changes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The text of `README.md`.
@@ -60,8 +60,8 @@ def card(
     algorithm = config.get("algorithm", {})
     what = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
     base = str(config.get("model", ""))
-    rows = {"base model": _told(base)} | {key: text for key in OPTIONS if (text := _option(config, key))}
-    rows |= {"tokens sampled": count(numbers["tokens"])} if numbers.get("tokens") else {}
+    rows = {"base model": _told(base)} | {key: text for key in SHOWN_OPTIONS if (text := _option(config, key))}
+    rows |= {"tokens sampled": format_count(numbers["tokens"])} if numbers.get("tokens") else {}
     pieces = [
         _metadata(kind, base, bool(_at(config, "learner.lora"))),
         f"# {name}",
@@ -75,15 +75,15 @@ def card(
     if algorithm:
         pieces += [
             "## The algorithm's parts",
-            _table(("where", "part"), {k: f"`{v}`" for k, v in parts(algorithm).items()}),
+            _table(("where", "part"), {k: f"`{v}`" for k, v in format_parts(algorithm).items()}),
         ]
-    pieces += ["## How it was measured", *_measured(kind, config, measured, held_out)]
+    pieces += ["## How it was measured", *_measured(kind, config, measured, eval_description)]
     if kind != "reward-model":
-        pieces += ["## For llama.cpp, Ollama, LM Studio", GGUF]
+        pieces += ["## For llama.cpp, Ollama, LM Studio", GGUF_NOTE]
     return "\n\n".join(pieces) + "\n"
 
 
-def of_whole(text: str) -> str:
+def as_merged_card(text: str) -> str:
     """The card of an adapter, as that of the model with the adapter in its weights."""
     return text.replace("library_name: peft", "library_name: transformers", 1)
 
@@ -93,14 +93,14 @@ def _metadata(kind: str, base: str, adapter: bool) -> str:
     lines = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
     lines += [f"library_name: {'peft' if adapter else 'transformers'}"]
     lines += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else 'text-generation'}"]
-    return "\n".join(["---", *lines, "tags:", "- policygrad", f"- {TAGS[kind]}", "---"])
+    return "\n".join(["---", *lines, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"])
 
 
 def _measured(kind: str, config: Mapping[str, Any], measured: Mapping[str, str], held_out: str) -> list[str]:
     """Before and after in words, and on what."""
     if not measured:
         return ["It was not measured."]
-    evaluation, temperature = config.get("evaluation", {}), short(_at(config, "sampling.temperature"))
+    evaluation, temperature = config.get("evaluation", {}), format_option(_at(config, "sampling.temperature"))
     how = (
         f"Mean reward on at most {evaluation.get('problems')} problems, {evaluation.get('samples')} samples each at temperature "
         f"{temperature}, judged as in training. "
@@ -114,7 +114,7 @@ def _option(config: Mapping[str, Any], key: str) -> str:
     value = _at(config, key)
     if value in (None, "", []):
         return ""
-    if key in MIXED:
+    if key in MIXED_OPTIONS:
         return "+".join(_told(part.strip()) for part in str(value).split("+"))
     return ", ".join(map(_told, value)) if isinstance(value, list) else _told(value)
 
@@ -128,7 +128,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 def _told(value: Any) -> str:
     """A value, without the folders of a path: 0.5*/home/me/mine.py:f is 0.5*mine.py:f."""
-    text = short(value)
+    text = format_option(value)
     weight, star, path = text.rpartition("*")
     return weight + star + PurePath(path).name if path.startswith(("/", ".", "~")) else text
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import RunError
-from policygrad.tasks.sources import digest
-from policygrad.training.config.serialization import algorithm_to_dict, short
+from policygrad.tasks.sources import digest_data
+from policygrad.training.config.serialization import algorithm_to_dict, format_option
 
 PACKAGES = ("policygrad", "torch", "transformers", "reasoning-gym", "peft")
-ELSEWHERE = {
+EXCLUDED_OPTIONS = {
     *(
         "model",
         "tokenizer",
@@ -34,10 +34,10 @@ ELSEWHERE = {
         "directory",
         "sampler.folder",
     ),
-    *("task", "data", "map", "skip_bad_rows", "decontaminate", "held_out", "algorithm.samples_per_prompt"),
+    *("task", "data", "map", "skip_bad_rows", "decontaminate", "eval/reward", "algorithm.samples_per_prompt"),
 }
 """Options that are no settings: files and code, which are compared by what is in them, places, and what another option repeats."""
-BESIDE = (
+NON_LEARNING_PREFIXES = (
     "steps",
     "track",
     "checkpoint.",
@@ -48,23 +48,23 @@ BESIDE = (
     "sampler.heartbeat",
 )
 """How options begin that change nothing of what is learned from a step, but `rewards.memory`."""
-Began = Mapping[str, Mapping[str, Any]]
+Fingerprint = Mapping[str, Mapping[str, Any]]
 
 
-def began(config: Any, device: str, code: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """By kind: files and code by their sha256, settings, versions. code: modules of one's own, loaded by now, and files, by the
     names that the run has for them."""
-    data = {name: getattr(config, name, None) for name in ("task", "held_out")}
+    data = {name: getattr(config, name, None) for name in ("task", "eval/reward")}
     directory = config.directory
     return {
-        "files": {name: sha for name, path in data.items() if (sha := digest(path, directory))},
+        "files": {name: sha for name, path in data.items() if (sha := digest_data(path, directory))},
         "code": {name: sha for name, place in (code or {}).items() if (sha := _sha(_source(place)))},
         "settings": dict(_settings(config)),
         "versions": {**{name: found for name in PACKAGES if (found := _version(name))}, "device": device},
     }
 
 
-def noticed(before: Began, now: Began, config: Any, folder: Path) -> list[str]:
+def compare_fingerprints(before: Fingerprint, now: Fingerprint, config: Any, folder: Path) -> list[str]:
     """What is worth saying of a run that goes on, in words.
 
     Raises:
@@ -85,14 +85,14 @@ def noticed(before: Began, now: Began, config: Any, folder: Path) -> list[str]:
         )
     bitwise = "; the run goes on, and no longer bit for bit as it would have"
     if changes := _changes(before["settings"], now["settings"]):
-        learned = any(name == "rewards.memory" or not name.startswith(BESIDE) for name in changes)
+        learned = any(name == "rewards.memory" or not name.startswith(NON_LEARNING_PREFIXES) for name in changes)
         said.append(f"set otherwise than at the checkpoint: {', '.join(changes.values())}" + bitwise * learned)
     if changes := _changes(before["versions"], now["versions"]):
         said.append(f"another than at the checkpoint: {', '.join(changes.values())}{bitwise}")
     return said
 
 
-def changed_options(before: Began, now: Began) -> list[str]:
+def list_changed_options(before: Fingerprint, now: Fingerprint) -> list[str]:
     """Return each option that is set otherwise than before, as `lr 0.01 -> 0.003`."""
     return [*_changes(before["settings"], now["settings"]).values()]
 
@@ -111,11 +111,13 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every option by its name, with a dot those of a group; the algorithm's parts as text, without folders."""
     for f in fields(config):
         name, value = f"{prefix}{f.name}", getattr(config, f.name)
-        if name in ELSEWHERE:
+        if name in EXCLUDED_OPTIONS:
             continue
         if isinstance(value, Algorithm):
-            parts = {f"{name}.{field}": short(part) for field, part in algorithm_to_dict(value).items()}
-            yield from ((key, re.sub(r"[^\s,=(]*/", "", text)) for key, text in parts.items() if key not in ELSEWHERE)
+            parts = {f"{name}.{field}": format_option(part) for field, part in algorithm_to_dict(value).items()}
+            yield from (
+                (key, re.sub(r"[^\s,=(]*/", "", text)) for key, text in parts.items() if key not in EXCLUDED_OPTIONS
+            )
         elif is_dataclass(value):
             yield from _settings(value, f"{name}.")
         else:

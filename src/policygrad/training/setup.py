@@ -14,80 +14,82 @@ from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
 from policygrad.environments import EnvironmentFactory, SingleTurn
-from policygrad.environments.base import TIMEOUT
-from policygrad.environments.registry import chosen_environment
+from policygrad.environments.base import DEFAULT_TIMEOUT
+from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.base import Learner
-from policygrad.learners.fsdp.torchrun import check_alone
+from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.models.adapters import adapt, adapters_of
+from policygrad.models.adapters import adapter_configs, add_adapters
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.moe_routing import Routing
-from policygrad.models.replica import load_reference, replica
+from policygrad.models.replica import clone_model, load_reference
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rewards import Reward, RewardPool, resolve
+from policygrad.rewards import Reward, RewardPool, resolve_reward
 from policygrad.rewards.builtin import StepEnd
-from policygrad.rewards.config import Rewarding
-from policygrad.rewards.workers.pool import Pool
-from policygrad.rollout.demonstrations import COLUMN, WAY_OUT, check_rows
+from policygrad.rewards.config import RewardConfig
+from policygrad.rewards.workers.pool import RewardScorer
+from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
 from policygrad.rollout.rollouter import Rollouter
-from policygrad.rollout.scoring import unrewarded
-from policygrad.samplers.base import Closing, Sampler
+from policygrad.rollout.scoring import zero_rewards
+from policygrad.samplers.base import AsyncCloseable, Sampler
 from policygrad.samplers.config import LOCAL
-from policygrad.samplers.engines.registry import FOLDER, engine_of
+from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.base import Task
-from policygrad.tasks.rows import Reading
-from policygrad.training.config.paths import located, rewards_of
+from policygrad.tasks.rows import RowOptions
+from policygrad.training.config.paths import resolve_paths, resolve_rewards
 from policygrad.training.config.run import Run
-from policygrad.utils.async_runner import Waiter
-from policygrad.utils.progress import Phase, nobody
-from policygrad.utils.user_code import load_own
+from policygrad.utils.async_runner import AsyncRunner
+from policygrad.utils.progress import ProgressCallback, ignore_progress
+from policygrad.utils.user_code import load_object
 
 if TYPE_CHECKING:
-    from policygrad.learners.fsdp.processes import Places
+    from policygrad.learners.fsdp.processes import WorkerLauncher
 
 
 # How a run reads its data: the map it names, loaded.
 
 
-def row_reading(map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> Reading:
+def load_row_options(map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> RowOptions:
     """With a function, or the one that is so called.
 
     Raises:
         ConfigError: no such file or function, or what is none.
     """
-    found = load_own(map, "--map") if isinstance(map, str) else map
+    found = load_object(map, "--row-map") if isinstance(map, str) else map
     if found is not None and not callable(found):
-        raise ConfigError(f"--map {map} is no function: give one that takes a row, a dict, and returns a row or None")
-    return Reading(found, skip_bad_rows, decontaminate)
+        raise ConfigError(
+            f"--row-map {map} is no function: give one that takes a row, a dict, and returns a row or None"
+        )
+    return RowOptions(found, skip_bad_rows, decontaminate)
 
 
 # Who does a run's work where that is not this process and those that it starts: the actors of a cluster, say.
 
 
 @dataclass(frozen=True)
-class Hosts:
+class Placement:
     """What is None is done here. None of it is part of the run: where work is done changes nothing that comes of it."""
 
     sampler: Callable[[nn.Module, Tokenizer], Sampler] | None = None
     """Makes what draws completions, in the place of this process; not that of an engine."""
-    pool: Callable[[Sequence[Reward], Rewarding, Phase], Pool] | None = None
+    reward_pool: Callable[[Sequence[Reward], RewardConfig, ProgressCallback], RewardScorer] | None = None
     """Makes what judges."""
     environment: Callable[[EnvironmentFactory], EnvironmentFactory] | None = None
     """From what makes a run's environments to what makes them elsewhere."""
-    places: Places | None = None
+    learner_processes: WorkerLauncher | None = None
     """Where the processes that learn together are."""
-    words: str = ""
+    cli_flags: str = ""
     """The options that have a command do it there."""
 
 
-HERE = Hosts()
+LOCAL_PLACEMENT = Placement()
 
 
-LOOKED_AT = 64
+PROBE_EXAMPLES = 64
 """Examples of a task that makes them, of which one must have what the algorithm learns from."""
 SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
 """From the run's model and tokenizer to what samples: an engine, or a wrapper around one."""
@@ -112,12 +114,12 @@ class Needed:
     seed: int = 0
     dtype: str = "fp32"
     device: str = "auto"
-    rewards: Rewarding = field(default_factory=Rewarding)
-    phase: Phase = nobody
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    phase: ProgressCallback = ignore_progress
     """Is told what rewards, servers or environments are waited for."""
     sampler: Sampler | SamplerFactory | None = None
     environment: EnvironmentFactory | None = None
-    environment_timeout: float = TIMEOUT
+    environment_timeout: float = DEFAULT_TIMEOUT
     routing_replay: bool = False
     engine: SamplerFactory | None = None
     """What makes the sampler that the configuration names; None = this process."""
@@ -131,7 +133,7 @@ class Needed:
     skip_bad_rows: bool = False
     decontaminate: int = 0
     """Words in a row that a training prompt may not share with a held-out one."""
-    pool: Callable[[Sequence[Reward], Rewarding, Phase], Pool] | None = None
+    pool: Callable[[Sequence[Reward], RewardConfig, ProgressCallback], RewardScorer] | None = None
     """Makes what judges; None = workers of this process."""
 
 
@@ -140,23 +142,23 @@ class Resources:
     """Everything loaded."""
 
     task: Task
-    rewards: tuple[str, ...]
+    reward_names: tuple[str, ...]
     """In words."""
     model: nn.Module
     tokenizer: Tokenizer
     rollouter: Rollouter
-    scored: bool = True
+    has_rewards: bool = True
     """Whether answers are worth anything; False = only a teacher grades them."""
 
 
-def load(stack: ExitStack, needed: Needed) -> Resources:
+def load_resources(stack: ExitStack, needed: Needed) -> Resources:
     """The reward workers, and the loop that awaits a sampler, live as long as `stack`.
 
     Raises:
         PolicygradError: what does not exist or does not fit, with the way out.
     """
-    how = row_reading(needed.map, needed.skip_bad_rows, needed.decontaminate)
-    task = load_task(needed.task, seed=needed.seed, held_out=needed.held_out, reading=how)
+    how = load_row_options(needed.map, needed.skip_bad_rows, needed.decontaminate)
+    task = load_task(needed.task, seed=needed.seed, eval_data=needed.held_out, row_options=how)
     if needed.environment is not None and (needed.step_end or "step_end" in (needed.needs or ())):
         raise ConfigError(
             "the algorithm looks at the reasoning steps of an answer, and an episode of an environment has turns: take a task of "
@@ -180,27 +182,27 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
         lora=needed.lora,
         seed=needed.seed,
     )
-    tokenizer = policy_tokenizer(needed.model, needed.tokenizer, model, trust)
+    tokenizer = load_policy_tokenizer(needed.model, needed.tokenizer, model, trust)
     for example in task.rows:  # a prompt too long for the model is better found now than in a week
         tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
     if "demonstration" in (needed.needs or ()):
-        check_rows(task.rows, tokenizer, needed.max_tokens)
-    waiter, sampler = stack.enter_context(Waiter()), _sampler(needed, model, tokenizer)
-    if isinstance(sampler, Closing):
+        check_demonstrations(task.rows, tokenizer, needed.max_tokens)
+    waiter, sampler = stack.enter_context(AsyncRunner()), _sampler(needed, model, tokenizer)
+    if isinstance(sampler, AsyncCloseable):
         stack.callback(lambda: waiter(_closed(sampler)))
     rollouter = Rollouter(
-        task.train,
+        task.train_example,
         tokenizer,
         sampler,
-        pool.score if pool else None if scored else unrewarded,
+        pool.score if pool else None if scored else zero_rewards,
         needed.seed,
-        pool.steps if pool and any(reward.process_reward for reward in chosen) else None,
+        pool.score_steps if pool and any(reward.process_reward for reward in chosen) else None,
         needed.environment or SingleTurn,
         waiter,
         pool,
         needed.environment_timeout,
         needed.phase,
-        not needed.rewards.patience,
+        not needed.rewards.max_failed_steps,
     )
     names = tuple(_in_words(reward, needed.needs) for reward in chosen) or (
         "the environment's own" if scored else "none",
@@ -208,24 +210,24 @@ def load(stack: ExitStack, needed: Needed) -> Resources:
     return Resources(task, names, model, tokenizer, rollouter, scored)
 
 
-def _pool(chosen: tuple[Reward, ...], needed: Needed) -> Pool:
+def _pool(chosen: tuple[Reward, ...], needed: Needed) -> RewardScorer:
     asked = needed.rewards
     if needed.pool is not None:
         return needed.pool(chosen, asked, needed.phase)
     return RewardPool(
         chosen,
-        workers=asked.workers,
-        budget=asked.budget,
+        num_workers=asked.num_workers,
+        timeout=asked.timeout,
         memory=asked.memory,
         sandbox=asked.sandbox,
         environment=asked.environment,
         show_output=asked.show_output,
-        phase=needed.phase,
-        patient=not asked.patience,
+        progress=needed.phase,
+        tolerate_unresponsive=not asked.max_failed_steps,
     )
 
 
-def policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
+def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer that was asked for, or the model's own.
 
     Raises:
@@ -244,10 +246,12 @@ def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
             "the algorithm learns from demonstrations, which are answers, and an episode of an environment has turns: take a task "
             "of prompts and answers, or an algorithm without demonstrations, such as grpo"
         )
-    seen = task.rows or [task.train(index) for index in range(LOOKED_AT)]
-    if all(example.columns.get(COLUMN) is None for example in seen):
-        which = "no row" if task.rows else f"none of the first {LOOKED_AT} examples"
-        raise ConfigError(f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {WAY_OUT}")
+    seen = task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
+    if all(example.columns.get(DEMONSTRATION_COLUMN) is None for example in seen):
+        which = "no row" if task.rows else f"none of the first {PROBE_EXAMPLES} examples"
+        raise ConfigError(
+            f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {DEMONSTRATION_HINT}"
+        )
 
 
 def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
@@ -267,10 +271,12 @@ def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
 
 def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
     given = needed.sampler or needed.engine
-    model = replica(model) if needed.apart and (given is None or callable(given)) else model
+    model = clone_model(model) if needed.apart and (given is None or callable(given)) else model
     if given is None:
-        return LocalSampler.of(model, tokenizer, Routing.of(model) if needed.routing_replay else None)
-    sampler = made(given, Sampler, model, tokenizer)
+        return LocalSampler.from_tokenizer(
+            model, tokenizer, Routing.for_model(model) if needed.routing_replay else None
+        )
+    sampler = call_factory(given, Sampler, model, tokenizer)
     if not isinstance(sampler, Sampler):
         raise ConfigError(
             f"sampler is {sampler!r}: give an object with `async generate(requests)` and `async update(weights)`, see "
@@ -279,13 +285,13 @@ def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
     return sampler
 
 
-async def _closed(sampler: Closing) -> None:
+async def _closed(sampler: AsyncCloseable) -> None:
     found: object = sampler.close()
     if isinstance(found, Awaitable):  # one of somebody's own may close at once
         await found
 
 
-def made(given: object, kind: type, *args: object) -> object:
+def call_factory(given: object, kind: type, *args: object) -> object:
     """What was given, or what it makes of `args`: a class is a factory, though a protocol takes it for one of its instances."""
     factory = callable(given) and (isinstance(given, type) or not isinstance(given, kind))
     return given(*args) if factory else given  # type: ignore[operator]
@@ -306,7 +312,7 @@ def pick_device(name: str) -> str:
     return name
 
 
-def reward_names(task: Task, chosen: tuple[str, ...]) -> tuple[str, ...]:
+def get_reward_names(task: Task, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """The rewards asked for, or the task's own.
 
     Raises:
@@ -329,7 +335,7 @@ def choose_rewards(
         RunError: nothing to score the outcome, or nothing to say where steps end for an algorithm that asks; and what would
             be ignored.
     """
-    named = tuple(resolve(name) for name in chosen)
+    named = tuple(resolve_reward(name) for name in chosen)
     steps = tuple(reward for reward in named if reward.process_reward)
     outcome = tuple(reward for reward in named if not reward.process_reward)
     if steps and needs is None:
@@ -344,10 +350,10 @@ def choose_rewards(
     if step_end is not None:
         steps = (Reward("step_end", StepEnd(step_end), process_reward=True),)
     elif needs is not None and "step_end" in needs and not steps:
-        steps = tuple(resolve(name) for name in task.steps)
+        steps = tuple(resolve_reward(name) for name in task.steps)
         if not steps:
             raise RunError(_no_steps(task, needs))
-    return (*(outcome or tuple(resolve(name) for name in reward_names(task, ()))), *steps)
+    return (*(outcome or tuple(resolve_reward(name) for name in get_reward_names(task, ()))), *steps)
 
 
 def _no_steps(task: Task, needs: frozenset[str]) -> str:
@@ -374,23 +380,23 @@ def needed_for(
     run: Run,
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
-    phase: Phase = nobody,
-    hosts: Hosts = HERE,
+    phase: ProgressCallback = ignore_progress,
+    hosts: Placement = LOCAL_PLACEMENT,
 ) -> Needed:
     """What a run is to load."""
-    rewards, run = rewards_of(run), located(run)
-    engine = engine_of(run.sampler, Path(run.output or ".") / FOLDER, run.sampling, sampler, phase)
-    world = chosen_environment(run.environment, environment)
+    rewards, run = resolve_rewards(run), resolve_paths(run)
+    engine = make_engine_factory(run.sampler, Path(run.output or ".") / WEIGHTS_FOLDER, run.sampling, sampler, phase)
+    world = resolve_environment(run.environment, environment)
     return Needed(
         run.model,
         run.task,
         run.sampling.max_tokens,
         tokenizer=run.tokenizer,
         reward=rewards,
-        needs=run.algorithm.declared,
+        needs=run.algorithm.all_needs,
         reads_reward=run.algorithm.reads_reward,
         step_end=run.step_end,
-        held_out=run.held_out,
+        held_out=run.eval_data,
         seed=run.seed,
         dtype=run.learner.dtype,
         device=run.learner.device,
@@ -401,49 +407,59 @@ def needed_for(
         environment=world if world is None or hosts.environment is None else hosts.environment(world),
         environment_timeout=run.environment_timeout,
         routing_replay=run.learner.routing_replay,
-        apart=run.staleness > 0 and not run.streams,
+        apart=run.max_staleness > 0 and not run.publishes_sharded,
         trust_remote_code=run.trust_remote_code,
         lora=run.learner.adapters,
-        map=run.map,
+        map=run.row_map,
         skip_bad_rows=run.skip_bad_rows,
         decontaminate=run.decontaminate,
-        pool=hosts.pool,
+        pool=hosts.reward_pool,
     )
 
 
 # What learns in a run, and how it goes on from a checkpoint.
 
 LearnerFactory = Callable[[nn.Module, Run], Learner]
-"""From the run's model and its configuration to what learns: `local_learner`, or a wrapper around it."""
+"""From the run's model and its configuration to what learns: `make_local_learner`, or a wrapper around it."""
 
 
-def local_learner(model: nn.Module, run: Run, hosts: Hosts = HERE) -> Learner:
-    """The learner of a run: in this process, and in `learner.ranks` − 1 others. hosts: where those are, and who draws.
+def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_PLACEMENT) -> Learner:
+    """The learner of a run: in this process, and in `learner.world_size` − 1 others. hosts: where those are, and who draws.
 
     Raises:
         ModelError: a reference that is named and cannot be read, or has not the policy's tokenizer.
         ConfigError: a process of torchrun's that would learn for itself.
     """
-    check_alone(run.learner.ranks)
+    check_not_torchrun(run.learner.world_size)
     named = run.algorithm.reference.model if run.algorithm.reference is not None else None
     reference: nn.Module | None = None
     if named is not None:
-        tokenizer = policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
+        tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
         device = str(next(model.parameters()).device)
         reference = load_reference(
             named, tokenizer, dtype=run.learner.dtype, device=device, trust_remote_code=run.trust_remote_code
         )
-        if run.learner.adapters is not None and run.algorithm.reward_model is not None and not adapters_of(reference):
-            reference = adapt(reference, run.learner.adapters, seed=run.seed).requires_grad_(
+        if (
+            run.learner.adapters is not None
+            and run.algorithm.reward_model is not None
+            and not adapter_configs(reference)
+        ):
+            reference = add_adapters(reference, run.learner.adapters, seed=run.seed).requires_grad_(
                 False
             )  # what learns begins as it
     make: Callable[..., Learner] = LocalLearner
-    if run.learner.ranks > 1:  # torch.distributed takes a while to import
-        from policygrad.learners.fsdp.controller import ranked_learner
+    if run.learner.world_size > 1:  # torch.distributed takes a while to import
+        from policygrad.learners.fsdp.controller import start_fsdp_learner
 
-        samples = run.sampler.engine == LOCAL and not run.staleness and hosts.sampler is None
+        samples = run.sampler.engine == LOCAL and not run.max_staleness and placement.sampler is None
         folder = Path(run.output) if run.output else None
-        make = partial(ranked_learner, samples=samples, streams=run.streams, folder=folder, places=hosts.places)
+        make = partial(
+            start_fsdp_learner,
+            samples=samples,
+            streams=run.publishes_sharded,
+            folder=folder,
+            places=placement.learner_processes,
+        )
     return make(
         model,
         run.algorithm,
@@ -456,22 +472,22 @@ def local_learner(model: nn.Module, run: Run, hosts: Hosts = HERE) -> Learner:
     )
 
 
-def learner_of(given: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
+def build_learner(given: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
     """What was given, or what it makes of model and run.
 
     Raises:
         ConfigError: neither is a learner.
     """
-    learner = made(given, Learner, model, run)
+    learner = call_factory(given, Learner, model, run)
     if not isinstance(learner, Learner):
         raise ConfigError(
             f"learner is {learner!r}: give a function of (model, run) that returns what policygrad.Learner describes "
-            "(evaluate, update, publish, version, state, restore), such as pg.local_learner"
+            "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
         )
     return learner
 
 
-def put_back(
+def restore_learner(
     restore: Callable[[Mapping[str, Tensor], Mapping[str, Any]], None],
     saved: Checkpoint,
     tensors: Mapping[str, Tensor],
@@ -491,4 +507,4 @@ def put_back(
             f"or train anew from its model, --model {folder}"
         ) from error
     except RuntimeError as error:
-        raise RunError(f"{saved.path} does not fit the model {run.named('model')!r}: {error}") from error
+        raise RunError(f"{saved.path} does not fit the model {run.describe_option('model')!r}: {error}") from error

@@ -25,7 +25,7 @@ class BlockedError(BaseException):
     """Raised by a signal inside of work that blocks the event loop; no `Exception`, so that no retry in there catches it."""
 
 
-async def within(seconds: float, work: Awaitable[T]) -> T:
+async def await_with_timeout(timeout: float, work: Awaitable[T]) -> T:
     """Await work in a task of its own, for so many seconds at most.
 
     The caller is never held up: work that ignores its cancellation is left behind, whether it is overdue or the caller itself was
@@ -34,9 +34,9 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     Raises:
         OverdueError: it was not over in time.
     """
-    task = asyncio.ensure_future(contained(work))
+    task = asyncio.ensure_future(contain_exit(work))
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        await asyncio.wait({task}, timeout=timeout)
     finally:
         if not task.done():
             _LEFT.add(task)
@@ -46,17 +46,17 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
         else:
             _forget(task)
     if not task.done():
-        raise OverdueError(f"not over within {seconds:g} seconds")
+        raise OverdueError(f"not over within {timeout:g} seconds")
     if task.cancelled():
         raise RuntimeError("CancelledError")
     return task.result()
 
 
-async def contained(work: Awaitable[T]) -> T:
+async def contain_exit(work: Awaitable[T]) -> T:
     """Await work that may raise anything, so that its `SystemExit` is an `Exception`.
 
     Raises:
-        OverdueError: a signal has interrupted it, see `interrupts`.
+        OverdueError: a signal has interrupted it, see `is_inside_contained`.
     """
     try:
         return await work
@@ -66,11 +66,11 @@ async def contained(work: Awaitable[T]) -> T:
         raise OverdueError("it blocked the event loop") from error
 
 
-def interrupts(frame: FrameType | None) -> bool:
-    """Whether a signal that came at this frame came inside of work that `contained` awaits, where a BlockedError may be raised."""
-    if frame is None or frame.f_code is contained.__code__:
+def is_inside_contained(frame: FrameType | None) -> bool:
+    """Whether a signal that came at this frame came inside of work that `contain_exit` awaits, where a BlockedError may be raised."""
+    if frame is None or frame.f_code is contain_exit.__code__:
         return False
-    while frame is not None and frame.f_code is not contained.__code__:
+    while frame is not None and frame.f_code is not contain_exit.__code__:
         frame = frame.f_back
     return frame is not None
 
@@ -81,7 +81,7 @@ def _forget(task: asyncio.Future[Any]) -> None:
         task.exception()  # else asyncio reports that nobody has read it
 
 
-class Waiter:
+class AsyncRunner:
     """Runs coroutines to their end in one loop, so that an engine's connections stay open between them. What several threads bring
     runs side by side: the loop is run by one of them, and when its own is over, by another whose is not.
 
@@ -205,7 +205,7 @@ def _in_thread(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=computing(target), daemon=True)
+    thread = threading.Thread(target=with_torch_threads(target), daemon=True)
     thread.start()
     try:
         thread.join()
@@ -217,7 +217,7 @@ def _in_thread(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]) -> T:
     return found[0]
 
 
-def computing(target: Callable[[], None]) -> Callable[[], None]:
+def with_torch_threads(target: Callable[[], None]) -> Callable[[], None]:
     """`target` for a thread of its own, where torch is to compute with as many threads as in this one.
 
     OpenMP keeps that number per thread, and a new one begins with the machine's: its products would be summed in another order,

@@ -24,7 +24,7 @@ from typing import IO, Any
 from policygrad.errors import RunError
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk. Raises OSError."""
     if path.is_dir() and os.name == "nt":  # Windows cannot open a directory; NTFS journals its names itself
         return
@@ -35,7 +35,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def as_others(folder: Path) -> None:
+def apply_default_permissions(folder: Path) -> None:
     """Gives every file below a folder the mode that any new file gets there: safetensors makes its own 0600, whatever the umask.
 
     Raises OSError.
@@ -54,17 +54,17 @@ def as_others(folder: Path) -> None:
 
 # Reads files that somebody else may have written: bounded in size, depth and range of numbers, and without waiting for anybody.
 
-LARGEST = 2**20
+MAX_CONFIG_BYTES = 2**20
 """Bytes of a configuration: a hundred times a run's, and what is parsed in no time."""
-LARGEST_LINE = 2**26
+MAX_LINE_BYTES = 2**26
 """Bytes of one JSON line, a completion of millions of tokens among them."""
-DEEPEST = 100
+MAX_DEPTH = 100
 """Brackets in brackets: a run's files have six, and Python's own parsers and writers fail near 1,000."""
 _LONG_NUMBER = re.compile(rb"\d{100}|[eE]\+?\d{3}")
 """Without one of these a number is below 1e200; inside of text it means nothing, and the numbers are looked at one by one."""
 
 
-class Unusable(ValueError):
+class UnusableDataError(ValueError):
     """A file that is well formed and cannot be used: nested too deeply, or with a number that no float holds."""
 
 
@@ -81,7 +81,7 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
-def text_of(path: Path, largest: int = LARGEST) -> str:
+def read_text_bounded(path: Path, largest: int = MAX_CONFIG_BYTES) -> str:
     """Read the text of a file, or of a pipe such as a shell's `<(…)`.
 
     Raises:
@@ -100,43 +100,43 @@ def text_of(path: Path, largest: int = LARGEST) -> str:
     return data.decode("utf-8-sig")
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file. Raises OSError: it cannot be read, is no regular file, or see `lines_in`."""
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file. Raises OSError: it cannot be read, is no regular file, or see `iter_lines`."""
     with open_regular(path) as file:
-        yield from lines_in(file)
+        yield from iter_lines(file)
 
 
-def lines_in(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines from here on. Raises OSError for a line of more than `LARGEST_LINE` bytes."""
-    while line := file.readline(LARGEST_LINE + 1):
-        if len(line) > LARGEST_LINE:
-            raise OSError(errno.EFBIG, f"a line of it is longer than {LARGEST_LINE >> 20} MiB; is it the right file?")
+def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines from here on. Raises OSError for a line of more than `MAX_LINE_BYTES` bytes."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"a line of it is longer than {MAX_LINE_BYTES >> 20} MiB; is it the right file?")
         yield line
 
 
-def read_json(path: Path, largest: int = LARGEST_LINE) -> Any:
+def read_json(path: Path, largest: int = MAX_LINE_BYTES) -> Any:
     """Parse a file that holds one JSON value.
 
     Raises:
-        OSError: as `text_of`.
+        OSError: as `read_text_bounded`.
         ValueError: it is not UTF-8 or no JSON. Unusable: see `parse_json`.
     """
-    return parse_json(text_of(path, largest))
+    return parse_json(read_text_bounded(path, largest))
 
 
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON that other programs can hold too.
 
     Raises:
-        ValueError: no JSON. Unusable: NaN, an infinity, a number that no float holds, or brackets nested deeper than `DEEPEST`.
+        ValueError: no JSON. Unusable: NaN, an infinity, a number that no float holds, or brackets nested deeper than `MAX_DEPTH`.
     """
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _number} if _LONG_NUMBER.search(data) else {}
     try:
         value = json.loads(text, parse_constant=_number, **hooks)
     except RecursionError:
-        raise Unusable(f"brackets in brackets, deeper than {DEEPEST}") from None
-    if data.count(b"[") + data.count(b"{") > DEEPEST:
+        raise UnusableDataError(f"brackets in brackets, deeper than {MAX_DEPTH}") from None
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     return value
 
@@ -145,13 +145,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
-        OSError, UnicodeDecodeError: as `text_of`. tomllib.TOMLDecodeError: no TOML.
-        ValueError: an integer of thousands of digits. Unusable: tables or brackets nested deeper than `DEEPEST`.
+        OSError, UnicodeDecodeError: as `read_text_bounded`. tomllib.TOMLDecodeError: no TOML.
+        ValueError: an integer of thousands of digits. Unusable: tables or brackets nested deeper than `MAX_DEPTH`.
     """
     try:
-        data = tomllib.loads(text_of(path))
+        data = tomllib.loads(read_text_bounded(path))
     except RecursionError:
-        raise Unusable("brackets in brackets, too deep") from None
+        raise UnusableDataError("brackets in brackets, too deep") from None
     _check_depth(data)
     return data
 
@@ -173,7 +173,7 @@ def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         shown = text if len(text) <= 20 else f"{text[:20]}… ({len(text)} digits)"
-        raise Unusable(f"{shown} is no finite number, or none that a float holds")
+        raise UnusableDataError(f"{shown} is no finite number, or none that a float holds")
     return value
 
 
@@ -181,15 +181,15 @@ def _check_depth(value: Any) -> None:
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
-        if depth > DEEPEST:
-            raise Unusable(f"brackets in brackets, deeper than {DEEPEST}")
+        if depth > MAX_DEPTH:
+            raise UnusableDataError(f"brackets in brackets, deeper than {MAX_DEPTH}")
         level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
 
 
 # Files and folders that are whole on the disk, or as they were.
 
 
-def install(temporary: Path, final: Path) -> Path:
+def install_folder(temporary: Path, final: Path) -> Path:
     """Rename a folder into place. One of the same name is first moved to `.old`, which loads just as well; its path."""
     old = final.with_name(final.name + ".old")
     if final.exists():
@@ -201,11 +201,11 @@ def install(temporary: Path, final: Path) -> Path:
         if old.exists():
             os.replace(old, final)
         raise
-    sync(final.parent)
+    fsync_path(final.parent)
     return old
 
 
-def is_full(error: Exception) -> bool:
+def is_disk_full(error: Exception) -> bool:
     """Whether it was for want of space that something could not be written; safetensors wraps the OSError in its own."""
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     return full or re.search(r"os error (28|122)\b", str(error)) is not None
@@ -232,41 +232,41 @@ try:
 except ImportError:  # not a Unix: what the file says is then nobody's promise, and nobody is refused
     fcntl = None  # type: ignore[assignment]
 
-LOCKS = fcntl is not None
+HAS_FILE_LOCKS = fcntl is not None
 """Whether this system has such locks."""
-LOOK = 0.2
+LOCK_POLL_SECONDS = 0.2
 """Seconds between tries for a lock that is waited for."""
-SHOWN = 200
+MAX_SHOWN_COMMAND = 200
 """Characters of another process's command that are shown."""
-WAIT = "wait for it, or stop it; two would do everything twice"
+WAIT_HINT = "wait for it, or stop it; two would do everything twice"
 _LARGEST = 2**20
 """Bytes of a lock's file that are read: a command line has as many at most."""
 _NONE_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def locked(path: Path, *, way_out: str = WAIT, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
+def hold_lock(path: Path, *, hint: str = WAIT_HINT, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
     """Holds the file, for which it waits as long as `wait` says so. A child that is given the descriptor holds it too.
 
     Raises:
         RunError: another process holds it, or it cannot be opened or written.
     """
     try:
-        file = take(path, way_out=way_out, wait=wait)
+        file = acquire_lock(path, hint=hint, wait=wait)
     except OSError as error:
         raise RunError(f"{path} cannot be locked: {error.strerror}; see to it, or delete it") from error
     with file:
         try:
-            sign(file)
+            write_lock_owner(file)
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}; see to it") from error
         yield file
 
 
-def take(
+def acquire_lock(
     path: Path,
     *,
-    way_out: str = WAIT,
+    hint: str = WAIT_HINT,
     wait: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda text: None,
 ) -> IO[bytes]:
@@ -283,8 +283,8 @@ def take(
         try:
             while not _taken(file, path, note):
                 if not wait():
-                    raise RunError(f"another process is at work on {path.parent}{_words(file)}: {way_out}")
-                time.sleep(LOOK)
+                    raise RunError(f"another process is at work on {path.parent}{_words(file)}: {hint}")
+                time.sleep(LOCK_POLL_SECONDS)
             if _is(file, path):
                 return file
         except BaseException:
@@ -294,7 +294,7 @@ def take(
 
 
 def _taken(file: IO[bytes], path: Path, note: Callable[[str], None]) -> bool:
-    if not LOCKS:
+    if not HAS_FILE_LOCKS:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,7 +315,7 @@ def _is(file: IO[bytes], path: Path) -> bool:
         return False
 
 
-def sign(file: IO[bytes]) -> None:
+def write_lock_owner(file: IO[bytes]) -> None:
     """Writes who holds it, for others to read; it means nothing once this process is gone. Raises OSError."""
     program = Path(sys.argv[0])
     command = shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]])
@@ -336,7 +336,7 @@ def _words(file: IO[bytes]) -> str:
     try:
         who = parse_json(file.read(_LARGEST))
         command = str(who["command"])
-        command = command if len(command) <= SHOWN else f"{command[:SHOWN]} …"
+        command = command if len(command) <= MAX_SHOWN_COMMAND else f"{command[:MAX_SHOWN_COMMAND]} …"
         return f" (pid {who['pid']} on {who['host']}, since {who['since']}: {command})"
     except (ValueError, KeyError, TypeError):
         return ""

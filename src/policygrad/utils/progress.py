@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-Phase = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """Told what happens now, and how far it is: answers so far, of how many. "" = it is over."""
 
 
-def nobody(text: str, done: int, total: int) -> None:
+def ignore_progress(text: str, done: int, total: int) -> None:
     """Told, and says nothing."""

@@ -14,13 +14,13 @@ from typing import Any, Self
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Ctrl-C, a scheduler's word, a terminal that has gone; as many of them as the system has."""
-AGAIN = 0.5
+DUPLICATE_WINDOW_SECONDS = 0.5
 """Seconds in which signals are one: `timeout`, shells, terminals and torchrun send theirs to a process and to its group."""
 _LOOKS = 0.01
 """Seconds between looks at whether an import is over."""
 
 
-class Handling:
+class SignalHandlers:
     """A context in which these signals call `handler`, which may raise, in the main thread; outside of that it changes nothing.
     What handled them before does so again afterwards. A SIGHUP that is ignored (nohup) stays ignored.
 
@@ -73,7 +73,7 @@ class Handling:
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if _imports(frame) <= self._imports or now - self._waiting.get(number, now) > AGAIN:
+        if _imports(frame) <= self._imports or now - self._waiting.get(number, now) > DUPLICATE_WINDOW_SECONDS:
             self._waiting.pop(number, None)
             self._handler(number, frame)
         elif number not in self._waiting:

@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 from policygrad.errors import ConfigError
 
 
-def is_own(name: str) -> bool:
+def is_user_reference(name: str) -> bool:
     """Whether a name is one of a module or a file, not of policygrad."""
     return ":" in name or name.endswith(".py")
 
 
-def load_own(name: str, what: str, kind: type | tuple[type, ...] | None = None) -> Any:
-    """The object called `name`.
+def load_object(name: str, what: str, kind: type | tuple[type, ...] | None = None) -> Any:
+    """The object called `option_name`.
 
     what: begins the message of a refusal. kind: what is looked for; it says which names are near, the caller checks what it gets.
 
@@ -47,7 +47,7 @@ def load_module(path: str, what: str) -> Any:
     """The module of a name or of a file; one in the current folder counts, as it would for a script there.
 
     Raises:
-        ConfigError: as `load_own`.
+        ConfigError: as `load_object`.
     """
 
     if path.endswith(".py"):
@@ -58,7 +58,7 @@ def load_module(path: str, what: str) -> Any:
         module = load_file(str(file), what)
         _check_neighbours(file, what)
         return module
-    look_here(path)
+    add_cwd_to_path(path)
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -70,14 +70,14 @@ def load_module(path: str, what: str) -> Any:
         raise ConfigError(f"{what}: {path} needs the module {error.name!r}: install it") from error
     except (Exception, SystemExit) as error:
         origin = _file_of(error, path)
-        said = raised(error, origin)
+        said = describe_exception(error, origin)
         raise ConfigError(f"{what}: importing {origin or path} raised {said}; fix that first") from error
     _check_which(module, path, what)
     return module
 
 
-def address(kind: type) -> str:
-    """`module:Class`, or `/path/to/file.py:Class` of a file that was loaded as such: what `load_own` finds again."""
+def import_path(kind: type) -> str:
+    """`module:Class`, or `/path/to/file.py:Class` of a file that was loaded as such: what `load_object` finds again."""
 
     name = kind.__module__
     if name.startswith(FILE_MODULE):
@@ -85,7 +85,7 @@ def address(kind: type) -> str:
     return f"{name}:{kind.__qualname__}"
 
 
-def location(thing: Any) -> str:
+def find_definition(thing: Any) -> str:
     """`path/to/file.py:12` of a class or a function, from the current folder where it is below it; "" where there is no source."""
     try:
         file, (rows, line) = inspect.getsourcefile(thing), inspect.getsourcelines(thing)
@@ -95,7 +95,7 @@ def location(thing: Any) -> str:
     return f"{_shown(Path(file or ''))}:{line + decorators}"
 
 
-def assigned(name: str) -> str:
+def find_assignment(name: str) -> str:
     """`path/to/file.py:12` of the line that gives a module's `NAME = …`; of the file alone where no line does."""
     path, _, attribute = name.rpartition(":")
     file = getattr(load_module(path, name), "__file__", None)
@@ -184,7 +184,7 @@ FILE_MODULE = "policygrad_file_"
 """Begins the names of modules that are files which no import path leads to."""
 
 
-def look_here(module_name: str) -> None:
+def add_cwd_to_path(module_name: str) -> None:
     """Puts the current folder on the import path if it holds the module, as it would be for a script there."""
     top, here = module_name.partition(".")[0], Path.cwd()
     if top in sys.modules or str(here) in sys.path:
@@ -193,10 +193,10 @@ def look_here(module_name: str) -> None:
         sys.path.append(str(here))
 
 
-def imported(dotted: str) -> Callable[..., Any]:
+def import_function(dotted: str) -> Callable[..., Any]:
     """A function by its dotted path; a module in the current folder counts, as it would for a script there."""
     module_name, _, function = dotted.rpartition(".")
-    look_here(module_name)
+    add_cwd_to_path(module_name)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -279,11 +279,11 @@ def load_file(path: str, what: str = "reward") -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ConfigError(f"{what}: loading {path} raised {raised(error, path)}; fix that first") from error
+        raise ConfigError(f"{what}: loading {path} raised {describe_exception(error, path)}; fix that first") from error
     return module
 
 
-def raised(error: BaseException, path: str | None) -> str:
+def describe_exception(error: BaseException, path: str | None) -> str:
     """`KeyError: 'x' (line 7)`: what code of a user's raised, and where in the file it did."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:

@@ -20,22 +20,30 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
-from policygrad.models.adapters import PREFIX, WEIGHTS, adapters_of, merged_tensors
+from policygrad.models.adapters import ADAPTER_WEIGHTS, PEFT_PREFIX, adapter_configs, iter_merged_tensors
 from policygrad.models.lora_config import ADAPTER_FILE
-from policygrad.utils.filesystem import as_others, sync
-from policygrad.weight_sync.base import BUCKET, Gathered, Published, likes, merged_one_by_one, portions, with_another
+from policygrad.utils.filesystem import apply_default_permissions, fsync_path
+from policygrad.weight_sync.base import (
+    BUCKET_BYTES,
+    LazyStateDict,
+    PublishedWeights,
+    merge_adapters_lazily,
+    split_by_bytes,
+    tensor_specs,
+    with_alias,
+)
 
-CURRENT = "current.json"
+CURRENT_FILE = "current.json"
 """Names the version to serve: {"name": …, "version": …}; servers that watch the folder read it."""
-LOG = "server.log"
+SERVER_LOG = "server.log"
 """What a server that was started here has said."""
 _NAME = re.compile(r"(\.tmp-)?v\d{8,}-[0-9a-f]{8}")
-Write = Callable[[Mapping[str, Tensor], Path], None]
+WeightWriter = Callable[[Mapping[str, Tensor], Path], None]
 """Puts a policy's parameters into an empty folder, as an engine reads them."""
 
 
 @dataclass(frozen=True)
-class Publication:
+class WeightVersion:
     """One version as it lies on the disk."""
 
     name: str
@@ -48,10 +56,10 @@ class Publication:
 class VersionFolder:
     """The folder that servers read from; they see it under the same path."""
 
-    def __init__(self, root: Path, write: Write) -> None:
+    def __init__(self, root: Path, write: WeightWriter) -> None:
         self.root, self.write = root, write
 
-    def publish(self, weights: Published) -> Publication:
+    def publish(self, weights: PublishedWeights) -> WeightVersion:
         """Writes a version and names it as the current one; older ones stay until `sweep`.
 
         Raises:
@@ -62,20 +70,20 @@ class VersionFolder:
         try:
             temporary.mkdir(parents=True)
             self.write(weights.tensors, temporary)
-            as_others(temporary)  # a server may be another user's
+            apply_default_permissions(temporary)  # a server may be another user's
             for file in _files(temporary):  # before its name is
-                sync(file)
+                fsync_path(file)
             os.replace(temporary, final)
-            _replace(self.root / CURRENT, json.dumps({"name": name, "version": weights.version}))
+            _replace(self.root / CURRENT_FILE, json.dumps({"name": name, "version": weights.version}))
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise EngineError(
                 f"{final}: the weights for the engine cannot be written: {error}. See to it, or put them elsewhere, "
                 "--sampler.folder DIR"
             ) from error
-        return Publication(name, weights.version, final, sum(file.stat().st_size for file in _files(final)))
+        return WeightVersion(name, weights.version, final, sum(file.stat().st_size for file in _files(final)))
 
-    def sweep(self, current: Publication) -> None:
+    def remove_old_versions(self, current: WeightVersion) -> None:
         """Removes every version but this one, and what a killed process has left."""
         for path in self._versions():
             if path.name != current.name:
@@ -85,7 +93,7 @@ class VersionFolder:
         """All that was published, and the folder where nothing else is in it: the run is over, and its model saved elsewhere."""
         for path in self._versions():
             shutil.rmtree(path, ignore_errors=True)
-        for name in (CURRENT, LOG):
+        for name in (CURRENT_FILE, SERVER_LOG):
             (self.root / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.root.rmdir()
@@ -126,9 +134,9 @@ _ODD = (
 """Fields of PEFT's LoraConfig that make of an adapter more than B·A times lora_alpha / r for each module."""
 
 
-def unfit(model: nn.Module) -> str:
+def explain_unsupported_adapter(model: nn.Module) -> str:
     """Why no adapter of the model's can be given to an engine alone; "" = one can."""
-    configs = adapters_of(model)
+    configs = adapter_configs(model)
     if not configs:
         return "the model has no adapters, which --learner.lora puts in"
     if len(configs) > 1:
@@ -141,13 +149,13 @@ def unfit(model: nn.Module) -> str:
     return f"the model's adapters have {', '.join(odd)}, which not every engine serves" if odd else ""
 
 
-def adapter_writer(model: nn.Module) -> Write:
+def make_adapter_writer(model: nn.Module) -> WeightWriter:
     """model: with one adapter that is fit; what is written are its tensors among those that are published.
 
     Raises:
         EngineError: when it writes, for a learner that publishes no adapter.
     """
-    [(adapter, config)] = adapters_of(model).items()
+    [(adapter, config)] = adapter_configs(model).items()
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         from safetensors.torch import save_file
@@ -159,9 +167,9 @@ def adapter_writer(model: nn.Module) -> Write:
         }
         if not found:
             raise EngineError(
-                "the learner publishes no adapter: let publish() name its parameters, or take --sampler.publish whole"
+                "the learner publishes no adapter: let publish() name its parameters, or take --sampler.lora-sync whole"
             )
-        save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (folder / ADAPTER_FILE).write_text(json.dumps(_described(config, found), indent=2), encoding="utf-8")
 
     return write
@@ -169,8 +177,8 @@ def adapter_writer(model: nn.Module) -> Write:
 
 def _name(name: str, adapter: str) -> str:
     """In PEFT's file: …q_proj.lora_A.weight for …q_proj.lora_A.default.weight."""
-    plain = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name.removeprefix(PREFIX))
-    return PREFIX + plain
+    plain = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name.removeprefix(PEFT_PREFIX))
+    return PEFT_PREFIX + plain
 
 
 def _described(config: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -196,31 +204,31 @@ MODEL_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def safetensors_writer(model: Any, tokenizer: Any, *, head_too: bool = False) -> Write:
+def make_safetensors_writer(model: Any, tokenizer: Any, *, write_tied_head: bool = False) -> WeightWriter:
     """model: transformers' own, whose configuration is written, with the weights that are published; tokenizer: transformers' own.
     head_too: write an output head that is tied to the embeddings a second time, under its own name.
 
     Raises:
         EngineError: a model without a configuration, or one in four bits.
     """
-    check_whole(model)
-    head = tied_head(model) if head_too else None
+    check_exportable(model)
+    head = find_tied_head(model) if write_tied_head else None
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        every = without_adapters(model, tensors)
-        write_weights(every if head is None else with_another(every, *head), folder)
+        every = merge_adapters(model, tensors)
+        write_safetensors(every if head is None else with_alias(every, *head), folder)
 
     return write
 
 
-def write_weights(tensors: Mapping[str, Tensor], folder: Path, most: int = BUCKET) -> None:
+def write_safetensors(tensors: Mapping[str, Tensor], folder: Path, most: int = BUCKET_BYTES) -> None:
     """One file of safetensors, or where they are more than `most` bytes several and their index, as transformers names them. No
     more than a file's are held at a time."""
     from safetensors.torch import save_file
 
-    parts = portions(tensors, most)
+    parts = split_by_bytes(tensors, most)
     single = len(parts) == 1
     files = [MODEL_FILE if single else f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
     for file, names in zip(files, parts, strict=True):
@@ -229,15 +237,15 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, most: int = BUCKE
         del own  # before the next are gathered
     if single:
         return
-    size = sum(tensor.nbytes for tensor in likes(tensors).values())
+    size = sum(tensor.nbytes for tensor in tensor_specs(tensors).values())
     places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def save_gathered(model: Any, tensors: Gathered, folder: Path) -> None:
+def save_lazy_model(model: Any, tensors: LazyStateDict, folder: Path) -> None:
     """As `model.save_pretrained(folder)`, of a model without numbers: of one with adapters these alone, any other by its files."""
-    if adapters_of(model):
+    if adapter_configs(model):
         for module_name, module in model.named_modules():
             for key, p in module._parameters.items():
                 if p is not None and p.requires_grad:
@@ -250,32 +258,36 @@ def save_gathered(model: Any, tensors: Gathered, folder: Path) -> None:
     for about in (model.config, getattr(model, "generation_config", None)):
         if about is not None:
             about.save_pretrained(folder)
-    write_weights(tensors, folder)
+    write_safetensors(tensors, folder)
 
 
-def tied_head(model: Any) -> tuple[str, str] | None:
+def find_tied_head(model: Any) -> tuple[str, str] | None:
     """(the head's name, that of the embeddings whose tensor it is); None where it has one of its own."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
         return None
-    names = {id(module): name.removeprefix(PREFIX) for name, module in model.named_modules()}
+    names = {id(module): name.removeprefix(PEFT_PREFIX) for name, module in model.named_modules()}
     return f"{names[id(head)]}.weight", f"{names[id(embeddings)]}.weight"
 
 
-def without_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def merge_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The whole model's by name; where it has adapters, W + (α/r)·B·A for W, of the model's own tensors, which are those that are
     published, or of such as are gathered."""
-    if not adapters_of(model):
+    if not adapter_configs(model):
         return tensors
-    return merged_one_by_one(model, tensors) if isinstance(tensors, Gathered) else dict(merged_tensors(model))
+    return (
+        merge_adapters_lazily(model, tensors)
+        if isinstance(tensors, LazyStateDict)
+        else dict(iter_merged_tensors(model))
+    )
 
 
-def check_whole(model: Any) -> None:
+def check_exportable(model: Any) -> None:
     """Raises EngineError for a model whose weights an engine cannot be given."""
     if getattr(model, "is_quantized", False):
         raise EngineError(
             "weights in four bits cannot be published whole, as what is trained is not rounded like them: train without bits=4, "
-            "send the adapter alone to a server that has the same weights, --sampler.publish adapter, or take --sampler.engine "
+            "send the adapter alone to a server that has the same weights, --sampler.lora-sync adapter, or take --sampler.engine "
             "local"
         )
     if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from policygrad.errors import EngineError, ModelError, install_command
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.weight_sync.base import Gathered
-from policygrad.weight_sync.folder import Write, check_whole, without_adapters
+from policygrad.weight_sync.base import LazyStateDict
+from policygrad.weight_sync.folder import WeightWriter, check_exportable, merge_adapters
 
 # A model's shape and weights as GGUF, which llama.cpp reads.
 #
@@ -33,7 +33,7 @@ _PAIRS = ("LLAMA",)
 """Architectures that turn neighbouring pairs."""
 
 
-def unfit(model: Any) -> str:
+def explain_unsupported_model(model: Any) -> str:
     """Why a model of transformers' cannot be written; "" = it can."""
     config = model.config
     if config.model_type not in _KINDS:
@@ -46,7 +46,7 @@ def unfit(model: Any) -> str:
     return ""
 
 
-def package() -> Any:
+def import_gguf() -> Any:
     """The package `gguf`. Raises EngineError where it is missing."""
     try:
         import gguf
@@ -55,21 +55,21 @@ def package() -> Any:
     return gguf
 
 
-def rows(model: Any) -> int:
+def count_embedding_rows(model: Any) -> int:
     """Ids that the model reads."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 @contextmanager
-def writing(path: Path, model: Any, file_type: int = 0, *, spooled: bool = False) -> Iterator[Any]:
+def open_gguf_writer(path: Path, model: Any, file_type: int = 0, *, spooled: bool = False) -> Iterator[Any]:
     """A writer that knows the model's shape; the file is written when the context ends, with what was put in meanwhile.
 
     file_type: of the weights, by `gguf.LlamaFileType`; 0 = float32. spooled: what was put in waits in a temporary file, not in
     memory.
     """
-    gguf, config = package(), model.config
+    gguf, config = import_gguf(), model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[_KINDS[config.model_type]]], spooled)
-    _metadata(writer, config, rows(model), file_type)
+    _metadata(writer, config, count_embedding_rows(model), file_type)
     yield writer
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -83,7 +83,7 @@ def add_weights(writer: Any, model: Any, tensors: Mapping[str, Tensor], *, bf16:
     Raises:
         EngineError: a parameter that the architecture has no place for.
     """
-    gguf, config = package(), model.config
+    gguf, config = import_gguf(), model.config
     kind = _KINDS[config.model_type]
     if (scaling := _rope_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", scaling)
@@ -161,21 +161,21 @@ _ENDS = ("eos", "eot", "eom")
 """End tokens that a vocabulary can name; a client cuts at any others."""
 
 
-def gguf_writer(model: Any, end: frozenset[int]) -> Write:
+def make_gguf_writer(model: Any, end: frozenset[int]) -> WeightWriter:
     """model: transformers' own. end: ids that end a completion.
 
     Raises:
         EngineError: an architecture that is not written here, or the package `gguf` is missing.
     """
-    check_whole(model)
-    if reason := unfit(model):
+    check_exportable(model)
+    if reason := explain_unsupported_model(model):
         raise EngineError(f"{reason}: take --sampler.engine vllm, or local")
-    package()
+    import_gguf()
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-        with writing(folder / GGUF_FILE, model, spooled=isinstance(tensors, Gathered)) as writer:
-            _write_placeholder_vocabulary(writer, rows(model), end)
-            add_weights(writer, model, without_adapters(model, tensors))
+        with open_gguf_writer(folder / GGUF_FILE, model, spooled=isinstance(tensors, LazyStateDict)) as writer:
+            _write_placeholder_vocabulary(writer, count_embedding_rows(model), end)
+            add_weights(writer, model, merge_adapters(model, tensors))
 
     return write
 
@@ -185,7 +185,7 @@ def _write_placeholder_vocabulary(writer: Any, size: int, end: frozenset[int]) -
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"<{i}>" for i in range(size)])
-    writer.add_token_types([package().TokenType.NORMAL] * size)
+    writer.add_token_types([import_gguf().TokenType.NORMAL] * size)
     writer.add_token_merges(["< 0"])  # a list that is empty is refused
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
@@ -195,7 +195,7 @@ def _write_placeholder_vocabulary(writer: Any, size: int, end: frozenset[int]) -
 
 # A byte-level BPE tokenizer in the terms of llama.cpp: tokens with their kinds, merges, and the name of what cuts a text first.
 #
-# Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`llm_tokenizer_bpe`: the expressions; `load`: what else a name stands for) and
+# Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`llm_tokenizer_bpe`: the expressions; `load_reward_model`: what else a name stands for) and
 # conversion/base.py (`get_vocab_base`: the kinds of tokens). A file names its pre-tokenizer and cannot bring its own expression, so
 # what has no name there cannot be written.
 
@@ -226,11 +226,11 @@ punctuation."""
 _UNCUT = "superbpe"
 """Cuts at digits alone."""
 _SPARED = re.compile(r"(?:Ġ-?|[!-,./:-~])+")
-"""Tokens across which `EMBEDDED` never cuts: no digit, no line's end, and a hyphen only behind a space."""
+"""Tokens across which `EMBEDDED_MODEL` never cuts: no digit, no line's end, and a hyphen only behind a space."""
 
 
 @dataclass(frozen=True)
-class BytePairs:
+class BytePairVocabulary:
     """What llama.cpp is told of a tokenizer."""
 
     tokens: tuple[str, ...]
@@ -238,9 +238,9 @@ class BytePairs:
     kinds: tuple[int, ...]
     merges: tuple[str, ...]
     """`LEFT RIGHT`, the first one first."""
-    cut: str
+    pre_tokenizer: str
     """The pre-tokenizer's name."""
-    adds: tuple[bool, bool]
+    adds_bos_eos: tuple[bool, bool]
     """Whether the token that begins, and the one that ends, are put around a text."""
     special: Mapping[str, int]
     """bos, eos, eot, eom, pad, unk: ids of those that there are."""
@@ -248,8 +248,8 @@ class BytePairs:
     """The chat template; or several, each a dict with name and template."""
 
 
-def byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairs:
-    """The tokenizer of a model that reads `size` ids.
+def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
+    """The tokenizer of a model that reads `parse_size` ids.
 
     Raises:
         ModelError: anything that llama.cpp would cut, merge or normalise otherwise; more tokens than the model reads.
@@ -271,7 +271,7 @@ def byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairs:
     added, special = parts["added_tokens"], _special(tokenizer)
     adds = _around(tokenizer, special)
     tokens, kinds = _by_id(parts["model"]["vocab"], added, size, tokenizer.name)
-    return BytePairs(tokens, kinds, merges, cut, adds, special, _template(hf))
+    return BytePairVocabulary(tokens, kinds, merges, cut, adds, special, _template(hf))
 
 
 def _other(parts: Mapping[str, Any]) -> str:
@@ -344,8 +344,8 @@ def _by_id(
 def _special(tokenizer: Tokenizer) -> dict[str, int]:
     """The tokenizer's own end is the first of the ends; llama.cpp knows further ones by their texts."""
     hf = tokenizer.hf
-    own = hf.eos_token_id if hf.eos_token_id in tokenizer.end else min(tokenizer.end)
-    ends = [own, *sorted(tokenizer.end - {own})]
+    own = hf.eos_token_id if hf.eos_token_id in tokenizer.end_ids else min(tokenizer.end_ids)
+    ends = [own, *sorted(tokenizer.end_ids - {own})]
     found = {"bos": hf.bos_token_id, **dict(zip(("eos", "eot", "eom"), ends, strict=False))}
     found |= {"pad": hf.pad_token_id, "unk": hf.unk_token_id}
     return {name: int(number) for name, number in found.items() if number is not None}
@@ -380,7 +380,7 @@ _TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}
 """A precision to its name among `gguf.LlamaFileType`."""
 
 
-def write_gguf(final: Path, model: Any, words: BytePairs, *, name: str, dtype: str) -> None:
+def write_gguf(final: Path, model: Any, words: BytePairVocabulary, *, name: str, dtype: str) -> None:
     """The file, whole or not there. model: transformers' own, in float32. name: what the model is called. dtype: fp32 or bf16.
 
     Raises:
@@ -388,7 +388,7 @@ def write_gguf(final: Path, model: Any, words: BytePairs, *, name: str, dtype: s
     """
     temporary = final.with_name(f".tmp-{final.name}")
     try:
-        with writing(temporary, model, int(package().LlamaFileType[_TYPES[dtype]])) as writer:
+        with open_gguf_writer(temporary, model, int(import_gguf().LlamaFileType[_TYPES[dtype]])) as writer:
             writer.add_name(name)
             _write_byte_pair_vocabulary(writer, words)
             add_weights(writer, model, dict(model.named_parameters()), bf16=dtype == "bf16")
@@ -397,13 +397,13 @@ def write_gguf(final: Path, model: Any, words: BytePairs, *, name: str, dtype: s
         temporary.unlink(missing_ok=True)
 
 
-def _write_byte_pair_vocabulary(writer: Any, words: BytePairs) -> None:
+def _write_byte_pair_vocabulary(writer: Any, words: BytePairVocabulary) -> None:
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
-    writer.add_tokenizer_pre(words.cut)
+    writer.add_tokenizer_pre(words.pre_tokenizer)
     writer.add_token_list(list(words.tokens))
     writer.add_token_types(list(words.kinds))
     writer.add_token_merges(list(words.merges) or ["< 0"])  # a list that is empty is refused
-    begins, ends = words.adds
+    begins, ends = words.adds_bos_eos
     writer.add_add_bos_token(begins)
     writer.add_add_eos_token(ends)
     for name, token in words.special.items():

@@ -78,7 +78,7 @@ class Nccl:
             self._library = load(LIBRARY)
         except OSError as error:
             raise EngineError(
-                f"NCCL is not here ({error}): it comes with torch for CUDA on Linux. Publish by a folder, --sampler.transfer folder"
+                f"NCCL is not here ({error}): it comes with torch for CUDA on Linux. Publish by a folder, --sampler.weight-transport folder"
             ) from error
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
@@ -93,7 +93,7 @@ class Nccl:
         return bytes(found)
 
     def join(self, unique_id: bytes, size: int) -> int:
-        """The communicator of `size` processes; returns when all of them ask for it."""
+        """The communicator of `parse_size` processes; returns when all of them ask for it."""
         found = ctypes.c_void_p()
         self._call("ncclCommInitRank", ctypes.byref(found), size, _UniqueId.from_buffer_copy(unique_id), 0)
         assert found.value is not None
@@ -123,7 +123,7 @@ class Nccl:
 def _memory(tensor: Tensor) -> tuple[int, int, int]:
     """(address, elements, ncclDataType_t)."""
     if tensor.dtype not in TYPES:
-        raise EngineError(f"NCCL sends no {tensor.dtype}: publish by a folder, --sampler.transfer folder")
+        raise EngineError(f"NCCL sends no {tensor.dtype}: publish by a folder, --sampler.weight-transport folder")
     return tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype]
 
 
@@ -132,10 +132,10 @@ _CARDS = "/proc/driver/nvidia/gpus"
 _PORTS = {"http": 80, "https": 443}
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """This process and those of one server. What blocks is called in a thread of its own, and may be ended from another."""
 
-    def invitation(self) -> Mapping[str, Any]:
+    def init_request(self) -> Mapping[str, Any]:
         """What the server is told, to join."""
         ...
 
@@ -147,30 +147,30 @@ class Group(Protocol):
         """Broadcasts them one after another; returns when they are sent. Raises GroupError."""
         ...
 
-    def end(self) -> None:
-        """Nobody waits in `join` or `send` any more, and what was taken is freed."""
+    def abort(self) -> None:
+        """Nobody waits in `adopt_descendants` or `send` any more, and what was taken is freed."""
         ...
 
 
-Opens = Callable[[int, str, str], Group]
+GroupFactory = Callable[[int, str, str], TransferGroup]
 """(processes, this machine's address, a name that no other group has) → a group that is yet to be joined."""
 
 
-def by_id(device: torch.device, urls: Sequence[str]) -> Opens:
+def unique_id_groups(device: torch.device, urls: Sequence[str]) -> GroupFactory:
     """Groups with servers of vLLM. Raises EngineError where this machine cannot form any."""
     check_device(device, urls)
     library = Nccl()
-    return lambda size, address, name: IdGroup(size, device, library)
+    return lambda size, address, name: UniqueIdGroup(size, device, library)
 
 
-def by_store(device: torch.device, urls: Sequence[str]) -> Opens:
+def store_groups(device: torch.device, urls: Sequence[str]) -> GroupFactory:
     """Groups with servers of SGLang. Raises EngineError where this machine cannot form any."""
     check_device(device, urls)
     library = Nccl()
     return lambda size, address, name: StoreGroup(size, address, name, device, library)
 
 
-class IdGroup:
+class UniqueIdGroup:
     """For vLLM: its worker makes the communicator from the id at once, and sums one number over it, so that all have to.
 
     Source: vllm-project/vllm 0.32, vllm/distributed/weight_transfer/nccl_common.py (`nccl_unique_id_b64`).
@@ -180,7 +180,7 @@ class IdGroup:
         self._size, self._device, self._library = size, device, library
         self._id, self._communicator = library.unique_id(), 0
 
-    def invitation(self) -> Mapping[str, Any]:
+    def init_request(self) -> Mapping[str, Any]:
         encoded = base64.b64encode(self._id).decode()
         return {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": self._size, "packed": False}
 
@@ -196,7 +196,7 @@ class IdGroup:
     def send(self, tensors: Sequence[Tensor]) -> None:
         _send(self._library, self._communicator, tensors, self._device)
 
-    def end(self) -> None:
+    def abort(self) -> None:
         _end(self._library, self._communicator)
         self._communicator = 0
 
@@ -210,13 +210,13 @@ class StoreGroup:
 
     def __init__(self, size: int, address: str, name: str, device: torch.device, library: Nccl) -> None:
         self._size, self._address, self._name, self._device, self._library = size, address, name, device, library
-        self._store, self._id, self._communicator = store(address), library.unique_id(), 0
+        self._store, self._id, self._communicator = create_store(address), library.unique_id(), 0
 
-    def invitation(self) -> Mapping[str, Any]:
-        return joining(self._store, self._size, self._address, self._name, "nccl")
+    def init_request(self) -> Mapping[str, Any]:
+        return make_init_request(self._store, self._size, self._address, self._name, "nccl")
 
     def join(self) -> None:
-        within(self._store, self._name, "cuda").set("0", self._id)  # type: ignore[arg-type]  # bytes are taken too
+        prefix_store(self._store, self._name, "cuda").set("0", self._id)  # type: ignore[arg-type]  # bytes are taken too
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         if not self._communicator:
@@ -224,30 +224,30 @@ class StoreGroup:
                 self._communicator = self._library.join(self._id, self._size)
         _send(self._library, self._communicator, tensors, self._device)
 
-    def end(self) -> None:
+    def abort(self) -> None:
         _end(self._library, self._communicator)
         self._communicator = 0
 
 
-def store(address: str, seconds: float = 60.0) -> TCPStore:
+def create_store(address: str, seconds: float = 60.0) -> TCPStore:
     """Kept by this process, at a free port."""
     wait = timedelta(seconds=seconds)
     return TCPStore(address, 0, None, is_master=True, timeout=wait, wait_for_workers=False)
 
 
-def joining(kept: TCPStore, size: int, address: str, name: str, backend: str) -> Mapping[str, Any]:
+def make_init_request(kept: TCPStore, size: int, address: str, name: str, backend: str) -> Mapping[str, Any]:
     """What SGLang's `/init_weights_update_group` is told."""
     there: dict[str, Any] = {"master_address": address, "master_port": kept.port}
     return there | {"rank_offset": 1, "world_size": size, "group_name": name, "backend": backend}
 
 
-def within(kept: Store, name: str, device: str) -> Store:
+def prefix_store(kept: Store, name: str, device: str) -> Store:
     """The part of a store in which torch's process group of this name looks: `_new_process_group_helper`, on a store that SGLang
     has given the name already."""
     return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, kept)))
 
 
-def as_sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def make_contiguous(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """On the device, each element after the one before it: what is sent is memory. Copies where it has to."""
     return [tensor.detach().to(device).contiguous() for tensor in tensors]
 
@@ -257,7 +257,7 @@ def _send(library: Nccl, communicator: int, tensors: Sequence[Tensor], device: t
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))  # on which they were written
         with torch.cuda.stream(stream):
-            held = as_sent(tensors, device)  # until they are sent
+            held = make_contiguous(tensors, device)  # until they are sent
             for tensor in held:
                 library.broadcast(communicator, tensor, stream.cuda_stream)
         stream.synchronize()
@@ -268,7 +268,7 @@ def _end(library: Nccl, communicator: int) -> None:
         library.abort(communicator)
 
 
-def own_address(url: str) -> str:
+def find_local_address(url: str) -> str:
     """This machine's address as a server sees it, by the way there; nothing is sent.
 
     Raises:
@@ -297,7 +297,7 @@ def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS)
     Raises:
         EngineError: the weights are not on a GPU, or a server on this machine would need the only one.
     """
-    way_out = "publish by a folder, --sampler.transfer folder"
+    way_out = "publish by a folder, --sampler.weight-transport folder"
     if device.type != "cuda":
         raise EngineError(
             f"NCCL sends from a GPU, and the policy is on the {device.type}: take --learner.device cuda, or {way_out}"

@@ -123,7 +123,7 @@ def chord(prompts: Prompts, width: int, mu: float = 0.1, phi: bool = True) -> Te
 DATA = {"gdpo": gdpo, "gigpo": gigpo, "luffy": luffy, "chord": chord}
 DATA_PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "CHORD-μ, at first": (
-        replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.9, phi=False, final=0.05),)),
+        replace(pg.CHORD, terms=(pg.DemonstrationNLL(0.9, token_weighting=False, final_mu=0.05),)),
         lambda p, w: chord(p, w, 0.9, phi=False),
     )
 }

@@ -80,7 +80,7 @@ def read(batch: Any, logp: Tensor) -> Prompts:
                 truncated=bool(batch.truncated[i]) if batch.truncated is not None else False,
                 baseline=torch.tensor(torch.nan) if batch.baseline is None else batch.baseline[i],
                 entropy=tokens(i, batch.entropy, []),
-                anchor=tokens(i, batch.anchor, []),
+                anchor=tokens(i, batch.turn_state, []),
                 position=torch.nonzero(batch.mask[i]).flatten().tolist(),
                 rewards=list(batch.rewards[i]) if batch.rewards is not None else [],
                 reward_weights=batch.reward_weights,

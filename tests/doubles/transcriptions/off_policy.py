@@ -229,10 +229,10 @@ OUTCOMES = {
 OUTCOME_FIELDS = {"maxrl": "successes"}
 """What `random_batches.make` is to fill for a row."""
 OFF_POLICY_PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
-    "the best of the group": (replace(pg.RAFT, psi=(pg.Accepted("best"),)), best_of_group),
-    "pass@3": (replace(pg.PASSK, psi=(pg.PassAtK(3),)), lambda p, w: passk(p, w, 3)),
+    "the best of the group": (replace(pg.RAFT, advantage=(pg.RejectionSampling("best"),)), best_of_group),
+    "pass@3": (replace(pg.PASSK, advantage=(pg.PassAtK(3),)), lambda p, w: passk(p, w, 3)),
     "pass@2, unscaled": (
-        replace(pg.PASSK, psi=(pg.PassAtK(2, normalise=False),)),
+        replace(pg.PASSK, advantage=(pg.PassAtK(2, normalise=False),)),
         lambda p, w: passk(p, w, 2, normalise=False),
     ),
 }

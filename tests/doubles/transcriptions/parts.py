@@ -32,7 +32,7 @@ from doubles.transcriptions.objectives import (
     zero,
     zscore,
 )
-from policygrad.core.advantages import Centred
+from policygrad.core.advantages import FrozenRunningMean
 
 PerToken = Callable[[Completion, int, Tensor], Tensor]
 Z = (pg.GroupMean(), pg.GroupStd())
@@ -194,14 +194,14 @@ def batch_mean(prompts: Prompts, width: int) -> Tensor:
 
 
 GRPO = replace(pg.GRPO, terms=())
-KL = {f: pg.KLToReference(0.3, f, aggregate=pg.TokenMean()) for f in ("k2", "k3", "r*k1", "r*k3")}  # type: ignore[arg-type]
+KL = {f: pg.KLToReference(0.3, f, aggregation=pg.TokenMean()) for f in ("k2", "k3", "r*k1", "r*k3")}  # type: ignore[arg-type]
 
 PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "importance": (replace(GRPO, gate=pg.Importance()), importance),
     "dual clip": (replace(GRPO, gate=pg.DualClip(0.2, 0.2, 3.0)), dual_clip),
-    "weight cap, low": (replace(pg.CISPO, gate=pg.WeightCap(0.9, 1.1)), lambda p, w: cispo(p, w, 0.9, 1.1)),
+    "weight cap, low": (replace(pg.CISPO, gate=pg.ClippedImportance(0.9, 1.1)), lambda p, w: cispo(p, w, 0.9, 1.1)),
     "sequence product": (
-        replace(GRPO, ratio=pg.SequenceProduct(), gate=pg.Importance(), aggregate=pg.SequenceSum()),
+        replace(GRPO, ratio=pg.SequenceProduct(), gate=pg.Importance(), aggregation=pg.SequenceSum()),
         sequence_product,
     ),
     "gspo_token, token rewards": (pg.GSPO, gspo_token),
@@ -210,19 +210,21 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "magistral, spelt out": (
         replace(
             GRPO,
-            psi=(pg.GroupMean(), pg.BatchStd()),
+            advantage=(pg.GroupMean(), pg.BatchStd()),
             gate=pg.Clip(0.2, 0.28),
-            aggregate=pg.GroupTokenMean(),
+            aggregation=pg.GroupTokenMean(),
             shaping=(pg.SoftOverlong(scale=0.1),),
-            filters=(pg.DropNoSpread(),),
+            filters=(pg.DropZeroVariance(),),
         ),
         magistral,
     ),
     "group power": (
-        replace(pg.REINFORCE, psi=(Centred(baseline=0.25),), aggregate=pg.SequenceSum(group_power=0.5)),
+        replace(
+            pg.REINFORCE, advantage=(FrozenRunningMean(baseline=0.25),), aggregation=pg.SequenceSum(group_power=0.5)
+        ),
         root_group,
     ),
-    "reweight": (replace(GRPO, filters=(pg.DropNoSpread("reweight"),)), reweighted),
+    "reweight": (replace(GRPO, filters=(pg.DropZeroVariance("reweight"),)), reweighted),
     "overlong mask": (replace(GRPO, filters=(pg.MaskTruncated(),)), overlong_mask),
     "overlong mask, statistics": (
         replace(GRPO, filters=(pg.MaskTruncated(keep_in_statistics=True),)),
@@ -230,9 +232,12 @@ PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     ),
     "soft overlong": (replace(GRPO, shaping=(pg.SoftOverlong(),)), soft_overlong),
     "weight": (GRPO, weighted),
-    "running mean": (replace(pg.REINFORCE, psi=(Centred(baseline=0.4),)), lambda p, w: reinforce(p, w, 0.4)),
-    "batch mean": (replace(pg.REINFORCE, psi=(pg.BatchMean(),)), batch_mean),
-    "optimal baseline, length": (replace(pg.REINFORCE, psi=(pg.OptimalBaseline("length"),)), optimal_length),
+    "running mean": (
+        replace(pg.REINFORCE, advantage=(FrozenRunningMean(baseline=0.4),)),
+        lambda p, w: reinforce(p, w, 0.4),
+    ),
+    "batch mean": (replace(pg.REINFORCE, advantage=(pg.BatchMean(),)), batch_mean),
+    "optimal baseline, length": (replace(pg.REINFORCE, advantage=(pg.OptimalBaseline("length"),)), optimal_length),
     "token rewards": (pg.REINFORCE, reinforce),
     "KL in reward, large": (
         replace(pg.RLOO, shaping=(pg.KLInReward(0.7, level="sequence"),)),

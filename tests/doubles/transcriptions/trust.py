@@ -207,16 +207,16 @@ def everyone(prompts: Prompts) -> Prompts:
     return prompts
 
 
-PLAIN = replace(pg.KL_COV, terms=(), filters=(), step=pg.FirstOrder())
+PLAIN = replace(pg.KL_COV, terms=(), filters=(), update_rule=pg.GradientSteps())
 """r Â, the token mean: what the parts below are put into, with shares and bands that a batch of a dozen tokens has."""
 TRUST_PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "binary KL": (
         replace(pg.DPPO, gate=pg.DivergenceClip("kl", 0.05)),
         lambda p, w: dppo(p, w, "kl", 0.05),
     ),
-    "second moment, half of them": (replace(PLAIN, gate=pg.SecondMoment(0.5)), lambda p, w: m2po(p, w, 0.5)),
+    "second moment, half of them": (replace(PLAIN, gate=pg.SecondMomentFilter(0.5)), lambda p, w: m2po(p, w, 0.5)),
     "covariance, a wide band": (
-        replace(PLAIN, gate=pg.ClipCov(0.2, 0.2, share=0.3, least=-0.2, most=2.0)),
+        replace(PLAIN, gate=pg.ClipCov(0.2, 0.2, fraction=0.3, cov_low=-0.2, cov_high=2.0)),
         lambda p, w: clip_cov(p, w, 0.2, 0.3, (-0.2, 2.0), everyone),
     ),
     **{

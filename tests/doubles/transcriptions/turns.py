@@ -105,22 +105,25 @@ def siblings(prompts: Prompts, width: int) -> Tensor:
 
 BASE = replace(pg.GIGPO, terms=())
 TURN_PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
-    "rewards to go per turn": (replace(BASE, psi=(pg.TurnReturn(0.9),)), of_turns(lambda o: returns(o, 0.9))),
-    "siblings' turns": (replace(BASE, psi=(pg.TurnReturn(0.9), pg.TurnLeaveOneOut(), pg.TurnDiscount(0.9))), siblings),
+    "rewards to go per turn": (replace(BASE, advantage=(pg.TurnReturn(0.9),)), of_turns(lambda o: returns(o, 0.9))),
+    "siblings' turns": (
+        replace(BASE, advantage=(pg.TurnReturn(0.9), pg.TurnLeaveOneOut(), pg.TurnDiscount(0.9))),
+        siblings,
+    ),
     "Turn-PPO's GAE": (
-        replace(BASE, psi=(pg.TurnGAE(0.99, 0.9),), critic=pg.Critic(turn_gamma=0.99)),
+        replace(BASE, advantage=(pg.TurnGAE(0.99, 0.9),), critic=pg.Critic(turn_gamma=0.99)),
         of_turns(lambda o: turn_gae(o, 0.99, 0.9)),
     ),
     "MT-PPO's GAE": (
-        replace(BASE, psi=(pg.MultiTurnGAE(0.98, 0.9),), critic=pg.Critic(gamma=0.98)),
+        replace(BASE, advantage=(pg.MultiTurnGAE(0.98, 0.9),), critic=pg.Critic(gamma=0.98)),
         of_tokens(lambda o: multi_turn_gae(o, 0.98, 0.9, 1.0)),
     ),
     "GAE with a discount per turn": (
-        replace(BASE, psi=(pg.MultiTurnGAE(1.0, 0.9, 0.8),), critic=pg.Critic(turn_gamma=0.8)),
+        replace(BASE, advantage=(pg.MultiTurnGAE(1.0, 0.9, 0.8),), critic=pg.Critic(turn_gamma=0.8)),
         of_tokens(lambda o: multi_turn_gae(o, 1.0, 0.9, 0.8)),
     ),
     "VAGEN's bi-level GAE": (
-        replace(BASE, psi=(pg.BiLevelGAE(0.98, 0.7, 0.9, 0.6),), critic=pg.Critic(gamma=0.98, turn_gamma=0.9)),
+        replace(BASE, advantage=(pg.BiLevelGAE(0.98, 0.7, 0.9, 0.6),), critic=pg.Critic(gamma=0.98, turn_gamma=0.9)),
         of_tokens(lambda o: bi_level_gae(o, 0.98, 0.7, 0.9, 0.6)),
     ),
 }

@@ -42,15 +42,15 @@ def prime(prompts: Prompts, width: int, gamma: float = 1.0) -> Tensor:
 
 PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "distill, discounted": (
-        replace(pg.DISTILL, psi=(pg.TeacherLogRatio(0.7, 0.9),)),
+        replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(0.7, 0.9),)),
         lambda p, w: distill(p, w, 0.9, 0.7),
     ),
     "distill, whole completions": (
-        replace(pg.DISTILL, psi=(pg.TeacherLogRatio(discount=1.0),)),
+        replace(pg.DISTILL, advantage=(pg.TeacherLogRatio(discount=1.0),)),
         lambda p, w: distill(p, w, 1.0),
     ),
     "prime, discounted": (
-        replace(pg.PRIME, psi=(pg.LeaveOneOut(), pg.ImplicitProcess(0.6))),
+        replace(pg.PRIME, advantage=(pg.LeaveOneOut(), pg.ImplicitProcess(0.6))),
         lambda p, w: prime(p, w, 0.6),
     ),
 }

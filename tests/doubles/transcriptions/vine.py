@@ -48,6 +48,6 @@ def without_baseline(prompts: Prompts, width: int) -> Tensor:
 VINE = {"trpo_vine": trpo_vine}
 VINE_PARTS: dict[str, tuple[pg.Algorithm, Callable[[Prompts, int], Tensor]]] = {
     "vine, weighted": (pg.TRPO_VINE, trpo_vine),
-    "vine, first order": (replace(pg.TRPO_VINE, step=pg.FirstOrder(epochs=2)), trpo_vine),
+    "vine, first order": (replace(pg.TRPO_VINE, update_rule=pg.GradientSteps(epochs=2)), trpo_vine),
 }
 VINE_FIELDS = dict.fromkeys(VINE_PARTS, "weights")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.control import DISCRETE, RUNNING, SCRIPT, TERMINATED, TRUNCATED, Scripted, zeros
 from policygrad.lab.control.environments import Collector, Experience
-from policygrad.lab.control.train import ControlLearner, Settings, evaluate, preset
+from policygrad.lab.control.train import ControlLearner, Settings, evaluate_control, find_preset
 
 
 def test_a_rollout_as_rows() -> None:
@@ -77,13 +77,13 @@ def literal_gae(script: Sequence[Sequence[int]], steps: int, gamma: float, lam: 
 
 
 def test_gae_over_boundary_time_limit_and_cut_is_a_literal_loop() -> None:
-    algorithm = replace(preset("trpo").algorithm, critic=pg.Critic(lr=1e-3, lam=0.8, gamma=0.9, clip=0.0))
-    algorithm = replace(algorithm, psi=(pg.GAE(0.9, 0.8),))
+    algorithm = replace(find_preset("trpo").algorithm, critic=pg.Critic(lr=1e-3, lam=0.8, gamma=0.9, clip=0.0))
+    algorithm = replace(algorithm, advantage=(pg.GAE(0.9, 0.8),))
     learner = ControlLearner(DISCRETE, algorithm, Settings(lr=None), seed=0)
     learner.critic = replace(learner.critic, network=Quadratic())  # type: ignore[type-var]
     found = Collector(Scripted(SCRIPT), seed=0)(zeros, 6)
     batch = learner.evaluate(found, algorithm.needs)
-    psi, batch = algorithm.advantages(batch), algorithm.with_targets(batch)
+    psi, batch = algorithm.compute_advantages(batch), algorithm.add_critic_targets(batch)
     literal = literal_gae(SCRIPT, 6, 0.9, 0.8)
     expected = torch.tensor(literal[0] + literal[1])
     assert torch.allclose(psi[batch.mask], expected, rtol=1e-5)
@@ -95,16 +95,18 @@ def test_gae_over_boundary_time_limit_and_cut_is_a_literal_loop() -> None:
 
 def test_evaluation_takes_as_many_episodes_of_each_environment() -> None:
     environments = Scripted([[1, 0], [1, 0], [1, 1]])  # one ends at every step, the other at every third
-    learner = ControlLearner(DISCRETE, preset("reinforce").algorithm, Settings(), seed=0)
-    found = evaluate(learner, environments, 5, greedy=True)
+    learner = ControlLearner(DISCRETE, find_preset("reinforce").algorithm, Settings(), seed=0)
+    found = evaluate_control(learner, environments, 5, greedy=True)
     assert sorted(found.returns) == pytest.approx([0.0, 0.1, 0.2, 30.3, 31.2])
     assert found.mean == pytest.approx(sum(found.returns) / 5)
 
 
 def test_reinforce_weighs_with_the_return_to_go() -> None:
-    algorithm = preset("reinforce").algorithm
+    algorithm = find_preset("reinforce").algorithm
     found: Experience = Collector(Scripted(SCRIPT), seed=0)(zeros, 6)
-    psi = algorithm.advantages(found.batch)
+    psi = algorithm.compute_advantages(found.batch)
     assert psi[1].tolist() == pytest.approx([0.9, 0.7, 0.4, 0.0])
-    after = algorithm.at(algorithm.update(algorithm.init(), found.batch))
-    assert after.advantages(found.batch)[2, 0] == pytest.approx(0.5 - sum((0.1, 0.9, 0.5, 40.6, 20.9)) / 5, rel=1e-5)
+    after = algorithm.with_state(algorithm.update_state(algorithm.init_state(), found.batch))
+    assert after.compute_advantages(found.batch)[2, 0] == pytest.approx(
+        0.5 - sum((0.1, 0.9, 0.5, 40.6, 20.9)) / 5, rel=1e-5
+    )

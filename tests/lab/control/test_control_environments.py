@@ -12,7 +12,7 @@ import torch
 import policygrad as pg
 from doubles.control import DISCRETE, SCRIPT, Scripted
 from policygrad.lab.control.environments import GymEnvironments, Spaces
-from policygrad.lab.control.train import ControlLearner, Settings, preset, train, with_gamma
+from policygrad.lab.control.train import ControlLearner, Settings, find_preset, train_control, with_gamma
 
 
 class Odd(gymnasium.Env):
@@ -90,13 +90,13 @@ def test_refusals(odd: object) -> None:
         with pytest.raises(ValueError, match=words):
             GymEnvironments(name, 1)
     with pytest.raises(ValueError, match="no algorithm 'grpo'"):
-        preset("grpo")
-    ppo = preset("ppo").algorithm
+        find_preset("grpo")
+    ppo = find_preset("ppo").algorithm
     assert ppo.critic is not None
     for algorithm, words in (
-        (pg.algorithm("grpo"), "set samples_per_prompt"),
+        (pg.get_algorithm("grpo"), "set samples_per_prompt"),
         (replace(ppo, shaping=(pg.KLInReward(),)), "logp_ref"),
-        (replace(ppo, psi=(pg.PrefixValue(4),), critic=None), "Batch.step_end"),
+        (replace(ppo, advantage=(pg.PrefixValue(4),), critic=None), "Batch.step_end"),
         (replace(ppo, ratio=pg.Sequence()), "minibatches hold single steps"),
         (replace(ppo, critic=replace(ppo.critic, pretrain=3)), "leave pretrain"),
         (replace(ppo, filters=(pg.MaskTruncated(),)), "filters look at"),
@@ -106,6 +106,6 @@ def test_refusals(odd: object) -> None:
     with pytest.raises(ValueError, match="needs a learning rate"):
         ControlLearner(DISCRETE, ppo, Settings(lr=None), seed=0)
     with pytest.raises(ValueError, match="less than one in each of 2"):
-        train(Scripted(SCRIPT), ppo, Settings(), steps=1)
+        train_control(Scripted(SCRIPT), ppo, Settings(), steps=1)
     with pytest.raises(ValueError, match="does not discount"):
-        with_gamma(preset("reinforce").algorithm, 0.9)
+        with_gamma(find_preset("reinforce").algorithm, 0.9)

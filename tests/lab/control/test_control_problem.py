@@ -14,7 +14,7 @@ import policygrad as pg
 from doubles.control import CONTINUOUS, DISCRETE
 from policygrad.lab.control.environments import Spaces
 from policygrad.lab.control.policies import Categorical, ControlPolicy, Distribution, Gaussian, Normaliser
-from policygrad.lab.control.train import ControlLearner, ControlProblem, Settings, preset
+from policygrad.lab.control.train import ControlLearner, ControlProblem, Settings, find_preset
 
 
 def distributions(
@@ -89,7 +89,7 @@ def outputs(p: ControlProblem, theta: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("spaces", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
 def test_fisher_products_are_those_of_the_explicit_matrix(spaces: Spaces) -> None:
-    p = problem(spaces, preset("trpo").algorithm)
+    p = problem(spaces, find_preset("trpo").algorithm)
     theta = parameters(p)
     jacobian = torch.autograd.functional.jacobian(lambda x: outputs(p, x), theta)  # [n, K, P]
     found = p.policy.network(p.states)
@@ -116,7 +116,7 @@ def scored(p: ControlProblem, theta: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("spaces", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
 def test_the_gradient_is_that_of_the_literal_clipped_loss(spaces: Spaces) -> None:
-    p = problem(spaces, replace(preset("ppo").algorithm, psi=(pg.GAE(),)))
+    p = problem(spaces, replace(find_preset("ppo").algorithm, advantage=(pg.GAE(),)))
     parts = p.split(0, 3)
     assert [len(part.states) for part in parts] == [2, 2, 2]
     assert sum(part.batch.mask.int() for part in parts).equal(p.batch.mask.int())  # type: ignore[union-attr]
@@ -135,7 +135,7 @@ def test_the_gradient_is_that_of_the_literal_clipped_loss(spaces: Spaces) -> Non
 
 
 def test_a_trust_region_looks_where_it_goes() -> None:
-    p = problem(CONTINUOUS, preset("trpo").algorithm)
+    p = problem(CONTINUOUS, find_preset("trpo").algorithm)
     before = parameters(p)
     delta = 0.1 * torch.randn(len(before), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     value, kl = p.evaluate(delta)
@@ -146,13 +146,13 @@ def test_a_trust_region_looks_where_it_goes() -> None:
     assert p.old.kl(now).mean().item() == pytest.approx(kl, rel=1e-12)
     ratio = (now.logp(p.action) - p.batch.logp_old[p.batch.mask]).exp()  # type: ignore[index]
     assert (ratio * p.psi[p.batch.mask]).mean().item() == pytest.approx(value, rel=1e-6)
-    assert len(p.some(0.5).states) == 3
-    assert p.some(0.5).states.equal(p.some(0.5).states)
+    assert len(p.subsample(0.5).states) == 3
+    assert p.subsample(0.5).states.equal(p.subsample(0.5).states)
 
 
 def test_normalising_is_by_all_that_was_seen() -> None:
     x = 3 + 2 * torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
-    state = Normaliser.fresh(3)
+    state = Normaliser.create(3)
     assert state(x).equal(x)
     for chunk in x.split([1, 20, 29]):
         state = state.observe(chunk)

@@ -14,20 +14,27 @@ import torch
 import measure_control
 import policygrad as pg
 from policygrad import cli
-from policygrad.lab.control.environments import GymEnvironments, seeds
-from policygrad.lab.control.train import PRESETS, Trained, evaluate, preset, train, with_gamma
+from policygrad.lab.control.environments import GymEnvironments, environment_seeds
+from policygrad.lab.control.train import (
+    PRESETS,
+    ControlResult,
+    evaluate_control,
+    find_preset,
+    train_control,
+    with_gamma,
+)
 
 
-def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settings: object) -> Trained:
-    found = preset(name)
+def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settings: object) -> ControlResult:
+    found = find_preset(name)
     chosen = replace(found.settings, **settings)  # type: ignore[arg-type]
-    return train(GymEnvironments(env, chosen.environments), found.algorithm, chosen, steps=steps, seed=seed)
+    return train_control(GymEnvironments(env, chosen.environments), found.algorithm, chosen, steps=steps, seed=seed)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("ppo", 9000), ("trpo", 9000), ("a2c", 14000), ("reinforce", 25000)])
 def test_it_learns(name: str, steps: int) -> None:
     trained = run(name, steps)
-    found = evaluate(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
+    found = evaluate_control(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
     assert len(found.returns) == 30
     assert found.mean > 60  # a random policy's episodes last 22 steps
     assert trained.curve[0].steps < trained.curve[-1].steps
@@ -63,19 +70,19 @@ def test_the_same_seed_is_the_same_run() -> None:
     other = run("ppo", 600, environments=2, rollout=100, seed=1).curve
     assert [replace(u, seconds=0) for u in first] == [replace(u, seconds=0) for u in second]
     assert [replace(u, seconds=0) for u in first] != [replace(u, seconds=0) for u in other]
-    assert not set(seeds(0, 8)) & set(seeds(1, 8))
+    assert not set(environment_seeds(0, 8)) & set(environment_seeds(1, 8))
 
 
 def test_presets_are_the_named_algorithms() -> None:
     for name in ("reinforce", "a2c", "trpo", "ppo"):
         mine, named = PRESETS[name].algorithm, pg.ALGORITHMS[name]
         assert mine.name == name
-        assert (mine.gate, mine.ratio, mine.aggregate) == (named.gate, named.ratio, named.aggregate)
-        assert [type(link) for link in mine.psi] == [type(link) for link in named.psi]
-        assert type(mine.step) is type(named.step)
-    other = with_gamma(preset("ppo").algorithm, 0.9)
+        assert (mine.gate, mine.ratio, mine.aggregation) == (named.gate, named.ratio, named.aggregation)
+        assert [type(link) for link in mine.advantage] == [type(link) for link in named.advantage]
+        assert type(mine.update_rule) is type(named.update_rule)
+    other = with_gamma(find_preset("ppo").algorithm, 0.9)
     assert other.critic is not None
-    assert (other.psi[0].gamma, other.critic.gamma) == (0.9, 0.9)  # type: ignore[attr-defined]
+    assert (other.advantage[0].gamma, other.critic.gamma) == (0.9, 0.9)  # type: ignore[attr-defined]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import torch
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.lab import html
+from policygrad.commands.lab import render_lab_page
 from policygrad.lab.measurement import Finding
-from policygrad.lab.page import SECTIONS, family, sections
-from policygrad.lab.plots import PLOTS, plot_of
-from policygrad.lab.report import EXPERIMENTS, LabReport, report
-from policygrad.pages.render import typeset
+from policygrad.lab.page import SECTIONS, classify_algorithm, group_findings
+from policygrad.lab.plots import PLOTS, choose_plot
+from policygrad.lab.report import EXPERIMENTS, LabReport, build_lab_report
+from policygrad.pages.render import render_math
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ CHOSEN |= {NASTY: replace(pg.DR_GRPO, gate=Halved())}
 
 @pytest.fixture(scope="module")
 def found() -> LabReport:
-    return report(CHOSEN, 2, names=NAMES)
+    return build_lab_report(CHOSEN, 2, names=NAMES)
 
 
 @pytest.fixture(scope="module")
 def text(found: LabReport) -> str:
-    return html(found, CHOSEN)
+    return render_lab_page(found, CHOSEN)
 
 
 def embedded(text: str) -> dict:
@@ -86,7 +86,7 @@ def test_every_link_leads_to_a_part_of_the_page_and_no_name_is_used_twice(text: 
 def test_every_finding_is_there(found: LabReport, text: str) -> None:
     plots = embedded(text)["plots"]
     for finding in found.findings:
-        assert str(typeset(finding.sentence)) in text
+        assert str(render_math(finding.sentence)) in text
         assert (finding.name in plots) == bool(finding.curves)
     assert {a["data-plot"] for _, a in Tags(text).seen if "data-plot" in a} == set(plots)
 
@@ -113,7 +113,7 @@ def test_what_others_named_is_escaped_and_measured_like_the_rest(text: str) -> N
 def test_numbers_that_are_not_finite_are_none_in_the_page(found: LabReport) -> None:
     on, off = found.rows[0]
     broken = replace(on, figures=replace(on.figures, snr=float("inf")))
-    rows = embedded(html(replace(found, rows=((broken, off),), findings=()), CHOSEN))["algorithms"]
+    rows = embedded(render_lab_page(replace(found, rows=((broken, off),), findings=()), CHOSEN))["algorithms"]
     assert rows[0]["sides"][0]["snr"] is None
 
 
@@ -129,21 +129,21 @@ def test_families() -> None:
         "cispo": 1,
     }
     names |= {"ppo": 2, "a2c": 2, "vapo": 2, "vineppo": 2, "trpo": 2}
-    assert {name: family(name, ALGORITHMS[name]) for name in names} == names
+    assert {name: classify_algorithm(name, ALGORITHMS[name]) for name in names} == names
 
 
 def test_curves_of_a_finding_that_no_plot_is_written_for_are_drawn_all_the_same() -> None:
     finding = Finding("new", "c", True, "s", {}, curves={"x": (2.0, 1.0), "a_b": (4.0, 3.0)})
-    drawn = plot_of(finding).drawn(finding)
+    drawn = choose_plot(finding).to_data(finding)
     assert drawn["x"] == {"label": "x", "values": [1.0, 2.0], "log": False}
     assert drawn["series"] == ["a b"]
     assert drawn["panels"][0]["lines"] == [{"series": 0, "values": [3.0, 4.0]}]
-    assert sections([finding]) == {"Other findings": [finding]}
-    assert plot_of(replace(finding, curves={})) is None
+    assert group_findings([finding]) == {"Other findings": [finding]}
+    assert choose_plot(replace(finding, curves={})) is None
 
 
 def test_typesetting() -> None:
-    assert str(typeset("KL(π‖π_ref) < G^-0.71.")) == "KL(π‖π<sub>ref</sub>) &lt; G<sup>-0.71</sup>."
+    assert str(render_math("KL(π‖π_ref) < G^-0.71.")) == "KL(π‖π<sub>ref</sub>) &lt; G<sup>-0.71</sup>."
 
 
 def luminance(colour: str) -> float:

@@ -42,7 +42,7 @@ class Transition:
     """[N, d] the state that the action led to, before any reset."""
 
 
-class Environments(Protocol):
+class VectorEnvironments(Protocol):
     """N copies of an environment, stepped together."""
 
     @property
@@ -63,7 +63,7 @@ class Environments(Protocol):
 
 
 class GymEnvironments:
-    """`number` copies of the Gymnasium environment `name`, one after another in this process.
+    """`format_number` copies of the Gymnasium environment `option_name`, one after another in this process.
 
     Observations: Box, flattened, or Discrete, as one-hot vectors. Actions: Discrete, or Box, to whose bounds an action is
     clipped on its way to the environment alone; its log-probability stays that of the action drawn.
@@ -198,20 +198,20 @@ class Experience:
 class Collector:
     """Plays N environments, and goes on in the next rollout where it stopped, unless rollouts are of whole episodes."""
 
-    def __init__(self, environments: Environments, seed: int) -> None:
+    def __init__(self, environments: VectorEnvironments, seed: int) -> None:
         self.environments = environments
-        self.observation = environments.reset(seeds(seed, environments.number))
+        self.observation = environments.reset(environment_seeds(seed, environments.number))
         self.playing = torch.zeros(environments.number, dtype=torch.float64)  # returns of the episodes under way
         self.begun = False
 
-    def __call__(self, act: Callable[[Tensor], Tensor], steps: int, whole: bool = False) -> Experience:
+    def __call__(self, act: Callable[[Tensor], Tensor], steps: int, full_episodes: bool = False) -> Experience:
         """`steps` steps in each environment.
 
         whole: from an episode's first step on, and to the last of the one in which the number is reached, for algorithms that
         have no value for the rest. Steps of an environment that waits for the others are left out, and counted.
         """
         environments = self.environments
-        if whole and self.begun:
+        if full_episodes and self.begun:
             self.observation, self.playing = environments.reset(), torch.zeros_like(self.playing)
         self.begun = True
         states, actions, found, finished = list[Tensor](), list[Tensor](), list[Transition](), list[float]()
@@ -230,17 +230,17 @@ class Collector:
             if bool(ended.any()):
                 finished += self.playing[ended & live].tolist()
                 self.playing[ended] = 0
-            live = live & ((taken < steps) | (~ended if whole else False))
-        return gathered(states, actions, found, taken.tolist(), tuple(finished))
+            live = live & ((taken < steps) | (~ended if full_episodes else False))
+        return build_experience(states, actions, found, taken.tolist(), tuple(finished))
 
 
-def seeds(seed: int, number: int) -> list[int]:
+def environment_seeds(seed: int, number: int) -> list[int]:
     """One per environment, all different for different runs: consecutive ones would share environments between seeds 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2**31 - 1, (number,), generator=generator).tolist()
 
 
-def pieces(ended: Tensor, taken: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def split_episodes(ended: Tensor, taken: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(environment, first step, one past the last) of every piece of an episode, from where episodes end [S, N]."""
     for environment, last in enumerate(taken):
         first = 0
@@ -250,18 +250,18 @@ def pieces(ended: Tensor, taken: Sequence[int]) -> Iterator[tuple[int, int, int]
                 first = end
 
 
-def gathered(
+def build_experience(
     states: Sequence[Tensor],
     actions: Sequence[Tensor],
     found: Sequence[Transition],
     taken: Sequence[int],
     finished: tuple[float, ...],
 ) -> Experience:
-    """The steps of all environments, of which the first `taken` [N] count, as rows."""
+    """The steps of all environments, of which the first `load_logit_source` [N] count, as rows."""
     reward, terminated, truncated, final = (
         torch.stack([getattr(step, name) for step in found]) for name in ("reward", "terminated", "truncated", "final")
     )
-    where = torch.tensor(list(pieces(terminated | truncated, taken)))
+    where = torch.tensor(list(split_episodes(terminated | truncated, taken)))
     environment, first, end = where.T
     t = torch.arange(int((end - first).max()))
     mask = t < (end - first)[:, None]

@@ -106,7 +106,7 @@ class Gaussian:
         return Gaussian(self.mean.detach()[rows], self.log_std.detach()[rows])
 
 
-def mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) -> nn.Sequential:
+def make_mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) -> nn.Sequential:
     """Linear layers with tanh in between, their weights orthogonal: times √2 within, times `gain` in the last. Biases 0.
 
     Source: Huang et al. 2022 (PPO details), no. 2.
@@ -126,7 +126,7 @@ class ControlPolicy(nn.Module):
 
     def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
-        self.body = mlp((spaces.features, *hidden, spaces.actions), 0.01, generator)
+        self.body = make_mlp((spaces.features, *hidden, spaces.actions), 0.01, generator)
         self.log_std = None if spaces.discrete else nn.Parameter(torch.zeros(spaces.actions))
 
     def forward(self, states: Tensor) -> Distribution:
@@ -141,7 +141,7 @@ class ControlValue(nn.Module):
 
     def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
-        self.body = mlp((spaces.features, *hidden, 1), 1.0, generator)
+        self.body = make_mlp((spaces.features, *hidden, 1), 1.0, generator)
 
     def forward(self, states: Tensor) -> Tensor:
         values: Tensor = self.body(states).squeeze(-1)
@@ -162,7 +162,7 @@ class Normaliser:
     count: int = 0
 
     @classmethod
-    def fresh(cls, features: int) -> Normaliser:
+    def create(cls, features: int) -> Normaliser:
         """It has seen nothing, and changes nothing."""
         return cls(torch.zeros(features, dtype=torch.float64), torch.zeros(features, dtype=torch.float64))
 
@@ -187,7 +187,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
-class Optimised(Generic[Network]):
+class OptimisedNetwork(Generic[Network]):
     """A network's weights and their Adam."""
 
     network: Network
@@ -196,7 +196,7 @@ class Optimised(Generic[Network]):
     """Of the gradient's norm."""
 
     @classmethod
-    def fresh(cls, network: Network, lr: float, clip: float) -> Optimised[Network]:
+    def create(cls, network: Network, lr: float, clip: float) -> OptimisedNetwork[Network]:
         """It has taken no update. eps is 1e-5: Huang et al. 2022 (PPO details), no. 3."""
         return cls(network, torch.optim.Adam(network.parameters(), lr=lr, eps=1e-5), clip)
 
@@ -213,7 +213,7 @@ class Optimised(Generic[Network]):
         self.adam.zero_grad(set_to_none=True)
         return norm
 
-    def slow(self, share: float) -> None:
+    def scale_lr(self, share: float) -> None:
         """Sets the learning rate to this share of what it began with."""
         for group in self.adam.param_groups:
             group["lr"] = share * group.setdefault("initial_lr", group["lr"])

@@ -20,23 +20,23 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import Critic, explained_variance
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.gae import GAE, NStep, Whiten
-from policygrad.core.kl_controllers import re_adapted
-from policygrad.core.metrics import Max, Mean, Metrics, Sum, mean_of
-from policygrad.core.objective import measure, objective, surrogate, with_selected
+from policygrad.core.kl_controllers import adapt_penalties
+from policygrad.core.metrics import Max, Mean, Metrics, Sum, masked_mean
+from policygrad.core.objective import measure_forward, objective, surrogate, with_selected_tokens
 from policygrad.core.ratios import Token
 from policygrad.core.terms import ExactEntropy
 from policygrad.core.trust_region import TrustRegion
-from policygrad.core.updates import FirstOrder
+from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import check_sampling
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.lab.control.environments import Collector, Environments, Experience, Spaces, seeds
-from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution, Normaliser, Optimised
+from policygrad.lab.control.environments import Collector, Experience, Spaces, VectorEnvironments, environment_seeds
+from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution, Normaliser, OptimisedNetwork
 
 # One rollout on two small networks, as the steps of core ask about it.
 
 
-def placed(x: Tensor, mask: Tensor) -> Tensor:
+def scatter_to_mask(x: Tensor, mask: Tensor) -> Tensor:
     """[n] -> [B, T], 0 off the mask."""
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
@@ -49,8 +49,8 @@ class ControlProblem:
     single steps can be drawn, and minibatches are of equal size however long episodes are.
     """
 
-    policy: Optimised[ControlPolicy]
-    critic: Optimised[ControlValue] | None
+    policy: OptimisedNetwork[ControlPolicy]
+    critic: OptimisedNetwork[ControlValue] | None
     seed: int
     """Of the order in which steps are drawn: another one for every rollout."""
     batch: Batch
@@ -81,7 +81,7 @@ class ControlProblem:
 
     # What a trust region asks for: θ is one vector of P parameters.
 
-    def some(self, share: float) -> ControlProblem:
+    def subsample(self, share: float) -> ControlProblem:
         """This share of the steps, at least one."""
         return self._of(self._order(0)[: max(1, round(share * len(self.states)))])
 
@@ -101,7 +101,7 @@ class ControlProblem:
         out = self._forward(new)
         out = replace(out, logp=out.logp.double())
         value = objective(out, self.batch, self.psi, self.algorithm)
-        return float(value), mean_of(placed(self.old.kl(new), self.batch.mask), self.batch.mask).value
+        return float(value), masked_mean(scatter_to_mask(self.old.kl(new), self.batch.mask), self.batch.mask).value
 
     @torch.no_grad()
     def commit(self, delta: Tensor) -> None:
@@ -109,17 +109,17 @@ class ControlProblem:
         for name, parameter in self.policy.network.named_parameters():
             parameter.copy_(moved[name])
 
-    def fit(self) -> Metrics:
+    def fit_critic(self) -> Metrics:
         return {} if self.critic is None else self._critic_pass() | self._descend_critic()
 
     # What adapting β to the KL asks for.
 
     @torch.no_grad()
-    def measured(self) -> Metrics:
+    def measure(self) -> Metrics:
         return self._policy_pass(learning=False)
 
-    def adapted(self, metrics: Metrics) -> ControlProblem | None:
-        algorithm = re_adapted(self.algorithm, self.batch, metrics)
+    def adapt(self, metrics: Metrics) -> ControlProblem | None:
+        algorithm = adapt_penalties(self.algorithm, self.batch, metrics)
         return None if algorithm is None else replace(self, algorithm=algorithm)
 
     # What stands behind them.
@@ -137,27 +137,27 @@ class ControlProblem:
         return replace(self, batch=batch, states=self.states[rows], action=self.action[rows], old=self.old.at(rows))
 
     def _forward(self, distribution: Distribution) -> Forward:
-        mask, needs = self.batch.mask, self.algorithm.forward_needs | self.algorithm.select_needs
+        mask, needs = self.batch.mask, self.algorithm.forward_needs | self.algorithm.selection_needs
         return Forward(
-            placed(distribution.logp(self.action), mask),
-            entropy=placed(distribution.entropy(), mask) if "entropy" in needs else None,
-            kl_old=placed(self.old.kl(distribution), mask) if "kl_old" in needs else None,
+            scatter_to_mask(distribution.logp(self.action), mask),
+            entropy=scatter_to_mask(distribution.entropy(), mask) if "entropy" in needs else None,
+            kl_old=scatter_to_mask(self.old.kl(distribution), mask) if "kl_old" in needs else None,
         )
 
     def _policy_pass(self, learning: bool = True) -> Metrics:
         out = self._forward(self.policy.network(self.states))
-        batch = with_selected(out, self.batch, self.psi, self.algorithm)
+        batch = with_selected_tokens(out, self.batch, self.psi, self.algorithm)
         coefficients = self.algorithm.all_coefficients(batch)
         if learning:
             torch.autograd.backward(surrogate(out, batch, self.psi, self.algorithm, coefficients))
-        metrics = measure(out, batch, self.psi, self.algorithm, coefficients)
+        metrics = measure_forward(out, batch, self.psi, self.algorithm, coefficients)
         return metrics | {"objective": Mean(metrics["objective"].value)}
 
     def _critic_pass(self) -> Metrics:
         critic, value, batch = self.algorithm.critic, self.critic, self.batch
         if critic is None or value is None or batch.returns is None:
             return {}
-        each = critic.loss(placed(value.network(self.states), batch.mask), batch, batch.returns)
+        each = critic.loss(scatter_to_mask(value.network(self.states), batch.mask), batch, batch.returns)
         loss = (TokenMean()(batch.mask, batch.group).to(each.dtype) * each).sum()
         torch.autograd.backward(loss)
         return {"value_loss": Mean(float(loss.detach()))}
@@ -256,9 +256,9 @@ PRESETS: dict[str, Preset] = {
         Preset(
             replace(
                 PPO,
-                psi=(GAE(GAMMA, 0.95), Whiten()),
+                advantage=(GAE(GAMMA, 0.95), Whiten()),
                 shaping=(),
-                step=FirstOrder(epochs=10, minibatches=4),
+                update_rule=GradientSteps(epochs=10, minibatches=4),
                 critic=_critic,
             ),
             Settings(lr=1e-3),
@@ -268,23 +268,25 @@ PRESETS: dict[str, Preset] = {
         Preset(
             replace(
                 PPO_PENALTY,
-                psi=(GAE(GAMMA, 0.95), Whiten()),
-                step=FirstOrder(epochs=10, minibatches=4),
+                advantage=(GAE(GAMMA, 0.95), Whiten()),
+                update_rule=GradientSteps(epochs=10, minibatches=4),
                 critic=_critic,
             ),
             Settings(lr=1e-3),
             "As ppo.",
         ),
         Preset(
-            replace(TRPO, psi=(GAE(GAMMA, 0.95),), step=TrustRegion(0.01, value_steps=30), critic=_critic),
+            replace(
+                TRPO, advantage=(GAE(GAMMA, 0.95),), update_rule=TrustRegion(0.01, critic_steps=30), critic=_critic
+            ),
             _trust,
             "A critic that starts from nothing needs more than five steps a rollout.",
         ),
         Preset(
             replace(
                 NATURAL,
-                psi=(GAE(GAMMA, 0.95),),
-                step=TrustRegion(0.01, line_search=False, value_steps=30),
+                advantage=(GAE(GAMMA, 0.95),),
+                update_rule=TrustRegion(0.01, line_search=False, critic_steps=30),
                 critic=_critic,
             ),
             _trust,
@@ -293,7 +295,7 @@ PRESETS: dict[str, Preset] = {
         Preset(
             replace(
                 A2C,
-                psi=(NStep(5, GAMMA),),
+                advantage=(NStep(5, GAMMA),),
                 terms=(ExactEntropy(0.01),),  # a term with a graph of its own
                 critic=_critic,
             ),
@@ -309,7 +311,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset(name: str) -> Preset:
+def find_preset(name: str) -> Preset:
     """The named algorithm as it is run here.
 
     Raises:
@@ -333,17 +335,17 @@ def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
     def changed(part: Any) -> Any:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
 
-    found = replace(algorithm, psi=tuple(map(changed, algorithm.psi)), critic=changed(algorithm.critic))
+    found = replace(algorithm, advantage=tuple(map(changed, algorithm.advantage)), critic=changed(algorithm.critic))
     if found == algorithm and not any(hasattr(part, "gamma") for _, part in algorithm.parts()):
         raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or take ppo, trpo or a2c")
     return found
 
 
-FILLED = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"})
+SUPPORTED_FIELDS = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"})
 """The Batch fields that a rollout and the learner here can give."""
 
 
-def check(algorithm: Algorithm) -> None:
+def check_control_algorithm(algorithm: Algorithm) -> None:
     """Raises ConfigError for what classic control cannot give an algorithm, with the reason and the way out."""
     check_sampling(algorithm, 1, 1.0)
     for problem in _problems(algorithm):
@@ -351,11 +353,11 @@ def check(algorithm: Algorithm) -> None:
 
 
 def _problems(algorithm: Algorithm) -> Iterator[str]:
-    if missing := sorted(algorithm.needs - FILLED):
+    if missing := sorted(algorithm.needs - SUPPORTED_FIELDS):
         yield f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: leave it out (shaping=(), terms=())"
-    if algorithm.behaviour == "sampler":
-        yield "behaviour='sampler' reads what an engine says of its tokens, and here the policy itself acts: leave 'recomputed'"
-    if any(isinstance(link, Vine) for link in algorithm.psi) or algorithm.gate.whole_groups:
+    if algorithm.old_policy == "sampler":
+        yield "old_policy='sampler' reads what an engine says of its tokens, and here the policy itself acts: leave 'learner'"
+    if any(isinstance(link, Vine) for link in algorithm.advantage) or algorithm.gate.requires_full_groups:
         yield (
             "a vine tries several actions in one state, and these environments cannot be set back to one: take trpo, the single "
             "path"
@@ -363,16 +365,16 @@ def _problems(algorithm: Algorithm) -> Iterator[str]:
     if algorithm.filters:
         yield "filters look at the scores of a prompt's completions, and an environment has no prompts: set filters=()"
     critic = algorithm.critic
-    if critic is not None and (critic.pretrain or critic.features != "own"):
+    if critic is not None and (critic.pretrain or critic.backbone != "separate"):
         yield (
             "the critic is a network of its own and learns beside the policy: leave pretrain and features as they are in Critic()"
         )
-    if algorithm.step.minibatches > 1 and not (
-        isinstance(algorithm.ratio, Token) and isinstance(algorithm.aggregate, TokenMean)
+    if algorithm.update_rule.minibatches > 1 and not (
+        isinstance(algorithm.ratio, Token) and isinstance(algorithm.aggregation, TokenMean)
     ):
         yield (
             "minibatches hold single steps of episodes, for which a ratio or a mean over whole ones has no meaning: set "
-            "ratio=Token() and aggregate=TokenMean(), or minibatches=1"
+            "ratio=Token() and aggregation=TokenMean(), or minibatches=1"
         )
 
 
@@ -384,18 +386,20 @@ class ControlLearner:
 
     def __init__(self, spaces: Spaces, algorithm: Algorithm, settings: Settings, seed: int) -> None:
         """Raises ConfigError for what an algorithm cannot be here, and for a learning rate that it lacks."""
-        check(algorithm)
-        if settings.lr is None and algorithm.step.uses_lr:
-            raise ConfigError(f"{type(algorithm.step).__name__} needs a learning rate: set Settings(lr=…), say 1e-3")
+        check_control_algorithm(algorithm)
+        if settings.lr is None and algorithm.update_rule.uses_lr:
+            raise ConfigError(
+                f"{type(algorithm.update_rule).__name__} needs a learning rate: set Settings(lr=…), say 1e-3"
+            )
         generator = torch.Generator().manual_seed(seed)
         self.seed, self.updates = seed, 0
         policy = ControlPolicy(spaces, settings.hidden, generator)
-        self.policy = Optimised.fresh(policy, settings.lr or 0.0, settings.clip)
-        self.critic: Optimised[ControlValue] | None = None
+        self.policy = OptimisedNetwork.create(policy, settings.lr or 0.0, settings.clip)
+        self.critic: OptimisedNetwork[ControlValue] | None = None
         if algorithm.critic is not None:
             value = ControlValue(spaces, settings.hidden, generator)
-            self.critic = Optimised.fresh(value, algorithm.critic.rate(settings.lr), settings.clip)
-        self.normaliser = Normaliser.fresh(spaces.features) if settings.normalise else None
+            self.critic = OptimisedNetwork.create(value, algorithm.critic.learning_rate(settings.lr), settings.clip)
+        self.normaliser = Normaliser.create(spaces.features) if settings.normalise else None
 
     def states(self, observation: Tensor) -> Tensor:
         """What the networks read."""
@@ -413,18 +417,20 @@ class ControlLearner:
         batch, mask = experience.batch, experience.batch.mask
         if "logp_old" in needs:
             logp = self.distribution(experience.observation[mask]).logp(experience.action[mask])
-            batch = replace(batch, logp_old=placed(logp, mask))
+            batch = replace(batch, logp_old=scatter_to_mask(logp, mask))
         if "entropy" in needs:
-            batch = replace(batch, entropy=placed(self.distribution(experience.observation[mask]).entropy(), mask))
+            batch = replace(
+                batch, entropy=scatter_to_mask(self.distribution(experience.observation[mask]).entropy(), mask)
+            )
         if self.critic is not None:
             values = self.critic.network(self.states(experience.observation[mask]))
             after = self.critic.network(self.states(experience.after))
-            bootstrap = torch.where(cut(batch), after, 0)
-            batch = replace(batch, values=placed(values, mask), bootstrap=bootstrap)
+            bootstrap = torch.where(ends_truncated(batch), after, 0)
+            batch = replace(batch, values=scatter_to_mask(values, mask), bootstrap=bootstrap)
         return batch
 
     def update(self, experience: Experience, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """One rollout's updates, as `algorithm.step` takes them, and what became of the policy: kl, exact, KL(π_old‖π_θ) at the
+        """One rollout's updates, as `algorithm.update_rule` takes them, and what became of the policy: kl, exact, KL(π_old‖π_θ) at the
         states visited, entropy, and of the critic: explained_variance of the targets, before it is fitted to them."""
         mask = batch.mask
         states, action = self.states(experience.observation[mask]), experience.action[mask]
@@ -432,7 +438,7 @@ class ControlLearner:
             old: Distribution = self.policy.network(states)
         seed = self.seed * 1_000_003 + self.updates
         problem = ControlProblem(self.policy, self.critic, seed, batch, psi, states, action, old, algorithm)
-        metrics = algorithm.step(problem)
+        metrics = algorithm.update_rule(problem)
         self.updates += 1
         with torch.no_grad():
             new: Distribution = self.policy.network(states)
@@ -442,20 +448,20 @@ class ControlLearner:
             metrics["explained_variance"] = Mean(explained_variance(batch.values, batch.returns, mask))
         return metrics
 
-    def slow(self, share: float) -> None:
+    def scale_lr(self, share: float) -> None:
         """Sets the learning rates to this share of what they began with."""
-        self.policy.slow(share)
+        self.policy.scale_lr(share)
         if self.critic is not None:
-            self.critic.slow(share)
+            self.critic.scale_lr(share)
 
 
-def cut(batch: Batch) -> Tensor:
+def ends_truncated(batch: Batch) -> Tensor:
     """[B] bool; pieces of episodes that did not terminate."""
     assert batch.truncated is not None  # every rollout says so
     return batch.truncated
 
 
-RECENT = 100
+RECENT_EPISODES = 100
 """Training episodes whose mean return a progress line shows."""
 
 
@@ -481,7 +487,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class FreshEpisodes:
+class EvalEpisodes:
     """Returns of fresh episodes."""
 
     returns: tuple[float, ...]
@@ -503,7 +509,7 @@ class FreshEpisodes:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class ControlResult:
     """What training ends with."""
 
     learner: ControlLearner
@@ -512,15 +518,15 @@ class Trained:
     curve: tuple[Update, ...]
 
 
-def train(
-    environments: Environments,
+def train_control(
+    environments: VectorEnvironments,
     algorithm: Algorithm,
     settings: Settings,
     *,
     steps: int,
     seed: int = 0,
     watch: Callable[[Update], None] | None = None,
-) -> Trained:
+) -> ControlResult:
     """Trains for `steps` environment steps; an algorithm without a critic finishes the episodes it began.
 
     The same every time for the same seed, whatever other random numbers the process draws.
@@ -533,22 +539,22 @@ def train(
             f"{steps} environment steps are less than one in each of {environments.number}: take more steps"
         )
     learner = ControlLearner(environments.spaces, algorithm, settings, seed)
-    memory = algorithm.init()
+    memory = algorithm.init_state()
     collect, draws = Collector(environments, seed), torch.Generator().manual_seed(seed)
-    recent: deque[float] = deque(maxlen=RECENT)
+    recent: deque[float] = deque(maxlen=RECENT_EPISODES)
     curve, done, episodes, began = list[Update](), 0, 0, time.perf_counter()
 
     def act(observation: Tensor) -> Tensor:
         return learner.distribution(observation).sample(draws)
 
     while (left := (steps - done) // environments.number) > 0:
-        experience = collect(act, min(settings.rollout, left), whole=algorithm.critic is None)
-        learner.slow(1 - done / steps)
-        now = algorithm.at(memory)
+        experience = collect(act, min(settings.rollout, left), full_episodes=algorithm.critic is None)
+        learner.scale_lr(1 - done / steps)
+        now = algorithm.with_state(memory)
         batch = learner.evaluate(experience, now.needs)
-        psi, batch = now.advantages(batch), now.with_targets(batch)
+        psi, batch = now.compute_advantages(batch), now.add_critic_targets(batch)
         metrics = learner.update(experience, batch, psi, now)
-        memory = algorithm.update(memory, batch, metrics)
+        memory = algorithm.update_state(memory, batch, metrics)
         if learner.normaliser is not None:
             learner.normaliser = learner.normaliser.observe(experience.observation[batch.mask])
         done, episodes = done + experience.steps, episodes + len(experience.finished)
@@ -556,7 +562,7 @@ def train(
         curve.append(_update(metrics, done, episodes, recent, time.perf_counter() - began))
         if watch is not None:
             watch(curve[-1])
-    return Trained(learner, algorithm.at(memory), tuple(curve))
+    return ControlResult(learner, algorithm.with_state(memory), tuple(curve))
 
 
 def _update(metrics: Metrics, steps: int, episodes: int, recent: deque[float], seconds: float) -> Update:
@@ -574,14 +580,23 @@ def _update(metrics: Metrics, steps: int, episodes: int, recent: deque[float], s
     )
 
 
-def evaluate(
-    learner: ControlLearner, environments: Environments, episodes: int = 100, *, seed: int = 0, greedy: bool = False
-) -> FreshEpisodes:
+def evaluate_control(
+    learner: ControlLearner,
+    environments: VectorEnvironments,
+    episodes: int = 100,
+    *,
+    seed: int = 0,
+    greedy: bool = False,
+) -> EvalEpisodes:
     """The returns of fresh episodes, as many in each environment as in any other: the first to end would be the short ones."""
     draws = torch.Generator().manual_seed(seed)
     number = environments.number
     left = torch.tensor([episodes // number + (i < episodes % number) for i in range(number)])
-    observation, playing, returns = environments.reset(seeds(seed, number)), torch.zeros(number).double(), list[float]()
+    observation, playing, returns = (
+        environments.reset(environment_seeds(seed, number)),
+        torch.zeros(number).double(),
+        list[float](),
+    )
     while bool((left > 0).any()):
         distribution = learner.distribution(observation)
         step = environments.step(distribution.mode() if greedy else distribution.sample(draws))
@@ -590,4 +605,4 @@ def evaluate(
         returns += playing[ended & (left > 0)].tolist()
         left -= ended.long()
         playing[ended] = 0
-    return FreshEpisodes(tuple(returns), greedy)
+    return EvalEpisodes(tuple(returns), greedy)

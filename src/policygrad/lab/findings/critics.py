@@ -24,14 +24,22 @@ from policygrad.core.turns import (
     TurnGAE,
     TurnLeaveOneOut,
     TurnReturn,
-    per_turn,
+    turn_discount,
 )
 from policygrad.lab.episodes import Walk
-from policygrad.lab.estimators import Estimates, WeightedSteps, all_steps, estimates
-from policygrad.lab.findings.advantages import centred
-from policygrad.lab.measurement import Figures, Finding, Measured, figures, measure, tiny, verdict
-from policygrad.lab.setting import Setting
-from policygrad.lab.worlds import one_prompt, two_answers, walk
+from policygrad.lab.estimators import Estimates, WeightedSteps, enumerate_steps, estimate_gradients
+from policygrad.lab.findings.advantages import with_advantage
+from policygrad.lab.measurement import (
+    Figures,
+    Finding,
+    Measurement,
+    choose_text,
+    compute_figures,
+    format_small,
+    measure_algorithm,
+)
+from policygrad.lab.setting import LabSetting
+from policygrad.lab.worlds import one_prompt, two_answers, walk_setting
 
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 ERRORS = (0.0, 0.1, 0.3)
@@ -62,12 +70,12 @@ def gae_curve(seed: int = 0) -> Finding:
         "GAE's λ trades bias for variance: low λ trusts the critic, λ = 1 is unbiased whatever it says.",
         holds,
         f"With a critic that errs by {ERRORS[2]:g} the bias falls from {biased[0]:.2f} of ‖∇J‖ at λ = 0 to {biased[-1]:.0e} at "
-        f"λ = 1 and the variance {verdict(spread[-1] > spread[0], 'rises', 'falls')} from {spread[0]:.1f} to {spread[-1]:.1f} "
+        f"λ = 1 and the variance {choose_text(spread[-1] > spread[0], 'rises', 'falls')} from {spread[0]:.1f} to {spread[-1]:.1f} "
         f"of ‖∇J‖². The mean squared error of one completion's gradient is least at λ = "
         f"{', '.join(f'{best[e]:g}' for e in ERRORS)} for critics that err by {', '.join(f'{e:g}' for e in ERRORS)}. "
         f"At the largest error the best λ saves {float(gap.mean()):.2f} ± {error:.2f} against λ = 1 (over {CRITICS} critics); "
         f"TD has {_mse(mean, 'TD')}, two steps {_mse(mean, '2-step')}, three {_mse(mean, '3-step')} and Monte Carlo "
-        f"{_mse(mean, 'Monte Carlo')}. TD is λ = 0 and Monte Carlo λ = 1 to {tiny(same)}.",
+        f"{_mse(mean, 'Monte Carlo')}. TD is λ = 0 and Monte Carlo λ = 1 to {format_small(same)}.",
         {f"best_lambda_{e:g}": best[e] for e in ERRORS}
         | {"gap": float(gap.mean())}
         | {
@@ -98,14 +106,16 @@ def _measured(seed: int) -> dict[tuple[str, float], torch.Tensor]:
     links: dict[str, Advantage] = {f"λ={lam:g}": GAE(1.0, lam) for lam in LAMBDAS}
     links |= NAMED
     setting = one_prompt(length=4, seed=seed)
-    steps = all_steps(setting, 1)
+    steps = enumerate_steps(setting, 1)
     found: dict[tuple[str, float], torch.Tensor] = {}
     for error in ERRORS:
         for name, link in links.items():
-            algorithm = Algorithm(psi=(link,), critic=Critic())
+            algorithm = Algorithm(advantage=(link,), critic=Critic())
             rows = []
             for critic in range(CRITICS if error else 1):
-                f = measure(algorithm, replace(setting, critic_error=error, seed=seed * 100 + critic), steps).figures
+                f = measure_algorithm(
+                    algorithm, replace(setting, critic_error=error, seed=seed * 100 + critic), steps
+                ).figures
                 rows.append((f.bias, f.variance, f.mse))
             found[name, error] = torch.tensor(rows, dtype=torch.float64)
     return found
@@ -152,34 +162,40 @@ FAMILIES: dict[str, Callable[[float], Advantage]] = {
 """λ -> an advantage from a critic, at the level of turns, of tokens, of both."""
 
 
-def estimator(name: str, psi: tuple[Advantage, ...]) -> Algorithm:
+def turn_algorithm(name: str, psi: tuple[Advantage, ...]) -> Algorithm:
     """REINFORCE with this chain, and the unbiased sequence sum; with a critic where it reads values."""
-    gamma = next((g for link in psi if (g := per_turn(link)) is not None), None)
-    return replace(REINFORCE, name=name, psi=psi, critic=None if gamma is None else Critic(turn_gamma=gamma))
+    gamma = next((g for link in psi if (g := turn_discount(link)) is not None), None)
+    return replace(REINFORCE, name=name, advantage=psi, critic=None if gamma is None else Critic(turn_gamma=gamma))
 
 
-def measured(name: str, psi: tuple[Advantage, ...], setting: Setting, steps: WeightedSteps) -> Measured:
+def measure_chain(name: str, psi: tuple[Advantage, ...], setting: LabSetting, steps: WeightedSteps) -> Measurement:
     """One chain in one setting, exact."""
-    return measure(estimator(name, psi), setting, steps)
+    return measure_algorithm(turn_algorithm(name, psi), setting, steps)
 
 
-def discounted(psi: tuple[Advantage, ...], setting: Setting, steps: WeightedSteps, gamma: float, seed: int) -> Figures:
+def compare_discounted(
+    psi: tuple[Advantage, ...], setting: LabSetting, steps: WeightedSteps, gamma: float, seed: int
+) -> Figures:
     """The same against the gradient of E[Σ_n γ^n r_n]."""
-    found = estimates(estimator("", psi), setting, steps)
-    return figures(found.gradient, found.weight, walk(gamma=gamma, seed=seed).truth(Algorithm()))
+    found = estimate_gradients(turn_algorithm("", psi), setting, steps)
+    return compute_figures(
+        found.gradient, found.weight, walk_setting(gamma=gamma, seed=seed).true_gradient(Algorithm())
+    )
 
 
 def turn_credit(seed: int = 0) -> Finding:
     """Outcome to all turns, the reward to go, siblings' turns, a discount per turn, and GAE over turns; γ = 1 but where said."""
-    setting, costly = walk(seed=seed), walk(seed=seed, game=Walk(progress=0.0))
-    steps = all_steps(setting, GROUP)
-    exact = {name: measured(name, psi, setting, steps).figures for name, psi in UNBIASED.items()}
-    lost = {name: measured(name, psi, costly, steps).figures for name, psi in UNBIASED.items()}
+    setting, costly = walk_setting(seed=seed), walk_setting(seed=seed, game=Walk(progress_reward=0.0))
+    steps = enumerate_steps(setting, GROUP)
+    exact = {name: measure_chain(name, psi, setting, steps).figures for name, psi in UNBIASED.items()}
+    lost = {name: measure_chain(name, psi, costly, steps).figures for name, psi in UNBIASED.items()}
     alone, siblings, go, _, own = exact.values()
-    states = measured("", (GroupInGroup(gamma=1.0, std=False),), setting, steps).figures
+    states = measure_chain("", (GroupInGroup(gamma=1.0, std=False),), setting, steps).figures
     later = (TurnReturn(GAMMA),)
-    against = [discounted(psi, setting, steps, GAMMA, seed).bias for psi in (later, (*later, TurnDiscount(GAMMA)))]
-    away = measured("", later, setting, steps).figures.bias
+    against = [
+        compare_discounted(psi, setting, steps, GAMMA, seed).bias for psi in (later, (*later, TurnDiscount(GAMMA)))
+    ]
+    away = measure_chain("", later, setting, steps).figures.bias
     curves, sure = _over_lambda(setting, seed)
     (low, *_, high), (least, *_, most) = curves["bias_turn"], curves["variance_turn"]
     bias = max(f.bias for f in (*exact.values(), *lost.values()))
@@ -200,7 +216,7 @@ def turn_credit(seed: int = 0) -> Finding:
         f"The largest bias of all these is {bias:.0e}. GiGPO's sum of two comparisons (F = 1) has {states.variance:.1f}, at "
         f"{states.scale:.2f} times ∇J's length and a cosine of {states.cosine:.4f}. A discount of {GAMMA:g} per turn is {away:.2f} "
         f"of ‖∇J‖ away from ∇J and {against[0]:.2f} from the gradient of the discounted J, which it is with γ^n to "
-        f"{tiny(against[1])}. GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and "
+        f"{format_small(against[1])}. GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and "
         f"{high:.0e} at λ = 1, and a variance of {least:.1f} and {most:.1f}, one episode at a time. An exact critic leaves no bias "
         f"over turns or tokens ({max(sure['turn'], sure['token']):.0e}), and up to {sure['both']:.2f} at both levels: which token "
         "is a turn's last is the policy's own choice.",
@@ -221,33 +237,33 @@ def _variances(found: Mapping[str, Figures], *names: str) -> str:
     return " and ".join(f"{found[name].variance:.1f}" for name in names)
 
 
-def _over_lambda(setting: Setting, seed: int) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
+def _over_lambda(setting: LabSetting, seed: int) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
     """(bias and variance over λ with an erring critic, the mean over a few; the largest bias with an exact one), G = 1."""
-    steps = all_steps(setting, 1)
+    steps = enumerate_steps(setting, 1)
     erring = [replace(setting, critic_error=ERROR, seed=seed * 100 + k) for k in range(TURN_CRITICS)]
     curves: dict[str, tuple[float, ...]] = {"lambda": TURN_LAMBDAS}
     sure = dict.fromkeys(FAMILIES, 0.0)
     for level, made in FAMILIES.items():
         rows = []
         for lam in TURN_LAMBDAS:
-            sure[level] = max(sure[level], measured("", (made(lam),), setting, steps).figures.bias)
-            each = [measured("", (made(lam),), one, steps).figures for one in erring]
+            sure[level] = max(sure[level], measure_chain("", (made(lam),), setting, steps).figures.bias)
+            each = [measure_chain("", (made(lam),), one, steps).figures for one in erring]
             rows.append(torch.tensor([(f.bias, f.variance) for f in each], dtype=torch.float64).mean(0).tolist())
         for i, what in enumerate(("bias", "variance")):
             curves[f"{what}_{level}"] = tuple(row[i] for row in rows)
     return curves, sure
 
 
-def table(size: int = 3, seed: int = 0) -> tuple[list[Measured], list[Measured]]:
+def measure_turn_table(size: int = 3, seed: int = 0) -> tuple[list[Measurement], list[Measurement]]:
     """(chains without a critic, and chains with one that errs) for the lab's page on turns."""
-    setting = walk(seed=seed)
+    setting = walk_setting(seed=seed)
     erring = replace(setting, critic_error=ERROR, seed=seed)
-    steps = all_steps(setting, size)
+    steps = enumerate_steps(setting, size)
     discount = {f"TurnReturn({GAMMA:g})": (TurnReturn(GAMMA),)}
-    plain = [measured(name, psi, setting, steps) for name, psi in (UNBIASED | discount | COMPARED).items()]
+    plain = [measure_chain(name, psi, setting, steps) for name, psi in (UNBIASED | discount | COMPARED).items()]
     links: list[Advantage] = [GAE()]
     links += [made(lam) for made in FAMILIES.values() for lam in (0.0, 0.9, 1.0)]
-    return plain, [measured(_named(link), (link,), erring, steps) for link in links]
+    return plain, [measure_chain(_named(link), (link,), erring, steps) for link in links]
 
 
 def _named(link: Advantage) -> str:
@@ -267,9 +283,9 @@ def adam(seed: int = 0) -> Finding:
     wrong direction, seldom a large one in the right.
     """
     usual, skewed = one_prompt(seed=seed), two_answers(0.1, rewards=(0.2, 1.0))
-    plain = replace(REINFORCE, psi=())
-    worlds = {"usual": (usual, estimates(centred(LeaveOneOut()), usual, all_steps(usual, 4)))}
-    worlds["skewed"] = (skewed, estimates(plain, skewed, all_steps(skewed, 1)))
+    plain = replace(REINFORCE, advantage=())
+    worlds = {"usual": (usual, estimate_gradients(with_advantage(LeaveOneOut()), usual, enumerate_steps(usual, 4)))}
+    worlds["skewed"] = (skewed, estimate_gradients(plain, skewed, enumerate_steps(skewed, 1)))
     first, late, error, gradient = {}, {}, {}, {}
     for name, (setting, found) in worlds.items():
         truth = _unit(setting)
@@ -287,7 +303,7 @@ def adam(seed: int = 0) -> Finding:
         f"As a share of the mean step's length, the gradient goes {gradient['usual']:.3f} along ∇J in a usual world; Adam's first "
         f"step {first['usual']:+.3f}, a late one {late['usual']:+.3f} (± {error['usual']:.3f}). With seldom, large right "
         f"gradients: {gradient['skewed']:+.3f}, {first['skewed']:+.3f} and {late['skewed']:+.3f} (± {error['skewed']:.3f}). "
-        f"{verdict(holds, 'It holds in both', 'The guarantee is lost where a coordinate’s sign is mostly wrong')}: the first step "
+        f"{choose_text(holds, 'It holds in both', 'The guarantee is lost where a coordinate’s sign is mostly wrong')}: the first step "
         f"is the gradient's sign, and only averaging brings its size back. No theorem falls: E[Δθ]ᵀ∇J ≥ 0 is said of steps α·g "
         f"with a fixed α, and Adam's α depends on g.",
         {
@@ -299,7 +315,7 @@ def adam(seed: int = 0) -> Finding:
     )
 
 
-def _unit(setting: Setting) -> Tensor:
+def _unit(setting: LabSetting) -> Tensor:
     truth = setting.world.gradient(setting.theta)
     unit: Tensor = truth / truth.norm()
     return unit

@@ -11,14 +11,14 @@ from torch import Tensor
 from policygrad.core.advantages import RunningMean
 from policygrad.core.base import Gate, Ratio
 from policygrad.core.batch import Batch
-from policygrad.core.gates import Clip, DualClip, Importance, OnPolicy, SoftGate, WeightCap
+from policygrad.core.gates import Clip, ClippedImportance, DualClip, Importance, OnPolicy, SigmoidGate
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
-from policygrad.lab.findings.advantages import EXACT, centred, measured
+from policygrad.lab.findings.advantages import EXACT, exact_figures, with_advantage
 from policygrad.lab.mdp import improvement_bound, natural_gradient, random_mdp, softmax, solve, surrogate_value
-from policygrad.lab.measurement import Figures, Finding, figures, percent, verdict
-from policygrad.lab.policies import Experts, normal
-from policygrad.lab.sequences import Tree, World, derivative, moved, random_subsets
-from policygrad.lab.setting import Setting
+from policygrad.lab.measurement import Figures, Finding, choose_text, compute_figures, format_percent
+from policygrad.lab.policies import Experts, sample_normal
+from policygrad.lab.sequences import PrefixTree, World, derivative, perturb_policy, sample_right_answers
+from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
 RATIOS: dict[str, Ratio] = {"token": Token(), "sequence": Sequence(), "product": SequenceProduct()}
@@ -28,17 +28,17 @@ EXPERTS_KL = 0.02
 """Nats a completion between the two mixtures of experts, the routing replayed."""
 
 
-def off_policy(setting: Setting, kl: float, seed: int) -> Setting:
+def move_off_policy(setting: LabSetting, kl: float, seed: int) -> LabSetting:
     """The same, sampled by a policy from which π_θ has moved by `kl` nats a completion."""
-    return replace(setting, old=setting.theta, theta=moved(setting.world, setting.theta, kl, seed=seed + 1))
+    return replace(setting, old=setting.theta, theta=perturb_policy(setting.world, setting.theta, kl, seed=seed + 1))
 
 
-def spread(setting: Setting, ratio: Ratio) -> float:
+def ratio_std(setting: LabSetting, ratio: Ratio) -> float:
     """Standard deviation of w = r over the tokens that π_old samples."""
     world = setting.world
-    change = world.token_logp(setting.theta) - world.token_logp(setting.behaviour)
+    change = world.token_logp(setting.theta) - world.token_logp(setting.sampling_theta)
     r = ratio(change, world.mask)
-    weight = torch.where(world.mask, world.logp(setting.behaviour).exp().flatten()[:, None], 0)
+    weight = torch.where(world.mask, world.logp(setting.sampling_theta).exp().flatten()[:, None], 0)
     weight = weight / weight.sum()
     return math.sqrt(float((weight * (r - (weight * r).sum()) ** 2).sum()))
 
@@ -50,11 +50,13 @@ def ratio_over_length(seed: int = 0) -> Finding:
     variance, bias = ({name: torch.zeros(worlds, len(lengths)).double() for name in RATIOS} for _ in range(2))
     for w in range(worlds):
         for i, n in enumerate(lengths):
-            setting = off_policy(near := one_prompt(n, seed=seed * 100 + w), _distance(near), seed * 100 + w)
+            setting = move_off_policy(near := one_prompt(n, seed=seed * 100 + w), _distance(near), seed * 100 + w)
             for name, ratio in RATIOS.items():
-                found = measured(replace(centred(RunningMean()), ratio=ratio, gate=Importance()), setting, 1)
+                found = exact_figures(
+                    replace(with_advantage(RunningMean()), ratio=ratio, gate=Importance()), setting, 1
+                )
                 width[name][w, i], variance[name][w, i], bias[name][w, i] = (
-                    spread(setting, ratio),
+                    ratio_std(setting, ratio),
                     found.variance,
                     found.bias,
                 )
@@ -70,7 +72,7 @@ def ratio_over_length(seed: int = 0) -> Finding:
         f"{PER_TOKEN_KL:g} nats a token away, at lengths up to 2, 4 and 6, the weights' standard deviation is "
         f"{_three(width['token'])} per token, {_three(width['sequence'])} for the sequence's mean and {_three(width['product'])} "
         f"for the product. In place of the token ratio the sequence ratio changes the gradient's variance by {deltas} over "
-        f"{worlds} random worlds{verdict(holds, '', ': its weights vary less, its gradient does not at every length')}. Its bias "
+        f"{worlds} random worlds{choose_text(holds, '', ': its weights vary less, its gradient does not at every length')}. Its bias "
         f"is {_three(bias['sequence'])} of ‖∇J‖, the token ratio's {_three(bias['token'])}.",
         {f"change_{n}": float(m) for n, m in zip(lengths, mean, strict=True)},
         error=float(error.max()),
@@ -83,7 +85,7 @@ def ratio_over_length(seed: int = 0) -> Finding:
     )
 
 
-def _distance(setting: Setting) -> float:
+def _distance(setting: LabSetting) -> float:
     """Nats a completion, `PER_TOKEN_KL` for each of the tokens that one has on average."""
     return PER_TOKEN_KL * float(setting.world.mean_length(setting.theta))
 
@@ -95,9 +97,12 @@ def _three(table: Tensor) -> str:
 def product_ratio(seed: int = 0) -> Finding:
     """Π_t r_t is the importance weight of a whole completion."""
     distances = (0.02, 0.1, 0.3)
-    settings = [off_policy(one_prompt(5, seed=seed), kl, seed) for kl in distances]
+    settings = [move_off_policy(one_prompt(5, seed=seed), kl, seed) for kl in distances]
     found = {
-        name: [measured(replace(centred(RunningMean()), ratio=ratio, gate=Importance()), s, 1) for s in settings]
+        name: [
+            exact_figures(replace(with_advantage(RunningMean()), ratio=ratio, gate=Importance()), s, 1)
+            for s in settings
+        ]
         for name, ratio in RATIOS.items()
     }
     bias = max(f.bias for f in found["product"])
@@ -108,7 +113,7 @@ def product_ratio(seed: int = 0) -> Finding:
         "product_ratio",
         "The product of the token ratios is the unbiased one, at a high variance.",
         holds,
-        f"Its bias is {bias:.0e} {verdict(holds, 'and only its is', 'but that of others is too')} zero: at "
+        f"Its bias is {bias:.0e} {choose_text(holds, 'and only its is', 'but that of others is too')} zero: at "
         f"{', '.join(f'{kl:g}' for kl in distances)} nats a completion the token ratio's is "
         f"{', '.join(f'{f.bias:.2f}' for f in found['token'])} and the sequence ratio's "
         f"{', '.join(f'{f.bias:.2f}' for f in found['sequence'])} of ‖∇J‖. The product's variance is "
@@ -122,17 +127,17 @@ def product_ratio(seed: int = 0) -> Finding:
     )
 
 
-GATES: dict[str, Gate] = {"clip": Clip(0.2, 0.2), "soft": SoftGate(), "cap": WeightCap(0.0, 5.0)}
+GATES: dict[str, Gate] = {"clip": Clip(0.2, 0.2), "soft": SigmoidGate(), "cap": ClippedImportance(0.0, 5.0)}
 
 
 def gates(seed: int = 0) -> Finding:
     """What of |r·Ψ| each gate keeps on the tokens that the clip drops: PPO's clip, SAPO's soft gate, CISPO's cap."""
     distances = (0.02, 0.1, 0.3, 1.0)
     base = one_prompt(4, seed=seed)
-    settings = [off_policy(base, kl, seed) for kl in distances]
+    settings = [move_off_policy(base, kl, seed) for kl in distances]
     kept = {name: [_kept(s, gate) for s in settings] for name, gate in GATES.items()}
     found = {
-        name: [measured(replace(centred(RunningMean()), ratio=Token(), gate=gate), s, 1) for s in settings]
+        name: [exact_figures(replace(with_advantage(RunningMean()), ratio=Token(), gate=gate), s, 1) for s in settings]
         for name, gate in GATES.items()
     }
     holds = all(c == 0 and c < s < k for c, s, k in zip(*kept.values(), strict=True))
@@ -141,8 +146,8 @@ def gates(seed: int = 0) -> Finding:
         "CISPO keeps gradient where clipping drops it; SAPO stands in between.",
         holds,
         f"On the tokens that clip 0.2 drops, {', '.join(f'{kl:g}' for kl in distances)} nats a completion away, the cap keeps "
-        f"{', '.join(percent(x) for x in kept['cap'])} of the weight r, the soft gate {', '.join(percent(x) for x in kept['soft'])}"
-        f" and the clip {percent(max(kept['clip']))}. {verdict(holds, '', 'The order is another one. ')}The cosine with ∇J is "
+        f"{', '.join(format_percent(x) for x in kept['cap'])} of the weight r, the soft gate {', '.join(format_percent(x) for x in kept['soft'])}"
+        f" and the clip {format_percent(max(kept['clip']))}. {choose_text(holds, '', 'The order is another one. ')}The cosine with ∇J is "
         f"{', '.join(f'{f.cosine:.3f}' for f in found['cap'])} capped, {', '.join(f'{f.cosine:.3f}' for f in found['soft'])} soft "
         f"and {', '.join(f'{f.cosine:.3f}' for f in found['clip'])} clipped.",
         {f"kept_{name}_{kl:g}": x for name, v in kept.items() for kl, x in zip(distances, v, strict=True)},
@@ -154,21 +159,21 @@ def gates(seed: int = 0) -> Finding:
     )
 
 
-def _kept(setting: Setting, gate: Gate) -> float:
+def _kept(setting: LabSetting, gate: Gate) -> float:
     """Σ|w Ψ| over Σ|r Ψ| on the tokens that Clip(0.2, 0.2) drops, Ψ = R − J."""
     world = setting.world
     r, psi, weight = _tokens(setting)
     batch = Batch(
-        mask=world.mask, group=torch.arange(len(r)), reward=psi[:, 0], logp_old=world.token_logp(setting.behaviour)
+        mask=world.mask, group=torch.arange(len(r)), reward=psi[:, 0], logp_old=world.token_logp(setting.sampling_theta)
     )
     below, above = Clip(0.2, 0.2).clipped(r, psi, batch)
     here = weight * psi.abs() * ((below | above) & world.mask)
     return float((here * gate.weight(r, psi, batch)).sum() / (here * r).sum())
 
 
-def _tokens(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
+def _tokens(setting: LabSetting) -> tuple[Tensor, Tensor, Tensor]:
     """(r, Ψ, probability) at every token of every completion [N, L]."""
-    world, old = setting.world, setting.behaviour
+    world, old = setting.world, setting.sampling_theta
     r = Token()(world.token_logp(setting.theta) - world.token_logp(old), world.mask)
     psi = (world.reward.flatten() - world.objective(old))[:, None].expand(r.shape)
     return r, psi, world.logp(old).exp().flatten()[:, None].expand(r.shape)
@@ -181,14 +186,14 @@ def experts(seed: int = 0) -> Finding:
     with and without flips, so that the differences are paired.
     """
     draws = 16
-    tree = Tree(3, 5)
+    tree = PrefixTree(3, 5)
     policy = Experts(tree)
     theta = policy.initial(seed)
-    world = World(tree, random_subsets(tree, policy, theta, (0.4,), seed), policy)
+    world = World(tree, sample_right_answers(tree, policy, theta, (0.4,), seed), policy)
     replay = replace(world, policy=replace(policy, frozen=tuple(policy.routes(theta).tolist())))
     rows = []
     for draw in range(draws):
-        new = moved(replay, theta, EXPERTS_KL, seed=seed * 1000 + draw)
+        new = perturb_policy(replay, theta, EXPERTS_KL, seed=seed * 1000 + draw)
         flipped = policy.routes(theta) != policy.routes(new)
         far = float(world.kl(theta, new))
         rows.append([*_jumps(world, theta, new, flipped), *_jumps(replay, theta, new, flipped)[:2], far])
@@ -202,12 +207,12 @@ def experts(seed: int = 0) -> Finding:
         "experts",
         "In a mixture of experts flips of the routing make token ratios jump; sequence ratios bear it.",
         holds,
-        f"Moves of {EXPERTS_KL:g} nats a completion flip the expert at {percent(share)} of the states visited, and are {far:.3f} "
+        f"Moves of {EXPERTS_KL:g} nats a completion flip the expert at {format_percent(share)} of the states visited, and are {far:.3f} "
         f"nats with the flips. The standard deviation of log r is {token:.3f} per token ({token_replay:.3f} with the routing "
         f"replayed) and {sequence:.3f} for the sequence's mean ({sequence_replay:.3f}). Flips multiply the token ratio's by "
         f"{math.exp(jump):.2f} (log {jump:.2f} ± {jump_error:.2f}) and the sequence ratio's by {math.exp(jump - less):.2f}: the "
         f"difference in the log is {less:+.2f} ± {error:.2f}, so the sequence ratio varies less, and its share of the jump "
-        f"{verdict(holds, 'is smaller too', 'is not clearly smaller')}. That it “bears” flips rests on {math.exp(jump - less):.2f} "
+        f"{choose_text(holds, 'is smaller too', 'is not clearly smaller')}. That it “bears” flips rests on {math.exp(jump - less):.2f} "
         f"times against {math.exp(jump):.2f}: it jumps as well.",
         {
             "token": token,
@@ -290,7 +295,7 @@ class Chain:
 
 def _moved(chain: Chain, old: Tensor, kl: float, seed: int) -> Tensor:
     """θ in a random direction from `old`, `kl` nats a token away."""
-    direction, low, high = normal(len(old), 1.0, seed), 0.0, 8.0
+    direction, low, high = sample_normal(len(old), 1.0, seed), 0.0, 8.0
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if chain.distance(old, old + middle * direction, 64) < kl else (low, middle)
@@ -306,7 +311,7 @@ def _scores(chain: Chain, theta: Tensor, drawn: tuple[Tensor, Tensor], weight: T
 
 
 @dataclass(frozen=True)
-class Sampled:
+class RatioFigures:
     """One ratio's estimator over chains of one length."""
 
     figures: Figures
@@ -319,7 +324,7 @@ class Sampled:
 
 def _sampled(
     chain: Chain, old: Tensor, new: Tensor, drawn: tuple[Tensor, Tensor], ratios: list[Ratio]
-) -> list[Sampled]:
+) -> list[RatioFigures]:
     states, tokens = drawn
     n = states.shape[1]
     change = (chain.policy(new) - chain.policy(old))[states, tokens]
@@ -330,9 +335,9 @@ def _sampled(
     for ratio in ratios:
         r = ratio(change, torch.ones_like(change, dtype=torch.bool))
         score = _scores(chain, new, drawn, r)
-        measured = figures(score * psi[:, None], even, truth, exact=False)
+        measured = compute_figures(score * psi[:, None], even, truth, exact=False)
         drift = float(psi.var() * score.mean(0).square().sum()) / (measured.variance * float(truth @ truth))
-        found.append(Sampled(measured, float(r.std()), drift))
+        found.append(RatioFigures(measured, float(r.std()), drift))
     return found
 
 
@@ -347,7 +352,7 @@ def long_chains(seed: int = 0) -> Finding:
     table = torch.zeros(4, len(ratios), len(DISTANCES), len(LENGTHS), WORLDS).double()
     for w in range(WORLDS):
         own = seed * 1000 + w * 10
-        chain, old = Chain(normal(20, 1.0, own).reshape(5, 4)), normal(20, 0.7, own + 1)
+        chain, old = Chain(sample_normal(20, 1.0, own).reshape(5, 4)), sample_normal(20, 0.7, own + 1)
         states, tokens = chain.draw(old, CHAINS, LENGTHS[-1], own + 2)
         for d, kl in enumerate(DISTANCES):
             new = _moved(chain, old, kl, own + 3)
@@ -366,7 +371,7 @@ def long_chains(seed: int = 0) -> Finding:
         f"On chains of {_list(LENGTHS)} tokens ({CHAINS} sampled in each of {WORLDS} random worlds) the sequence ratio's variance "
         "is "
         + "; ".join(_said(kl, mean[d], error[d]) for d, kl in enumerate(DISTANCES))
-        + f": {verdict(holds, 'less at every length', 'no cut that grows with the length')}. Its weights do vary less, "
+        + f": {choose_text(holds, 'less at every length', 'no cut that grows with the length')}. Its weights do vary less, "
         f"{_pair(width['sequence'][:, -1])} against {_pair(width['token'][:, -1])} at {last} tokens, but they let the score drift: "
         f"{_percents(drift['sequence'][:, -1])} of its variance is Var R times the squared mean of Σ∇log π under π_old, which "
         f"token ratios keep near 0 ({_percents(drift['token'][:, -1])}). Its bias is {_pair(bias['sequence'][:, -1])} of ‖∇J‖ "
@@ -389,7 +394,7 @@ def _said(kl: float, mean: Tensor, error: Tensor) -> str:
 
 
 def _percents(table: Tensor) -> str:
-    return " and ".join(percent(x) for x in table.mean(1).tolist())
+    return " and ".join(format_percent(x) for x in table.mean(1).tolist())
 
 
 def _list(numbers: tuple[int, ...]) -> str:
@@ -408,20 +413,20 @@ SHAPE_GATES: dict[str, Gate] = {
     "Clip(0.2, 0.2)": Clip(0.2, 0.2),
     "Clip(0.2, 0.28)": Clip(0.2, 0.28),
     "DualClip(c=3)": DualClip(),
-    "SoftGate": SoftGate(),
-    "WeightCap(0, 5)": WeightCap(),
+    "SigmoidGate": SigmoidGate(),
+    "ClippedImportance(0, 5)": ClippedImportance(),
 }
 """Those of the matrix, and DualClip. GSPO's clip has the same shape, on a ratio of the whole sequence, 3e-4 wide."""
 FAR = 2.0
 
 
-def weights(gate: Gate, ratios: tuple[float, ...], sign: int) -> tuple[float, ...]:
+def gate_curve(gate: Gate, ratios: tuple[float, ...], sign: int) -> tuple[float, ...]:
     """w(r) for Ψ = ±1."""
     r = torch.tensor(ratios, dtype=torch.float64)[:, None]
-    return tuple(gate.weight(r, torch.full_like(r, float(sign)), tokens_apart(r)).flatten().tolist())
+    return tuple(gate.weight(r, torch.full_like(r, float(sign)), make_token_batch(r)).flatten().tolist())
 
 
-def tokens_apart(ratio: Tensor) -> Batch:
+def make_token_batch(ratio: Tensor) -> Batch:
     """As many completions of one token as there are ratios [n, 1]; π_old gave each e^{-3}, so that r may reach 20, and a
     gate that chooses among tokens has chosen none."""
     n = len(ratio)
@@ -439,19 +444,19 @@ def gate_weights(seed: int = 0) -> Finding:
     """w(r, sign Ψ) of every gate, r from 0 to 6."""
     ratios = tuple(i / 50 for i in range(301))
     curves = {
-        f"{name} {'up' if sign > 0 else 'down'}": weights(gate, ratios, sign)
+        f"{name} {'up' if sign > 0 else 'down'}": gate_curve(gate, ratios, sign)
         for sign in (1, -1)
         for name, gate in SHAPE_GATES.items()
     }
-    off = max(abs(weights(gate, (1.0,), sign)[0] - 1) for gate in SHAPE_GATES.values() for sign in (1, -1))
-    far = {name: weights(gate, (FAR,), 1)[0] for name, gate in SHAPE_GATES.items()}
+    off = max(abs(gate_curve(gate, (1.0,), sign)[0] - 1) for gate in SHAPE_GATES.values() for sign in (1, -1))
+    far = {name: gate_curve(gate, (FAR,), 1)[0] for name, gate in SHAPE_GATES.items()}
     return Finding(
         "gate_weights",
         "Every gate weighs 1 at r = 1; they differ in what they let through away from it.",
         off < 1e-12,
-        f"They do, {verdict(off == 0, 'exactly', f'to {off:.0e}')}. A token of a good answer that is already twice "
-        f"as likely (r = {FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SoftGate']:.2f} under SAPO's "
-        f"soft gate, {far['WeightCap(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, {far['OnPolicy']:.0f} "
+        f"They do, {choose_text(off == 0, 'exactly', f'to {off:.0e}')}. A token of a good answer that is already twice "
+        f"as likely (r = {FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SigmoidGate']:.2f} under SAPO's "
+        f"soft gate, {far['ClippedImportance(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, {far['OnPolicy']:.0f} "
         f"with none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual clip.",
         {f"at_{FAR:g} {name}": x for name, x in far.items()},
         curves={"ratio": ratios, **curves},
@@ -482,10 +487,10 @@ def bound_over_step(seed: int = 0) -> Finding:
         "bound_over_step",
         "TRPO's bound touches J at the old policy and stays below: raising it raises J, in far shorter steps than would do.",
         holds,
-        f"Along the natural gradient of a random MDP (γ = 0.5) the bound is {verdict(holds, 'never', 'somewhere')} above J. Its "
+        f"Along the natural gradient of a random MDP (γ = 0.5) the bound is {choose_text(holds, 'never', 'somewhere')} above J. Its "
         f"maximum promises {promised:.3f} at a step of {safe:.2f} in the logits (total variation; the KL form {max(by_kl):.3f}); "
         f"J gains {true[lengths.index(safe)]:.3f} there, and {reached:.3f} at a step of {longest:g}"
-        f"{verdict(longest == lengths[-1], ', the longest tried', '')}.",
+        f"{choose_text(longest == lengths[-1], ', the longest tried', '')}.",
         {"promised": promised, "promised_kl": max(by_kl), "safe": safe, "reached": reached, "best": longest},
         curves={"step": lengths, "J": true, "surrogate": surrogate, "bound_kl": by_kl, "bound_tv": by_tv},
     )

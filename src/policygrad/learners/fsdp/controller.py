@@ -24,56 +24,58 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError, HangError, PolicygradError, RunError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.learner import FsdpLearner, Plan
-from policygrad.learners.fsdp.processes import Places, Ranks, check_devices
-from policygrad.learners.fsdp.sharding import Blueprint, without_numbers
-from policygrad.learners.fsdp.tensor_parallel import check_tensor
-from policygrad.learners.fsdp.torchrun import ranks_of
-from policygrad.learners.fsdp.watchdog import Line
-from policygrad.learners.local.learner import check_widths
-from policygrad.models.adapters import untouched
+from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
+from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, check_devices
+from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
+from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
+from policygrad.learners.fsdp.torchrun import resolve_world_size
+from policygrad.learners.fsdp.watchdog import ControlStore
+from policygrad.learners.local.learner import check_vocabulary_sizes
+from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.moe_routing import Routing
-from policygrad.utils.signals import AGAIN, SIGNALS
-from policygrad.weight_sync.base import Gathered, PassedError, Published
+from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SIGNALS
+from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
 # What is published where no process has the policy: its parameters, gathered one by one, and its logits.
 
 
-class At(Protocol):
+class VersionedCall(Protocol):
     """Does something in every process, with weights of one version alone."""
 
     def __call__(self, version: int, method: Any, *args: Any) -> Any:
-        """What it comes to here. Raises PassedError where the weights are others."""
+        """What it comes to here. Raises StaleWeightsError where the weights are others."""
         ...
 
 
-def one_by_one(at: At, version: int, likes: Mapping[str, Tensor]) -> Published:
+def publish_lazily(
+    call_at_version: VersionedCall, version: int, tensor_specs: Mapping[str, Tensor]
+) -> PublishedWeights:
     """likes: the parameters on the meta device, as they are to be published."""
 
     def gather(name: str) -> Tensor:
-        found: Tensor = at(version, FsdpLearner.gathered, name, likes[name].dtype)
-        return found
+        parameter: Tensor = call_at_version(version, FsdpLearner.gather_parameter, name, tensor_specs[name].dtype)
+        return parameter
 
     def logits(ids: Tensor) -> Tensor:
-        found: Tensor = at(version, FsdpLearner.logits, ids)
-        return found
+        output: Tensor = call_at_version(version, FsdpLearner.compute_logits, ids)
+        return output
 
-    return Published(version, Gathered(likes, gather), logits)
+    return PublishedWeights(version, LazyStateDict(tensor_specs, gather), logits)
 
 
 # What is not spread over several processes: refused at the beginning, with the way out.
 
-_ONE = "let one process learn (learner.ranks 1)"
+_ONE = "let one process learn (learner.world_size 1)"
 
 
-def check_ranks(config: LearnerConfig, algorithm: Algorithm | None = None) -> None:
+def check_fsdp_options(config: LearnerConfig, algorithm: Algorithm | None = None) -> None:
     """Raises ConfigError for the first option that several processes cannot share."""
-    if (ranks := ranks_of(config.ranks)) % config.tensor:
+    if (ranks := resolve_world_size(config.world_size)) % config.tensor_parallel:
         raise ConfigError(
-            f"learner.tensor {config.tensor} of {ranks} processes (learner.ranks) share a layer: give a divisor of that, as "
-            f"in --learner.ranks {config.tensor} --learner.tensor {config.tensor}"
+            f"learner.tensor_parallel {config.tensor_parallel} of {ranks} processes (learner.world_size) share a layer: give a divisor of that, as "
+            f"in --learner.world-size {config.tensor_parallel} --learner.tensor-parallel {config.tensor_parallel}"
         )
-    if config.ranks == 1:
+    if config.world_size == 1:
         return
     options = {
         "learner.lora with bits=4": config.adapters is not None and config.adapters.bits is not None,
@@ -81,11 +83,11 @@ def check_ranks(config: LearnerConfig, algorithm: Algorithm | None = None) -> No
     }
     for what in (what for what, holds in options.items() if holds):
         raise ConfigError(
-            f"{what} is not for several processes, and learner.ranks is {config.ranks}: leave it away, or {_ONE}"
+            f"{what} is not for several processes, and learner.world_size is {config.world_size}: leave it away, or {_ONE}"
         )
 
 
-def check_model(model: nn.Module) -> None:
+def check_shardable(model: nn.Module) -> None:
     """Raises ConfigError for weights that cannot be cut into shares."""
     if getattr(model, "is_quantized", False):
         raise ConfigError(
@@ -94,27 +96,32 @@ def check_model(model: nn.Module) -> None:
 
 
 T = TypeVar("T")
-AGREED = (PolicygradError, KeyError)
+SYMMETRIC_ERRORS = (PolicygradError, KeyError)
 """What is raised in all processes alike, from what all of them know: they go on listening."""
 
 
-class RankedLearner:
+class FsdpController:
     """As `LocalLearner`, with as many processes as `ranks` has."""
 
     def __init__(
-        self, ranks: Ranks, plan: Plan, model: nn.Module, reference: nn.Module | None, folder: Path | None = None
+        self,
+        ranks: WorkerGroup,
+        plan: FsdpSpec,
+        model: nn.Module,
+        reference: nn.Module | None,
+        folder: Path | None = None,
     ) -> None:
-        self._ranks, self._whole, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
-        self._likes: dict[str, Tensor] | None = None  # of what is gathered one by one
-        ranks.watchdog.start(plan.config.patience, folder)
-        with self.together("making the learner"):
-            ranks.tell(plan)
+        self._workers, self._in_sync, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
+        self._tensor_specs: dict[str, Tensor] | None = None  # of what is gathered one by one
+        ranks.watchdog.start(plan.config.hang_timeout, folder)
+        with self.collective("making the learner"):
+            ranks.broadcast_object(plan)
             self._learner = FsdpLearner(ranks, plan, model, reference)
 
     @classmethod
     def of(
         cls,
-        ranks: Ranks,
+        ranks: WorkerGroup,
         model: nn.Module,
         algorithm: Algorithm,
         *,
@@ -127,7 +134,7 @@ class RankedLearner:
         samples: bool = False,
         streams: bool = False,
         folder: Path | None = None,
-        blueprint: Blueprint | None = None,
+        blueprint: ModelSkeleton | None = None,
     ) -> Self:
         """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
         samples: it is whole in all of them, for each to draw with. streams: in none of them: `model` is left without its numbers,
@@ -138,21 +145,24 @@ class RankedLearner:
             ConfigError: what several processes cannot share yet.
         """
         config = config or LearnerConfig()
-        check_ranks(config, algorithm)
-        check_model(model)
-        check_tensor(model, config.tensor, algorithm)
+        check_fsdp_options(config, algorithm)
+        check_shardable(model)
+        check_tensor_parallel(model, config.tensor_parallel, algorithm)
         if config.routing_replay:
-            Routing.of(model)  # what listens to the routers is a part of the blueprint
-        own = Blueprint.of(model, temperature) if blueprint is None else blueprint
-        read, bare = "logp_ref" in algorithm.needs, reference is None and _bare(model, algorithm)
-        theirs = None if not read or bare else own
-        if read and reference is not None:
-            check_widths(algorithm, reference, model)
-            theirs = Blueprint.of(reference, temperature)
-        plan = Plan(
-            policy=own,
-            reference=theirs,
-            bare=read and bare,
+            Routing.for_model(model)  # what listens to the routers is a part of the blueprint
+        skeleton = ModelSkeleton.of(model, temperature) if blueprint is None else blueprint
+        reads_reference, adapterless = (
+            "logp_ref" in algorithm.needs,
+            reference is None and _is_reference_adapterless(model, algorithm),
+        )
+        reference_skeleton = None if not reads_reference or adapterless else skeleton
+        if reads_reference and reference is not None:
+            check_vocabulary_sizes(algorithm, reference, model)
+            reference_skeleton = ModelSkeleton.of(reference, temperature)
+        plan = FsdpSpec(
+            policy=skeleton,
+            reference=reference_skeleton,
+            adapterless_reference=reads_reference and adapterless,
             algorithm=algorithm,
             lr=lr,
             steps=steps,
@@ -164,16 +174,16 @@ class RankedLearner:
             samples=samples,
             streams=streams,
         )
-        found = cls(ranks, plan, model, model if reference is None else reference, folder)
+        controller = cls(ranks, plan, model, model if reference is None else reference, folder)
         if streams:
-            without_numbers(model)
-            found._likes = {name: p.detach() for name, p in model.named_parameters()}
-        return found
+            move_to_meta(model)
+            controller._tensor_specs = {name: p.detach() for name, p in model.named_parameters()}
+        return controller
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """Processes that learn."""
-        return self._ranks.size
+        return self._workers.size
 
     @property
     def reference_parameters(self) -> int:
@@ -197,137 +207,137 @@ class RankedLearner:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._do(FsdpLearner.set_lr, value)
+        self._call(FsdpLearner.set_lr, value)
 
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """As `LocalLearner.evaluate`."""
-        with not_in_its_midst():  # in a rollout, which a signal ends at once
-            return self._do(FsdpLearner.evaluate, batch, needs)
+        with defer_signals():  # in a rollout, which a signal ends at once
+            return self._call(FsdpLearner.evaluate, batch, needs)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """One rollout's updates; the metrics are those of the whole batch."""
-        return self._do(FsdpLearner.update, batch, psi, algorithm)
+        return self._call(FsdpLearner.update, batch, psi, algorithm)
 
-    def publish(self) -> Published:
+    def publish(self) -> PublishedWeights:
         """The model's own tensors, with the weights as they are; or such as are gathered one by one, as long as they are."""
-        if self._likes is None:
-            return self._do(FsdpLearner.publish)
-        return one_by_one(self._at, self.version, self._likes)
+        if self._tensor_specs is None:
+            return self._call(FsdpLearner.publish)
+        return publish_lazily(self._call_at_version, self.version, self._tensor_specs)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Gathered: that of one process."""
-        return self._do(FsdpLearner.state)
+        return self._call(FsdpLearner.state)
 
     @property
-    def values(self) -> dict[str, Any]:
+    def state_values(self) -> dict[str, Any]:
         """The state's values alone, which this process has."""
-        return self._learner.values()
+        return self._learner.state_values()
 
-    def do(self, function: Callable[..., T], *args: Any) -> T:
+    def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
         """A function of the learner's share and of these arguments, in every process; what it returns in this one. A signal waits
         until all are through."""
-        with not_in_its_midst():
-            return self._do(function, *args)
+        with defer_signals():
+            return self._call(function, *args)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, of whatever number of processes."""
-        with self.together("restore") as ranks:
-            ranks.tell((FsdpLearner.restore, ({n: t.to("meta") for n, t in tensors.items()}, values)))
+        with self.collective("restore") as ranks:
+            ranks.broadcast_object((FsdpLearner.restore, ({n: t.to("meta") for n, t in tensors.items()}, values)))
             self._learner.restore(tensors, values)
 
     @property
-    def line(self) -> Line:
+    def store(self) -> ControlStore:
         """To the other processes."""
-        return self._ranks.line
+        return self._workers.store
 
     @property
-    def gone(self) -> str:
+    def failure_reason(self) -> str:
         """In words, that another process has ended or does not answer; empty where nobody knows of any."""
-        apart = "" if self._whole else "the processes that learn together have come apart"
-        return self._ranks.ended or self._ranks.watchdog.mute or apart
+        diverged = "" if self._in_sync else "the processes that learn together have come apart"
+        return self._workers.exit_message or self._workers.watchdog.unresponsive or diverged
 
     def close(self) -> None:
         """The other processes end."""
-        self._ranks.close(self._whole)
-        self._whole = False
+        self._workers.close(self._in_sync)
+        self._in_sync = False
 
-    def _do(self, method: Callable[..., T], *args: Any) -> T:
-        return self._at(None, method, *args)
+    def _call(self, method: Callable[..., T], *args: Any) -> T:
+        return self._call_at_version(None, method, *args)
 
-    def _at(self, version: int | None, method: Callable[..., T], *args: Any) -> T:
-        """In every process, with weights of this version, None = any. Raises PassedError where they are others."""
-        with self.together(method.__name__) as ranks:
+    def _call_at_version(self, version: int | None, method: Callable[..., T], *args: Any) -> T:
+        """In every process, with weights of this version, None = any. Raises StaleWeightsError where they are others."""
+        with self.collective(method.__name__) as ranks:
             if version not in (None, self.version):
-                raise PassedError(
+                raise StaleWeightsError(
                     f"the weights of version {version} have passed: the learner has those of {self.version}"
                 )
-            ranks.tell((method, args))
+            ranks.broadcast_object((method, args))
             return method(self._learner, *args)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[Ranks]:
+    def collective(self, operation: str) -> Iterator[WorkerGroup]:
         """Around what all processes do: within, they are told (a function of their learner and its arguments), and it is done here
         too. What breaks it off here leaves the others where they are, and there is no way on."""
         with self._lock:  # a rollout in another thread may ask something meanwhile
-            if not self._whole:
-                raise RunError(f"{what}: the processes that learn together have come apart, see the error before")
+            if not self._in_sync:
+                raise RunError(f"{operation}: the processes that learn together have come apart, see the error before")
             try:
-                with self._ranks.watchdog.over(what):
-                    yield self._ranks
-            except AGREED:
+                with self._workers.watchdog.watch_collective(operation):
+                    yield self._workers
+            except SYMMETRIC_ERRORS:
                 raise
             except BaseException as error:
-                self._whole = False
-                if isinstance(error, Exception) and (found := self._ranks.watchdog.found):
-                    raise HangError(found) from error
-                gone = lost_connection(error)
-                if not gone:
+                self._in_sync = False
+                if isinstance(error, Exception) and (diagnosis := self._workers.watchdog.diagnosis):
+                    raise HangError(diagnosis) from error
+                lost = describe_lost_connection(error)
+                if not lost:
                     raise
                 raise RunError(
-                    f"{self._ranks.lost() or gone}, in the midst of {what!r}: what it said stands above"
+                    f"{self._workers.wait_for_exit() or lost}, in the midst of {operation!r}: what it said stands above"
                 ) from error
 
 
-def _bare(model: nn.Module, algorithm: Algorithm) -> bool:
+def _is_reference_adapterless(model: nn.Module, algorithm: Algorithm) -> bool:
     """Whether the policy without its adapters is π_ref for good, and nothing asks for both at once, or for a second one."""
     given = algorithm.reference
-    renewed = given is not None and (given.every is not None or given.stall is not None)
+    renewed = given is not None and (given.refresh_every is not None or given.refresh_after_stall is not None)
     second = algorithm.reward_model is not None or "kl_ref" in algorithm.forward_needs
-    return untouched(model) and not renewed and not second
+    return is_initial_adapter(model) and not renewed and not second
 
 
-def ranked_learner(
-    model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, places: Places | None = None, **how: Any
-) -> RankedLearner:
-    """A `RankedLearner` with processes of its own, `config.ranks` of them, or with torchrun's; `close` ends them. places: where
+def start_fsdp_learner(
+    model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, places: WorkerLauncher | None = None, **how: Any
+) -> FsdpController:
+    """A `FsdpController` with processes of its own, `config.ranks` of them, or with torchrun's; `close` ends them. places: where
     they are; None = on this machine."""
-    check_ranks(config, algorithm)
+    check_fsdp_options(config, algorithm)
     if places is None:
-        check_devices(next(model.parameters()).device.type, config.ranks)
-    ranks = Ranks.start(config.ranks, places)
+        check_devices(next(model.parameters()).device.type, config.world_size)
+    ranks = WorkerGroup.start(config.world_size, places)
     try:
-        return RankedLearner.of(ranks, model, algorithm, config=config, **how)
+        return FsdpController.of(ranks, model, algorithm, config=config, **how)
     except BaseException as error:
-        ranks.close(isinstance(error, AGREED))
+        ranks.close(isinstance(error, SYMMETRIC_ERRORS))
         raise
 
 
 def _threads(size: int) -> int:
     """This machine's between the processes, unless OMP_NUM_THREADS says how many each has (as torchrun lets it)."""
-    here = torch.get_num_threads()
-    return here if "OMP_NUM_THREADS" in os.environ else max(1, here // size)
+    available = torch.get_num_threads()
+    return available if "OMP_NUM_THREADS" in os.environ else max(1, available // size)
 
 
-def lost_connection(error: BaseException) -> str:
+def describe_lost_connection(error: BaseException) -> str:
     """In words, that a connection to another process has gone; empty where the error is another."""
-    gone = isinstance(error, RuntimeError) and any(
+    is_lost = isinstance(error, RuntimeError) and any(
         word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection")
     )
-    return f"another of the processes that learn together has ended ({str(error).splitlines()[0]})" if gone else ""
+    return f"another of the processes that learn together has ended ({str(error).splitlines()[0]})" if is_lost else ""
 
 
 @contextmanager
-def not_in_its_midst() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """A signal waits until what all processes do is done: whoever left it would leave the others waiting. A second one does not."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -335,7 +345,7 @@ def not_in_its_midst() -> Iterator[None]:
     came: list[tuple[int, float]] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if came and time.monotonic() - came[0][1] > AGAIN:
+        if came and time.monotonic() - came[0][1] > DUPLICATE_WINDOW_SECONDS:
             raise KeyboardInterrupt
         came.append((number, time.monotonic()))
 

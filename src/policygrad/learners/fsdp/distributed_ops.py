@@ -23,13 +23,20 @@ from torch.utils.hooks import RemovableHandle
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metrics, merge
 from policygrad.errors import ConfigError
-from policygrad.learners.fsdp.processes import Ranks
-from policygrad.learners.fsdp.sharding import Place, Unit, instead, shard, swapped, watched
-from policygrad.learners.local.curvature import Curvature, both, dual, middle
-from policygrad.learners.local.packing import Division, Pack, nodes, pack
-from policygrad.learners.local.score_norms import Norms, ScoreNorms, alone
+from policygrad.learners.fsdp.processes import WorkerGroup
+from policygrad.learners.fsdp.sharding import (
+    FsdpUnit,
+    ParameterSlot,
+    apply_fsdp,
+    observe_parameters,
+    swap_parameters,
+    swap_when_called,
+)
+from policygrad.learners.local.curvature import Curvature, make_dual, output_hessian_product, unpack_dual
+from policygrad.learners.local.packing import Pack, WorkDivision, count_nodes, pack_micro_batches
+from policygrad.learners.local.score_norms import Norms, ScoreNorms, pack_singly
 from policygrad.models.loading import at_least_float32
-from policygrad.models.replica import PlainAttention, copy_weights, full, local
+from policygrad.models.replica import PlainAttention, copy_weights, full_tensor, local_tensor
 
 _COMPARED = frozenset({"entropy", "kl_old"})
 
@@ -38,37 +45,43 @@ _COMPARED = frozenset({"entropy", "kl_old"})
 class ShardedCurvature(Curvature):
     """As `Curvature`, with vectors of which each process has a share. `networks.old` is the policy as it is, a model of its own."""
 
-    units: Sequence[Unit]
+    units: Sequence[FsdpUnit]
 
-    def checked(self) -> Curvature:
+    def verify(self) -> Curvature:
         """Itself, if ⟨Jv, Jv⟩ = ⟨Jᵀ(Jv), v⟩ on a made-up text.
 
         Raises:
             ConfigError: it is not, or an operation of the model has no forward mode.
         """
-        optimizer, part = self.networks.optimizer, self._made_up()
-        generator, own = torch.Generator().manual_seed(0), [local(p.detach()) for p in optimizer.masters.values()]
-        sizes = [float(p.std(correction=0)) + 1e-3 if p.numel() else 0.0 for p in own]
-        drawn = [torch.randn(p.numel(), generator=generator) * size for p, size in zip(own, sizes, strict=True)]
-        v = torch.cat([x.to(p) for x, p in zip(drawn, own, strict=True)])
+        optimizer, part = self.networks.optimizer, self._synthetic_pack()
+        generator, shards = (
+            torch.Generator().manual_seed(0),
+            [local_tensor(p.detach()) for p in optimizer.masters.values()],
+        )
+        sizes = [float(p.std(correction=0)) + 1e-3 if p.numel() else 0.0 for p in shards]
+        directions = [torch.randn(p.numel(), generator=generator) * size for p, size in zip(shards, sizes, strict=True)]
+        v = torch.cat([x.to(p) for x, p in zip(directions, shards, strict=True)])
         try:
-            states, change = self._push(part, optimizer.split(v))
+            states, change = self._jvp_states(part, optimizer.split(v))
         except NotImplementedError as error:
             raise ConfigError(
                 f"an operation of the model has no forward mode, which a trust region of several processes needs ({error}): let "
-                "one process learn (learner.ranks 1), or take an algorithm of gradient steps, such as grpo"
+                "one process learn (learner.world_size 1), or take an algorithm of gradient steps, such as grpo"
             ) from error
-        with torch.enable_grad(), self.networks.differentiating():
+        with torch.enable_grad(), self.networks.backward_mode():
             torch.autograd.backward(self._root(lambda: (self._states(part) * change).sum()))
-        optimizer.collect()
-        summed = self.networks.division.summed
-        pulled, processes = optimizer.take_gradient(), float(summed(torch.ones(1)))
-        there, back = float(change.double().square().sum()), float(summed((pulled @ v).cpu())) / processes
+        optimizer.accumulate_master_grads()
+        summed = self.networks.division.all_reduce
+        pulled, processes = optimizer.pop_flat_gradient(), float(summed(torch.ones(1)))
+        forward_product, reverse_product = (
+            float(change.double().square().sum()),
+            float(summed((pulled @ v).cpu())) / processes,
+        )
         coarse = states.dtype not in (torch.float32, torch.float64)
-        if not abs(there - back) <= (0.1 if coarse else 1e-3) * there:
+        if not abs(forward_product - reverse_product) <= (0.1 if coarse else 1e-3) * forward_product:
             raise ConfigError(
                 "an operation of the model has another derivative in forward mode than in reverse mode, so that a product with the "
-                "Fisher matrix would be none: let one process learn (learner.ranks 1), or take an algorithm of gradient steps"
+                "Fisher matrix would be none: let one process learn (learner.world_size 1), or take an algorithm of gradient steps"
             )
         return self
 
@@ -76,26 +89,26 @@ class ShardedCurvature(Curvature):
     def _root(self) -> Callable[..., Any]:
         return cast(Callable[..., Any], self.units[-1].module)
 
-    def _push(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         def moving(name: str, p: Tensor) -> Tensor:
-            return dual(p.detach(), full(tangents[name]).to(p.dtype)) if name in tangents else p
+            return make_dual(p.detach(), full_tensor(tangents[name]).to(p.dtype)) if name in tangents else p
 
-        with PlainAttention(), torch.no_grad(), forward_ad.dual_level(), instead(self.units, moving):
-            return both(self._root(lambda: self._states(part)))
+        with PlainAttention(), torch.no_grad(), forward_ad.dual_level(), swap_when_called(self.units, moving):
+            return unpack_dual(self._root(lambda: self._states(part)))
 
     def _product(self, part: Pack, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool) -> None:
-        _, change = self._push(part, tangents)
-        places = self._of_head()
-        ours = {place.name: full(tangents[place.name]) for place in places if place.name in tangents}
-        with self.networks.differentiating():
-            product = partial(self._surrogate, part, change, (places, ours), weight, sampled)
+        _, change = self._jvp_states(part, tangents)
+        places = self._head_slots()
+        ours = {place.name: full_tensor(tangents[place.name]) for place in places if place.name in tangents}
+        with self.networks.backward_mode():
+            product = partial(self._product_surrogate, part, change, (places, ours), weight, sampled)
             torch.autograd.backward(self._root(product))
 
-    def _surrogate(
+    def _product_surrogate(
         self,
         part: Pack,
         change: Tensor,
-        head: tuple[Sequence[Place], Mapping[str, Tensor]],
+        head: tuple[Sequence[ParameterSlot], Mapping[str, Tensor]],
         weight: Tensor,
         sampled: bool,
     ) -> Tensor:
@@ -104,12 +117,14 @@ class ShardedCurvature(Curvature):
         chunks = list(self._chunks(part, traced))
         total = traced.new_zeros(())
         for which, index, tokens, order in chunks:
-            one = partial(self._of_chunk, index=index, tokens=tokens, weight=shares[order], sampled=sampled, head=head)
+            one = partial(
+                self._chunk_surrogate, index=index, tokens=tokens, weight=shares[order], sampled=sampled, head=head
+            )
             given = (traced[which], change[which])
             total = total + (one(*given) if len(chunks) == 1 else checkpoint(one, *given, use_reentrant=False))
         return total
 
-    def _of_chunk(
+    def _chunk_surrogate(
         self,
         states: Tensor,
         change: Tensor,
@@ -118,27 +133,27 @@ class ShardedCurvature(Curvature):
         tokens: Tensor,
         weight: Tensor,
         sampled: bool,
-        head: tuple[Sequence[Place], Mapping[str, Tensor]],
+        head: tuple[Sequence[ParameterSlot], Mapping[str, Tensor]],
     ) -> Tensor:
         places, tangents = head
 
         def moving(name: str, p: Tensor) -> Tensor:
-            return dual(p.detach(), tangents[name].to(p.dtype)) if name in tangents else p
+            return make_dual(p.detach(), tangents[name].to(p.dtype)) if name in tangents else p
 
         with torch.no_grad():
-            with forward_ad.dual_level(), swapped(places, moving):
-                logits, tangent = both(self._head(dual(states.detach(), change)))
-            cotangent = middle(logits, tangent, index, tokens, weight.to(logits.dtype), sampled)
+            with forward_ad.dual_level(), swap_parameters(places, moving):
+                logits, tangent = unpack_dual(self._head(make_dual(states.detach(), change)))
+            cotangent = output_hessian_product(logits, tangent, index, tokens, weight.to(logits.dtype), sampled)
         return (self._head(states) * cotangent).sum()
 
-    def _of_head(self) -> list[Place]:
+    def _head_slots(self) -> list[ParameterSlot]:
         """Where the parameters of the head stand: in the root, which has them as a whole while it is called."""
         head = self.networks.policy.network.head
         modules = set() if head is None else set(head.modules())
-        return [place for place in self.units[-1].places if place.module in modules]
+        return [place for place in self.units[-1].slots if place.module in modules]
 
     @contextmanager
-    def _there(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
+    def _shifted(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
         policy, optimizer, old = self.networks.policy, self.networks.optimizer, self.networks.old
         assert old is not None  # `FsdpLearner.update` remembers it
         for master, change in zip(optimizer.masters.values(), optimizer.split(delta).values(), strict=True):
@@ -146,7 +161,7 @@ class ShardedCurvature(Curvature):
         try:
             yield lambda part: self.networks.forward(part, _COMPARED)
         finally:
-            self.networks.at_rest()
+            self.networks.release()
             copy_weights(old.model, policy.model)
 
 
@@ -160,16 +175,16 @@ class ShardedCurvature(Curvature):
 class ShardedScoreNorms(ScoreNorms):
     """As `ScoreNorms`. Memory: the gradient of a layer, as a whole."""
 
-    units: Sequence[Unit]
+    units: Sequence[FsdpUnit]
 
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         root: Any = self.units[-1].module
         root.set_requires_gradient_sync(False)
         try:
-            with self._squares() as total:
-                for part in self.division.dealt(alone(batch, rows), self._back):
+            with self._accumulate_squares() as total:
+                for part in self.division.distribute(pack_singly(batch, rows), self._backward):
                     total.zero_()
-                    self._back(part)
+                    self._backward(part)
                     yield part.rows, total.clone()[None]
         finally:
             root.set_requires_gradient_sync(True)
@@ -178,12 +193,12 @@ class ShardedScoreNorms(ScoreNorms):
     def _device(self) -> torch.device:
         return next(self.evaluator.model.parameters()).device
 
-    def _back(self, part: Pack) -> None:
+    def _backward(self, part: Pack) -> None:
         with torch.enable_grad():
             torch.autograd.backward(self.evaluator(part.to(self._device)).sum())
 
     @contextmanager
-    def _squares(self) -> Iterator[Tensor]:
+    def _accumulate_squares(self) -> Iterator[Tensor]:
         """[] to which each way back within adds Σ g² of the parameters that count; no gradient is left behind."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         seen, handles = dict[int, Tensor](), list[RemovableHandle]()
@@ -202,7 +217,7 @@ class ShardedScoreNorms(ScoreNorms):
             handles.append(p.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
         try:
-            with watched(self.units, see):
+            with observe_parameters(self.units, see):
                 yield total
         finally:
             for handle in handles:
@@ -212,70 +227,76 @@ class ShardedScoreNorms(ScoreNorms):
 # An update's micro-batches dealt out to processes, which take equally many: what one gathers and sums, all must.
 
 T = TypeVar("T")
-SLACK = 1.1
+PACKING_SLACK = 1.1
 """Tokens of a smaller micro-batch over the mean: none is ever quite full, and what two share is computed in both."""
 
 
 @dataclass(frozen=True, eq=False)
-class Dealt(Division):
+class FsdpWorkDivision(WorkDivision):
     """All processes have the same batch, and each knows what the others do."""
 
-    ranks: Ranks
+    workers: WorkerGroup
     mesh: DeviceMesh
-    narrow: torch.dtype | None
+    compute_dtype: torch.dtype | None
     """What a backbone computes in, where that is not what its weights are kept in."""
-    tensor: int = 1
+    tensor_parallel: int = 1
     """Neighbouring processes that compute the same."""
 
-    def packs(
+    def divide(
         self,
-        made: Callable[[int], Iterator[T]],
+        make_packs: Callable[[int], Iterator[T]],
         budget: int,
-        idle: Callable[[Pack], object],
+        dummy_pass: Callable[[Pack], object],
         tokens: Callable[[T], int] | None = None,
     ) -> Iterator[T]:
         """Smaller ones where that gives each process equally many."""
-        count: Callable[[Any], int] = nodes if tokens is None else tokens
-        return self.dealt(iter(_evened(made, budget, self.ranks.size // self.tensor, count)), idle)
+        count: Callable[[Any], int] = count_nodes if tokens is None else tokens
+        return self.distribute(
+            iter(_equalise_counts(make_packs, budget, self.workers.size // self.tensor_parallel, count)), dummy_pass
+        )
 
-    def dealt(self, packs: Iterator[T], idle: Callable[[Pack], object]) -> Iterator[T]:
+    def distribute(self, packs: Iterator[T], dummy_pass: Callable[[Pack], object]) -> Iterator[T]:
         """As cards are dealt; then the passes for the sake of those that have one more."""
-        rank, size, dealt = self.ranks.rank // self.tensor, self.ranks.size // self.tensor, list(packs)
+        rank, size, dealt = (
+            self.workers.rank // self.tensor_parallel,
+            self.workers.size // self.tensor_parallel,
+            list(packs),
+        )
         mine = dealt[rank::size]
         yield from mine
         for _ in range(-(-len(dealt) // size) - len(mine)):
-            idle(_nothing())
+            dummy_pass(_minimal_pack())
 
-    def summed(self, x: Tensor) -> Tensor:
-        if self.ranks.rank % self.tensor:  # of those that compute the same one counts
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.workers.rank % self.tensor_parallel:  # of those that compute the same one counts
             x.zero_()
-        return self.ranks.summed(x)
+        return self.workers.all_reduce(x)
 
-    def merged(self, metrics: Metrics) -> Metrics:
+    def reduce_metrics(self, metrics: Metrics) -> Metrics:
         """In the order of the processes."""
         plain = {n: type(m)(*(float(getattr(m, f.name)) for f in fields(m))) for n, m in metrics.items()}
-        return merge(*self.ranks.gathered(plain)[:: self.tensor])
+        return merge(*self.workers.all_gather(plain)[:: self.tensor_parallel])
 
-    def spread(self, network: nn.Module) -> nn.Module:
+    def shard(self, network: nn.Module) -> nn.Module:
         """A network that every process has built, with the numbers that rank 0 has drawn. A head alone stays in float32."""
         for p in network.parameters():
-            p.data.copy_(self.ranks.given(p if self.ranks.rank == 0 else None, p, p.device))
-        shard(network, self.mesh, self.narrow if hasattr(network, "backbone") else None)
+            p.data.copy_(self.workers.broadcast_tensor(p if self.workers.rank == 0 else None, p, p.device))
+        apply_fsdp(network, self.mesh, self.compute_dtype if hasattr(network, "backbone") else None)
         return network
 
 
-def _evened(made: Callable[[int], Iterator[T]], budget: int, size: int, tokens: Callable[[T], int]) -> list[T]:
+def _equalise_counts(made: Callable[[int], Iterator[T]], budget: int, size: int, tokens: Callable[[T], int]) -> list[T]:
     """In as many turns as micro-batches of the budget take, but smaller ones where some would have none in the last turn."""
     packs = list(made(budget))
     places = -(-len(packs) // size) * size
     if len(packs) == places:
         return packs
-    smaller = list(made(ceil(SLACK * sum(map(tokens, packs)) / places)))
+    smaller = list(made(ceil(PACKING_SLACK * sum(map(tokens, packs)) / places)))
     return smaller if len(smaller) <= places else packs
 
 
-def _nothing() -> Pack:
+def _minimal_pack() -> Pack:
     """The smallest micro-batch: one token after another."""
     one, token = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     batch = Batch(mask=token == 0, group=one, reward=torch.zeros(1), tokens=token, prompts=(one,))
-    return next(pack(batch, one, 1))
+    return next(pack_micro_batches(batch, one, 1))

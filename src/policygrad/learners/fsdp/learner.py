@@ -23,25 +23,32 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
-from policygrad.learners.fsdp.distributed_ops import Dealt, ShardedCurvature, ShardedScoreNorms
-from policygrad.learners.fsdp.processes import Ranks
-from policygrad.learners.fsdp.sharding import BareEvaluator, Blueprint, ShardedEvaluator, sharded, twin, units
+from policygrad.learners.fsdp.distributed_ops import FsdpWorkDivision, ShardedCurvature, ShardedScoreNorms
+from policygrad.learners.fsdp.processes import WorkerGroup
+from policygrad.learners.fsdp.sharding import (
+    AdapterlessEvaluator,
+    ModelSkeleton,
+    ShardedEvaluator,
+    find_fsdp_units,
+    shard_copy,
+    shard_model,
+)
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator
 from policygrad.learners.local.learner import LocalLearner
-from policygrad.learners.local.score_norms import ScoreNorms, matching
-from policygrad.models.replica import Build, full
-from policygrad.weight_sync.base import Published
+from policygrad.learners.local.score_norms import ScoreNorms, select_parameters
+from policygrad.models.replica import ModelFactory, full_tensor
+from policygrad.weight_sync.base import PublishedWeights
 
 # Which box of a tensor a process holds: what it writes of a checkpoint, and what it reads.
 
 _SHARDS = (Shard, _StridedShard)  # the second is one of the first before torch 2.12, and no longer
 
-Read = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
+BoxReader = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
 """A box (offset, size) of a tensor, or all of it."""
 
 
-def part_of(x: Tensor, first: bool, counts: bool = True) -> tuple[tuple[int, ...], Tensor] | None:
+def shard_to_write(x: Tensor, first: bool, counts: bool = True) -> tuple[tuple[int, ...], Tensor] | None:
     """(where it begins, its numbers) of what this process is to write; None: it has none, or another writes it.
     first: whether this is rank 0, which writes what is not spread. counts: whether this is the first of those that share matrices
     and all have the rest.
@@ -59,10 +66,10 @@ def part_of(x: Tensor, first: bool, counts: bool = True) -> tuple[tuple[int, ...
     local = x.to_local()
     if (not local.numel() and any(where)) or (x.device_mesh.ndim == 1 and not counts):
         return None
-    return box_of(x)[0], local
+    return local_box(x)[0], local
 
 
-def box_of(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_box(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offset, size) of this process's part. What `_StridedShard` cuts is cut after the rest: rows that tensor parallelism has
     dealt out already, which FSDP then deals out among those that have the same."""
     offset, size = [0] * x.ndim, list(x.shape)
@@ -77,23 +84,23 @@ def box_of(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(size)
 
 
-def part(whole: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+def slice_box(full_tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
     """A box of a tensor."""
-    return whole[tuple(slice(at, at + n) for at, n in zip(offset, size, strict=True))]
+    return full_tensor[tuple(slice(at, at + n) for at, n in zip(offset, size, strict=True))]
 
 
-def share_as(kept: DTensor, like: Tensor, read: Read) -> Tensor:
+def shard_like(parameter: DTensor, like: Tensor, read: BoxReader) -> Tensor:
     """A tensor of this shape, spread as a parameter is, of which this process reads no more than its own; by its rows where the
     shapes differ, which whoever takes it over then says."""
-    if kept.shape != like.shape:
-        return share_of(like, read, kept.device_mesh, kept.to_local().device)
-    local = read(box_of(kept)).to(kept.to_local().device).contiguous()
+    if parameter.shape != like.shape:
+        return shard_rows(like, read, parameter.device_mesh, parameter.to_local().device)
+    local = read(local_box(parameter)).to(parameter.to_local().device).contiguous()
     return DTensor.from_local(
-        local, kept.device_mesh, kept.placements, run_check=False, shape=like.shape, stride=kept.stride()
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=like.shape, stride=parameter.stride()
     )
 
 
-def share_of(like: Tensor, read: Read, mesh: DeviceMesh, device: torch.device) -> Tensor:
+def shard_rows(like: Tensor, read: BoxReader, mesh: DeviceMesh, device: torch.device) -> Tensor:
     """A tensor of this shape, spread by its rows, of which this process reads no more than its own."""
     placements = [Shard(0)]
     size, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
@@ -103,13 +110,13 @@ def share_of(like: Tensor, read: Read, mesh: DeviceMesh, device: torch.device) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FsdpSpec:
     """What every process makes its share of."""
 
-    policy: Blueprint
-    reference: Blueprint | None
+    policy: ModelSkeleton
+    reference: ModelSkeleton | None
     """Of π_ref, where a part reads it, and it is a model of its own."""
-    bare: bool
+    adapterless_reference: bool
     """Whether π_ref is the policy with its adapters off."""
     algorithm: Algorithm
     lr: float | None
@@ -131,59 +138,68 @@ class FsdpLearner(LocalLearner):
     """A share of the policy, its moments and its reference."""
 
     def __init__(
-        self, ranks: Ranks, plan: Plan, source: nn.Module | None = None, reference: nn.Module | None = None
+        self, workers: WorkerGroup, spec: FsdpSpec, source: nn.Module | None = None, reference: nn.Module | None = None
     ) -> None:
         """source, reference: the whole models, which rank 0 has: whose numbers are spread."""
-        self.ranks, self._plan, self._published = ranks, plan, -1
-        self.kept: dict[str, Any] = {}  # what others make of the whole model here
-        torch.set_num_threads(plan.threads)
-        self._device = _device(plan.device)
-        self.whole = plan.policy.empty(self._device) if source is None and plan.samples else source
-        if plan.streams:
-            self.whole = None
-        self._mesh, self._across = meshes(plan.device, ranks.size, plan.config.tensor)
-        given = (ranks, self._mesh, self._device, plan.temperature, self._across)
-        self._own = sharded(plan.policy, source, *given)
-        self.division = Dealt(ranks, self._mesh, plan.policy.narrow, plan.config.tensor)
-        self._theirs: ShardedEvaluator | None = BareEvaluator.of(self._own) if plan.bare else None
-        if plan.reference is not None:
-            self._theirs = sharded(plan.reference, reference, *given)
-            self._theirs.model.requires_grad_(False)
+        self.workers, self._spec, self._published = workers, spec, -1
+        self.cache: dict[str, Any] = {}  # what others make of the whole model here
+        torch.set_num_threads(spec.threads)
+        self._device = _select_device(spec.device)
+        self.full_model = spec.policy.build_empty(self._device) if source is None and spec.samples else source
+        if spec.streams:
+            self.full_model = None
+        self._dp_mesh, self._tp_mesh = build_meshes(spec.device, workers.size, spec.config.tensor_parallel)
+        given = (workers, self._dp_mesh, self._device, spec.temperature, self._tp_mesh)
+        self._policy_evaluator = shard_model(spec.policy, source, *given)
+        self.division = FsdpWorkDivision(workers, self._dp_mesh, spec.policy.compute_dtype, spec.config.tensor_parallel)
+        self._reference_evaluator: ShardedEvaluator | None = (
+            AdapterlessEvaluator.of(self._policy_evaluator) if spec.adapterless_reference else None
+        )
+        if spec.reference is not None:
+            self._reference_evaluator = shard_model(spec.reference, reference, *given)
+            self._reference_evaluator.model.requires_grad_(False)
         super().__init__(
-            self._own.model,
-            plan.algorithm,
-            lr=plan.lr,
-            steps=plan.steps,
-            temperature=plan.temperature,
-            config=plan.config,
-            optimizer=plan.optimizer,
-            build=lambda: plan.policy.empty(self._device, wide=True),
+            self._policy_evaluator.model,
+            spec.algorithm,
+            lr=spec.lr,
+            steps=spec.steps,
+            temperature=spec.temperature,
+            config=spec.config,
+            optimizer=spec.optimizer,
+            build=lambda: spec.policy.build_empty(self._device, at_least_fp32=True),
         )
 
-    def _probed(self, model: nn.Module, temperature: float) -> Evaluator:
-        return self._own
+    def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
+        return self._policy_evaluator
 
-    def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
-        return self._theirs
+    def _build_reference(
+        self, algorithm: Algorithm, given: nn.Module | None, build: ModelFactory | None
+    ) -> Evaluator | None:
+        return self._reference_evaluator
 
-    def _twin(self, evaluator: Evaluator, build: Build | None) -> Evaluator:
-        blueprint = self._plan.reference if evaluator is self._theirs else self._plan.policy
-        assert blueprint is not None  # of an adapter that is off there is no second one: see `RankedLearner.of`
-        return twin(evaluator, blueprint, self._mesh, self._device, self._across)
+    def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
+        blueprint = self._spec.reference if evaluator is self._reference_evaluator else self._spec.policy
+        assert blueprint is not None  # of an adapter that is off there is no second one: see `FsdpController.of`
+        return shard_copy(evaluator, blueprint, self._dp_mesh, self._device, self._tp_mesh)
 
-    def _curvature(self) -> Curvature:
-        return ShardedCurvature(self.networks, units=units(self._own.root)).checked()
+    def _build_curvature(self) -> Curvature:
+        return ShardedCurvature(self.networks, units=find_fsdp_units(self._policy_evaluator.root)).verify()
 
-    def _score_norms(self) -> ScoreNorms:
-        chosen = matching(self.model, self.config.score_parameters)
+    def _build_score_norms(self) -> ScoreNorms:
+        chosen = select_parameters(self.model, self.config.score_parameters)
         return ShardedScoreNorms(
-            self.evaluator, chosen, 1, together=False, division=self.division, units=units(self._own.root)
+            self.evaluator,
+            chosen,
+            1,
+            batched=False,
+            division=self.division,
+            units=find_fsdp_units(self._policy_evaluator.root),
         )
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """As `LocalLearner.update`."""
         if isinstance(self.curvature, ShardedCurvature):  # which compares with a policy that stands still
-            self.remember()
+            self.snapshot_old_policy()
             self.curvature = replace(self.curvature, networks=self.networks)
         return super().update(batch, psi, algorithm)
 
@@ -192,100 +208,110 @@ class FsdpLearner(LocalLearner):
         self.lr = value
 
     @torch.no_grad()
-    def publish(self) -> Published:
+    def publish(self) -> PublishedWeights:
         """The weights, gathered one after another into the whole model of each process that has one."""
-        own = {} if self.whole is None else dict(self.whole.named_parameters())
+        targets = {} if self.full_model is None else dict(self.full_model.named_parameters())
         if self._published != self.version:
             for name, parameter in self.model.named_parameters():
                 if self._published >= 0 and not parameter.requires_grad:
                     continue  # it is where it was
-                whole = full(parameter)
-                if own:
-                    own[name].copy_(whole)
+                full_parameter = full_tensor(parameter)
+                if targets:
+                    targets[name].copy_(full_parameter)
             self._published = self.version
-        return Published(self.version, own)
+        return PublishedWeights(self.version, targets)
 
     @torch.no_grad()
-    def gathered(self, name: str, dtype: torch.dtype) -> Tensor:
+    def gather_parameter(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter, rounded before it is gathered."""
         parameter = self.model.get_parameter(name).detach()
-        return full(parameter.to(dtype))
+        return full_tensor(parameter.to(dtype))
 
     @torch.no_grad()
-    def logits(self, ids: Tensor) -> Tensor:
+    def compute_logits(self, ids: Tensor) -> Tensor:
         """[b, L, V] of ids [b, L], which every process computes: each layer is gathered once."""
         ids = ids.to(self._device)
         where = torch.arange(ids.shape[1], device=self._device).expand_as(ids)
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": where, "use_cache": False}
-        found: Tensor = cast(Any, self._own.root)(lambda: self.model(**call).logits)
-        return found
+        output: Tensor = cast(Any, self._policy_evaluator.root)(lambda: self.model(**call).logits)
+        return output
 
     @torch.no_grad()
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As of one process, so that any number of them can go on with it; the tensors are rank 0's alone."""
         tensors, values = super().state()
-        found: dict[str, Tensor] = {}
+        gathered: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            whole = full(tensor)
-            if self.ranks.rank == 0:
-                found[name] = whole.cpu()
-        return found, values
+            complete = full_tensor(tensor)
+            if self.workers.rank == 0:
+                gathered[name] = complete.cpu()
+        return gathered, values
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, which rank 0 has; the others know its names, shapes and types."""
-        self.adopt({name: self._spread(name, tensor) for name, tensor in tensors.items()}, values)
+        self.load_shards({name: self._shard_tensor(name, tensor) for name, tensor in tensors.items()}, values)
 
     @torch.no_grad()
-    def adopt(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def load_shards(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """A state of which this process has its share."""
         self._published = -1
         super().restore(tensors, values)
 
-    def share(self, name: str, like: Tensor, read: Read) -> Tensor:
+    def load_shard(self, name: str, like: Tensor, read: BoxReader) -> Tensor:
         """This process's share of a checkpoint's tensor of this name and shape."""
         if not like.ndim:
             return read(None)
-        kept = self._kept(name) if self._across is not None else None
-        return share_of(like, read, self._mesh, self._device) if kept is None else share_as(kept, like, read)
+        parameter = self._sharded_parameter(name) if self._tp_mesh is not None else None
+        return (
+            shard_rows(like, read, self._dp_mesh, self._device)
+            if parameter is None
+            else shard_like(parameter, like, read)
+        )
 
-    def _kept(self, name: str) -> DTensor | None:
+    def _sharded_parameter(self, name: str) -> DTensor | None:
         """The parameter that a checkpoint's tensor is of, as it is spread; None where there is none of the name."""
-        beside, _, rest = name.partition("/")
-        own: Mapping[str, Tensor] = self.optimizer.masters
-        if beside == "reference" and self.reference is not None:
-            own, rest = dict(self.reference.model.named_parameters()), f"weights/{rest}"
-        elif beside == "critic" and self.critic is not None:
-            own = self.critic.optimizer.masters
-        elif beside == "reward_model" and self.reward_model is not None:
-            own = self.reward_model.optimizer.masters
+        prefix, _, key = name.partition("/")
+        parameters: Mapping[str, Tensor] = self.optimizer.masters
+        if prefix == "reference" and self.reference is not None:
+            parameters, key = dict(self.reference.model.named_parameters()), f"weights/{key}"
+        elif prefix == "critic" and self.critic is not None:
+            parameters = self.critic.optimizer.masters
+        elif prefix == "reward_model" and self.reward_model is not None:
+            parameters = self.reward_model.optimizer.masters
         else:
-            rest = name
-        kind, _, rest = rest.partition("/")
-        found = own.get(rest if kind == "weights" else rest.rpartition("/")[0])
-        return found if isinstance(found, DTensor) else None
+            key = name
+        kind, _, key = key.partition("/")
+        parameter = parameters.get(key if kind == "weights" else key.rpartition("/")[0])
+        return parameter if isinstance(parameter, DTensor) else None
 
-    def held(self) -> dict[str, tuple[torch.Size, tuple[int, ...], Tensor]]:
+    def sharded_state(self) -> dict[str, tuple[torch.Size, tuple[int, ...], Tensor]]:
         """What this process is to write of the state: of each tensor the whole one's shape, where its part begins, the part."""
         tensors, _ = super().state()
-        first = self.ranks.rank == 0, self.ranks.rank % self._plan.config.tensor == 0
-        found = {name: (x.shape, part_of(x, *first)) for name, x in tensors.items()}
-        return {name: (shape, *part) for name, (shape, part) in found.items() if part is not None}
+        first = self.workers.rank == 0, self.workers.rank % self._spec.config.tensor_parallel == 0
+        shards = {name: (x.shape, shard_to_write(x, *first)) for name, x in tensors.items()}
+        return {name: (shape, *part) for name, (shape, part) in shards.items() if part is not None}
 
-    def values(self) -> dict[str, Any]:
+    def state_values(self) -> dict[str, Any]:
         """The state's values, which all processes have."""
         return super().state()[1]
 
-    def _spread(self, name: str, tensor: Tensor) -> Tensor:
+    def _shard_tensor(self, name: str, tensor: Tensor) -> Tensor:
         device = self._device if tensor.ndim else torch.device("cpu")
-        whole = self.ranks.given(None if tensor.is_meta else tensor, tensor, device)
-        kept = self._kept(name) if tensor.ndim and self._across is not None else None
-        if kept is not None:
-            return share_as(kept, whole, lambda box: whole if box is None else part(whole, *box))
-        return distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None) if tensor.ndim else whole
+        full_tensor = self.workers.broadcast_tensor(None if tensor.is_meta else tensor, tensor, device)
+        parameter = self._sharded_parameter(name) if tensor.ndim and self._tp_mesh is not None else None
+        if parameter is not None:
+            return shard_like(
+                parameter, full_tensor, lambda box: full_tensor if box is None else slice_box(full_tensor, *box)
+            )
+        return (
+            distribute_tensor(full_tensor, self._dp_mesh, [Shard(0)], src_data_rank=None)
+            if tensor.ndim
+            else full_tensor
+        )
 
 
-def meshes(device: str, size: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+def build_meshes(device: str, size: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh | None]:
     """(of the processes that read other texts than this one, of those that share its layers' matrices, if any)."""
     if tensor == 1:
         return init_device_mesh(device, (size,)), None
@@ -294,7 +320,7 @@ def meshes(device: str, size: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh 
     return both["texts"], both["tensor"]
 
 
-def _device(kind: str) -> torch.device:
+def _select_device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))

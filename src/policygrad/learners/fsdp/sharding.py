@@ -1,7 +1,7 @@
 """A model spread over the processes by FSDP2 (`fully_shard`), and its evaluator.
 
 Each layer is a unit, gathered when it is called and let go after; what is left (embeddings, head) is the root's. The evaluator
-calls a model past its root (see `network`), so the root is a module around the whole evaluation, `Call`: what it gathers is there
+calls a model past its root (see `network`), so the root is a module around the whole evaluation, `CallModule`: what it gathers is there
 for all that happens within. Gradients are summed over the processes, never averaged: coefficients are of the whole update.
 """
 
@@ -22,13 +22,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from policygrad.core.batch import Forward
-from policygrad.learners.fsdp.processes import Ranks
-from policygrad.learners.fsdp.tensor_parallel import cut, plan_of
-from policygrad.learners.local.curvature import Call
-from policygrad.learners.local.forward import Evaluator, Network, probe
+from policygrad.learners.fsdp.processes import WorkerGroup
+from policygrad.learners.fsdp.tensor_parallel import apply_tensor_parallel, resolve_tp_plan
+from policygrad.learners.local.curvature import CallModule
+from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
 from policygrad.learners.local.packing import Pack
-from policygrad.learners.local.tree_attention import as_before, take_branches
-from policygrad.models.adapters import switch
+from policygrad.learners.local.tree_attention import disable_tree_attention, enable_tree_attention
+from policygrad.models.adapters import set_adapters_enabled
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import copy_weights
 
@@ -36,64 +36,70 @@ from policygrad.models.replica import copy_weights
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ModelSkeleton:
     """A model's structure, and which short cuts it allows."""
 
     structure: bytes
     """Its pickle, parameters without their numbers."""
     split_head: bool
-    branches: bool
+    use_tree: bool
     window: int | None
-    narrow: torch.dtype | None
+    compute_dtype: torch.dtype | None
     """What it computes in, where that is less than float32, in which its weights are then kept."""
 
     @classmethod
-    def of(cls, model: nn.Module, temperature: float) -> Blueprint:
-        """Of a whole model, which is tried on a made-up group (`probe`)."""
-        structure = _dumped(model)
-        found: Evaluator = probe(model, temperature)
-        return cls(structure, found.network.split_head, found.network.branches, found.window, _narrow(model))
+    def of(cls, model: nn.Module, temperature: float) -> ModelSkeleton:
+        """Of a whole model, which is tried on a made-up group (`build_evaluator`)."""
+        structure = _pickle_structure(model)
+        evaluator: Evaluator = build_evaluator(model, temperature)
+        return cls(
+            structure,
+            evaluator.network.split_head,
+            evaluator.network.use_tree,
+            evaluator.window,
+            _find_compute_dtype(model),
+        )
 
     @classmethod
-    def plain(cls, model: nn.Module) -> Blueprint:
+    def without_shortcuts(cls, model: nn.Module) -> ModelSkeleton:
         """Of one that is only ever called as a whole, such as a classifier, and need not be a causal language model."""
-        return cls(_dumped(model), False, False, None, _narrow(model))
+        return cls(_pickle_structure(model), False, False, None, _find_compute_dtype(model))
 
-    def model(self) -> Any:
+    def build_meta(self) -> Any:
         """The model, its parameters on the meta device; tied ones are one."""
         model = pickle.loads(self.structure)
-        as_before(model)
-        if self.branches:
-            take_branches(model)
+        disable_tree_attention(model)
+        if self.use_tree:
+            enable_tree_attention(model)
         return model
 
-    def empty(self, device: torch.device, *, wide: bool = False) -> nn.Module:
+    def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:
         """The model on a device, with whatever numbers there are; nothing in it trains. wide: in float32 at least."""
-        model: nn.Module = self.model()
-        kind = at_least_float32 if wide else lambda p: p
-        fill(model.modules(), device, lambda p: torch.empty_like(kind(p), device=device), {})
+        model: nn.Module = self.build_meta()
+        kind = at_least_float32 if at_least_fp32 else lambda p: p
+        materialise(model.modules(), device, lambda p: torch.empty_like(kind(p), device=device), {})
         return model.requires_grad_(False)
 
 
-def fill(
+def materialise(
     modules: Iterable[nn.Module],
     device: torch.device,
-    numbers: Callable[[nn.Parameter], Tensor],
-    made: dict[Tensor, nn.Parameter],
+    values: Callable[[nn.Parameter], Tensor],
+    created: dict[Tensor, nn.Parameter],
 ) -> None:
     """Gives modules on the meta device parameters of these numbers, and their buffers to the device. made: what was made for which,
     so that tied ones stay one."""
     for module in modules:
         for key, p in module._parameters.items():
             if p is not None and p.is_meta:
-                if p not in made:
-                    made[p] = nn.Parameter(numbers(p), p.requires_grad)
-                module._parameters[key] = made[p]
+                if p not in created:
+                    created[p] = nn.Parameter(values(p), p.requires_grad)
+                module._parameters[key] = created[p]
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
-def without_numbers(model: nn.Module) -> None:
+def move_to_meta(model: nn.Module) -> None:
     """Moves the parameters to the meta device, tied ones as one: of the model its structure is left, and its buffers."""
     made = dict[Tensor, nn.Parameter]()
     for module in model.modules():
@@ -109,21 +115,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, x: Any) -> Any:
         if isinstance(x, nn.Parameter):
-            return _parameter, (tuple(x.shape), x.dtype, x.requires_grad)
+            return _meta_parameter, (tuple(x.shape), x.dtype, x.requires_grad)
         if isinstance(x, Tensor) and x.device.type != "cpu":  # where there may be another device of that name
             return x.detach().cpu().__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(x)
 
 
-def _narrow(model: nn.Module) -> torch.dtype | None:
+def _find_compute_dtype(model: nn.Module) -> torch.dtype | None:
     return next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
+def _meta_parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
 
 
-def _dumped(model: nn.Module) -> bytes:
+def _pickle_structure(model: nn.Module) -> bytes:
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
     return file.getvalue()
@@ -133,7 +139,7 @@ def _dumped(model: nn.Module) -> bytes:
 class ShardedEvaluator(Evaluator):
     """Log-probabilities under a model of which each process has a share: all of them evaluate at once, each a pack of its own."""
 
-    root: Call
+    root: CallModule
 
     def forward(
         self,
@@ -154,24 +160,24 @@ class ShardedEvaluator(Evaluator):
     def states(self, part: Pack) -> Tensor:
         """As `Evaluator.states`. Until `at_rest` this process has the head as a whole: it asks for logits as often as it needs."""
         root = cast(Any, self.root)
-        found: Tensor = root(lambda: Evaluator.states(self, part))
+        states: Tensor = root(lambda: Evaluator.states(self, part))
         if self.network.split_head:
             root.unshard()
-        return found
+        return states
 
-    def within(self, work: Callable[[], Tensor]) -> Tensor:
-        """As `Evaluator.within`; all processes do it at once."""
-        found: Tensor = cast(Any, self.root)(lambda: work().clone())  # of a view FSDP could lose sight
-        return found
+    def run_in_root(self, work: Callable[[], Tensor]) -> Tensor:
+        """As `Evaluator.run_in_root`; all processes do it at once."""
+        output: Tensor = cast(Any, self.root)(lambda: work().clone())  # of a view FSDP could lose sight
+        return output
 
-    def at_rest(self) -> None:
-        """As `Evaluator.at_rest`."""
-        Evaluator.at_rest(self)
+    def release(self) -> None:
+        """As `Evaluator.release`."""
+        Evaluator.release(self)
         cast(Any, self.root).reshard()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BareEvaluator(ShardedEvaluator):
+class AdapterlessEvaluator(ShardedEvaluator):
     """Of the policy with its adapters off: what it began as, in no memory of its own."""
 
     def forward(
@@ -183,14 +189,14 @@ class BareEvaluator(ShardedEvaluator):
         expected: Tensor | None = None,
     ) -> Forward:
         """As `Evaluator.forward`."""
-        switch(self.model, False)
+        set_adapters_enabled(self.model, False)
         try:
             return ShardedEvaluator.forward(self, part, needs, old, reference, expected)
         finally:
-            switch(self.model, True)
+            set_adapters_enabled(self.model, True)
 
     @classmethod
-    def of(cls, policy: ShardedEvaluator) -> BareEvaluator:
+    def of(cls, policy: ShardedEvaluator) -> AdapterlessEvaluator:
         """Of this policy, whose adapters had not moved when it began."""
         return cls(policy.network, policy.temperature, policy.window, root=policy.root)
 
@@ -199,97 +205,97 @@ class BareEvaluator(ShardedEvaluator):
 class ShardedNetwork(Network):
     """The halves of that model, called within its root; alone only its states are asked for."""
 
-    root: Call
+    root: CallModule
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
         """As `Network.hidden`."""
         if network is not None:
             return Network.hidden(self, part, network)
-        found: Tensor = cast(Any, self.root)(lambda: Network.hidden(self, part))
-        return found
+        states: Tensor = cast(Any, self.root)(lambda: Network.hidden(self, part))
+        return states
 
 
-def sharded(
-    blueprint: Blueprint,
+def shard_model(
+    skeleton: ModelSkeleton,
     source: nn.Module | None,
-    ranks: Ranks,
+    workers: WorkerGroup,
     mesh: DeviceMesh,
     device: torch.device,
     temperature: float,
-    across: DeviceMesh | None = None,
+    tp_mesh: DeviceMesh | None = None,
 ) -> ShardedEvaluator:
     """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
     on the way. across: the processes that its layers' matrices are cut between too."""
     given = None if source is None else dict(source.named_parameters())
 
     def numbers(name: str, p: Tensor) -> Tensor:
-        return ranks.given(None if given is None else given[name], p, device)
+        return workers.broadcast_tensor(None if given is None else given[name], p, device)
 
-    return _made(blueprint, numbers, mesh, device, temperature, across)
+    return _build_sharded(skeleton, numbers, mesh, device, temperature, tp_mesh)
 
 
-def twin(
+def shard_copy(
     evaluator: Evaluator,
-    blueprint: Blueprint,
+    skeleton: ModelSkeleton,
     mesh: DeviceMesh,
     device: torch.device,
-    across: DeviceMesh | None = None,
+    tp_mesh: DeviceMesh | None = None,
 ) -> ShardedEvaluator:
     """Of a second model with the numbers of the evaluator's, of which each process copies its share; frozen."""
 
     def numbers(name: str, p: Tensor) -> Tensor:
         return torch.empty_like(p, device=device)
 
-    found = _made(blueprint, numbers, mesh, device, evaluator.temperature, across)
-    copy_weights(evaluator.model, found.model)
-    found.model.requires_grad_(False)
-    return found
+    copied = _build_sharded(skeleton, numbers, mesh, device, evaluator.temperature, tp_mesh)
+    copy_weights(evaluator.model, copied.model)
+    copied.model.requires_grad_(False)
+    return copied
 
 
-def _made(
-    blueprint: Blueprint,
+def _build_sharded(
+    skeleton: ModelSkeleton,
     given: Callable[[str, Tensor], Tensor],
     mesh: DeviceMesh,
     device: torch.device,
     temperature: float,
-    across: DeviceMesh | None,
+    tp_mesh: DeviceMesh | None,
 ) -> ShardedEvaluator:
     """given: whole parameters, by name and likeness."""
-    model = blueprint.model()
+    model = skeleton.build_meta()
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    root, made = Call(model), dict[Tensor, nn.Parameter]()
+    root, made = CallModule(model), dict[Tensor, nn.Parameter]()
 
     def numbers(p: nn.Parameter) -> Tensor:
         return given(names[p], at_least_float32(p))
 
     plan, called = (
-        plan_of(model) if across is not None else {},
+        resolve_tp_plan(model) if tp_mesh is not None else {},
         {module: name for name, module in model.named_modules()},
     )
 
     def before(unit: nn.Module) -> None:
-        fill(unit.modules(), device, numbers, made)
-        if across is not None and unit is not root:
-            cut(unit, called, plan, across)
+        materialise(unit.modules(), device, numbers, made)
+        if tp_mesh is not None and unit is not root:
+            apply_tensor_parallel(unit, called, plan, tp_mesh)
 
-    shard(root, mesh, blueprint.narrow, before)
-    network = ShardedNetwork(model, split_head=blueprint.split_head, branches=blueprint.branches, root=root)
-    return ShardedEvaluator(network, temperature, blueprint.window, root=root)
+    apply_fsdp(root, mesh, skeleton.compute_dtype, before)
+    network = ShardedNetwork(model, split_head=skeleton.split_head, use_tree=skeleton.use_tree, root=root)
+    return ShardedEvaluator(network, temperature, skeleton.window, root=root)
 
 
-def shard(
+def apply_fsdp(
     root: nn.Module,
     mesh: DeviceMesh,
-    narrow: torch.dtype | None,
-    before: Callable[[nn.Module], None] = lambda unit: None,
+    compute_dtype: torch.dtype | None,
+    prepare: Callable[[nn.Module], None] = lambda unit: None,
 ) -> None:
     """Leaves each process its share of the module's parameters, layer by layer, each after `before`. narrow: what they are gathered
     in, where that is less than they are kept in; gradients are summed in float32 then."""
     policy = MixedPrecisionPolicy()
-    if narrow is not None:
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for unit in (*reversed(layers(root)), root):
-        before(unit)
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in (*reversed(find_layers(root)), root):
+        prepare(unit)
         one = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         one.set_gradient_divide_factor(1.0)
         one.set_force_sum_reduction_for_comms(True)
@@ -299,7 +305,7 @@ def shard(
             one.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def layers(model: nn.Module) -> list[nn.Module]:
+def find_layers(model: nn.Module) -> list[nn.Module]:
     """What the model is a pile of, as transformers names it (`_no_split_modules`); nothing where it does not."""
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
@@ -309,12 +315,12 @@ def layers(model: nn.Module) -> list[nn.Module]:
 #
 # While a unit is called its modules hold the whole parameters: they can be watched then, or others put in their place.
 
-Other = Callable[[str, Tensor], Tensor]
+Replacement = Callable[[str, Tensor], Tensor]
 """(a parameter's name, the parameter as a whole) -> what stands in its place."""
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ParameterSlot:
     """Where a module holds a parameter; one that is tied has several."""
 
     module: nn.Module
@@ -323,11 +329,11 @@ class Place:
     """The parameter's, in the model."""
 
     @property
-    def held(self) -> Tensor:
+    def value(self) -> Tensor:
         """What is there now."""
-        found = self.module._parameters[self.key]
-        assert found is not None
-        return found
+        value = self.module._parameters[self.key]
+        assert value is not None
+        return value
 
     def put(self, x: Any) -> None:
         """Also what is no parameter."""
@@ -335,32 +341,32 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class FsdpUnit:
     """A layer, or the root with what is left."""
 
     module: nn.Module
-    places: tuple[Place, ...]
+    slots: tuple[ParameterSlot, ...]
 
 
-def units(root: Call) -> list[Unit]:
+def find_fsdp_units(root: CallModule) -> list[FsdpUnit]:
     """Of a sharded model that is not being called; the root is the last."""
     names = {id(p): name for name, p in root.model.named_parameters()}
-    found, taken = list[Unit](), set[nn.Module]()
+    units, seen = list[FsdpUnit](), set[nn.Module]()
     for unit in reversed([module for module in root.modules() if isinstance(module, FSDPModule)]):
-        mine = [module for module in unit.modules() if module not in taken]
-        taken.update(mine)
-        held = ((module, key, p) for module in mine for key, p in module._parameters.items() if p is not None)
-        found.append(Unit(unit, tuple(Place(module, key, names[id(p)]) for module, key, p in held)))
-    return found
+        mine = [module for module in unit.modules() if module not in seen]
+        seen.update(mine)
+        parameters = ((module, key, p) for module in mine for key, p in module._parameters.items() if p is not None)
+        units.append(FsdpUnit(unit, tuple(ParameterSlot(module, key, names[id(p)]) for module, key, p in parameters)))
+    return units
 
 
 @contextmanager
-def swapped(places: Iterable[Place], other: Other) -> Iterator[None]:
+def swap_parameters(slots: Iterable[ParameterSlot], replacement: Replacement) -> Iterator[None]:
     """Within, each parameter gives way to what `other` makes of it, once for all its places."""
-    before, made = [(place, place.held) for place in places], dict[int, Tensor]()
+    before, made = [(place, place.value) for place in slots], dict[int, Tensor]()
     for place, p in before:
         if id(p) not in made:
-            made[id(p)] = other(place.name, p)
+            made[id(p)] = replacement(place.name, p)
         place.put(made[id(p)])
     try:
         yield
@@ -370,11 +376,11 @@ def swapped(places: Iterable[Place], other: Other) -> Iterator[None]:
 
 
 @contextmanager
-def instead(units: Sequence[Unit], other: Other) -> Iterator[None]:
-    """Within, each unit that is called is `swapped`; processes that call the same units may gather in `other`."""
+def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Iterator[None]:
+    """Within, each unit that is called is `swap_parameters`; processes that call the same units may gather in `other`."""
     handles = list[RemovableHandle]()
     for unit in units:
-        handles += _swapping(unit, other)
+        handles += _swapping(unit, replacement)
     try:
         yield
     finally:
@@ -382,27 +388,27 @@ def instead(units: Sequence[Unit], other: Other) -> Iterator[None]:
             handle.remove()
 
 
-def _swapping(unit: Unit, other: Other) -> list[RemovableHandle]:
+def _swapping(unit: FsdpUnit, replacement: Replacement) -> list[RemovableHandle]:
     stack = ExitStack()
 
     def enter(module: nn.Module, args: Any) -> None:
-        stack.enter_context(swapped(unit.places, other))
+        stack.enter_context(swap_parameters(unit.slots, replacement))
 
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
+    def restore(module: nn.Module, args: Any, out: Any) -> None:
         stack.close()
 
     # FSDP's own hooks come first, where a unit is gathered, and last, where it is let go.
-    return [unit.module.register_forward_pre_hook(enter), unit.module.register_forward_hook(leave, prepend=True)]
+    return [unit.module.register_forward_pre_hook(enter), unit.module.register_forward_hook(restore, prepend=True)]
 
 
 @contextmanager
-def watched(units: Sequence[Unit], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+def observe_parameters(units: Sequence[FsdpUnit], observe: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Within, `see` is told each whole parameter and its name, whenever its unit is called."""
 
-    def telling(unit: Unit) -> RemovableHandle:
+    def telling(unit: FsdpUnit) -> RemovableHandle:
         def enter(module: nn.Module, args: Any) -> None:
-            for place in unit.places:
-                see(place.name, place.held)
+            for place in unit.slots:
+                observe(place.name, place.value)
 
         return unit.module.register_forward_pre_hook(enter)
 

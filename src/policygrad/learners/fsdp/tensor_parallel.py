@@ -23,26 +23,26 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
-from policygrad.models.adapters import adapters_of
+from policygrad.models.adapters import adapter_configs
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-_WAY_OUT = "set learner.tensor to 1, which spreads the weights too"
+_HINT = "set learner.tensor_parallel to 1, which spreads the weights too"
 
 
-def plan_of(model: Any) -> dict[str, str]:
+def resolve_tp_plan(model: Any) -> dict[str, str]:
     """How each module of a model that the plan names is cut, by the module's name; {} where transformers has no plan."""
     config = model.config.get_text_config() if hasattr(model, "config") else None
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    found = {}
+    styles = {}
     for name, _ in model.named_modules():
         plain = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
         style = next((style for key, style in plan.items() if plain == key or plain.endswith(f".{key}")), None)
         if style is not None:
-            found[name] = style
-    return found
+            styles[name] = style
+    return styles
 
 
-def check_tensor(model: Any, size: int, algorithm: Algorithm) -> None:
+def check_tensor_parallel(model: Any, size: int, algorithm: Algorithm) -> None:
     """size: processes that a layer's matrices are cut between.
 
     Raises:
@@ -50,39 +50,41 @@ def check_tensor(model: Any, size: int, algorithm: Algorithm) -> None:
     """
     if size == 1:
         return
-    name, plan = type(model).__name__, plan_of(model)
-    if adapters_of(model):
+    name, plan = type(model).__name__, resolve_tp_plan(model)
+    if adapter_configs(model):
         raise ConfigError(
-            f"learner.tensor {size}: adapters (learner.lora) are not cut by transformers' plans: {_WAY_OUT}"
+            f"learner.tensor_parallel {size}: adapters (learner.lora) are not cut by transformers' plans: {_HINT}"
         )
     if not plan:
-        raise ConfigError(f"learner.tensor {size}: transformers has no plan for cutting a {name}'s layers: {_WAY_OUT}")
+        raise ConfigError(
+            f"learner.tensor_parallel {size}: transformers has no plan for cutting a {name}'s layers: {_HINT}"
+        )
     if odd := sorted(set(plan.values()) - {COLUMNS, ROWS, SUMMED}):
         raise ConfigError(
-            f"learner.tensor {size}: transformers' plan for a {name} cuts by {', '.join(odd)}, and here it is done by {COLUMNS}, "
-            f"{ROWS} and {SUMMED} alone: {_WAY_OUT}"
+            f"learner.tensor_parallel {size}: transformers' plan for a {name} cuts by {', '.join(odd)}, and here it is done by {COLUMNS}, "
+            f"{ROWS} and {SUMMED} alone: {_HINT}"
         )
     config = model.config.get_text_config()
     heads = {word: getattr(config, word, None) for word in ("num_attention_heads", "num_key_value_heads")}
-    sides = {f"{name}'s {side}": n for name, side, n in _cut(model, plan)}
+    sides = {f"{name}'s {side}": n for name, side, n in _split_sizes(model, plan)}
     for what, n in {**heads, **sides}.items():
         if n is not None and n % size:
-            raise ConfigError(f"learner.tensor {size} does not divide {what}, {n}: give a divisor of it")
+            raise ConfigError(f"learner.tensor_parallel {size} does not divide {what}, {n}: give a divisor of it")
     ways = {
-        type(algorithm.step).__name__: not algorithm.step.uses_lr,
-        "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
+        type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
+        "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
     }
     for way in (way for way, holds in ways.items() if holds):
         raise ConfigError(
-            f"learner.tensor {size}: {way} looks at gradients in ways of its own, layer by layer: {_WAY_OUT}"
+            f"learner.tensor_parallel {size}: {way} looks at gradients in ways of its own, layer by layer: {_HINT}"
         )
 
 
-def _cut(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str, int]]:
+def _split_sizes(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str, int]]:
     """(module, what is cut of it, how much there is)."""
     linear = [(name, style, model.get_submodule(name)) for name, style in plan.items() if style != SUMMED]
     if odd := [name for name, _, module in linear if not isinstance(module, nn.Linear)]:
-        raise ConfigError(f"learner.tensor: {odd[0]} is no nn.Linear, and is not cut here: {_WAY_OUT}")
+        raise ConfigError(f"learner.tensor_parallel: {odd[0]} is no nn.Linear, and is not cut here: {_HINT}")
     return [
         (name, "outputs", module.out_features) if style == COLUMNS else (name, "inputs", module.in_features)
         for name, style, module in linear
@@ -90,7 +92,9 @@ def _cut(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str, int]
     ]
 
 
-def cut(unit: nn.Module, names: Mapping[nn.Module, str], plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(
+    unit: nn.Module, names: Mapping[nn.Module, str], plan: Mapping[str, str], mesh: DeviceMesh
+) -> None:
     """Leaves this process its part of the matrices in a layer whose parameters are here as a whole. names: of the model's modules.
     mesh: of the processes that share them."""
     styles: dict[str, Any] = {COLUMNS: ColwiseParallel, ROWS: RowwiseParallel}
@@ -99,10 +103,10 @@ def cut(unit: nn.Module, names: Mapping[nn.Module, str], plan: Mapping[str, str]
         if style in styles and not hasattr(module.weight, "device_mesh"):
             parallelize_module(module, mesh, styles[style](), src_data_rank=None)
         elif style == SUMMED:
-            _sum_gradients(module, mesh.get_group())
+            _all_reduce_gradients(module, mesh.get_group())
 
 
-class _Summed(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     """x; its gradient is summed over the processes."""
 
     @staticmethod
@@ -117,18 +121,18 @@ class _Summed(torch.autograd.Function):
         return gradient, None
 
 
-def _sum_gradients(module: nn.Module, group: Any) -> None:
+def _all_reduce_gradients(module: nn.Module, group: Any) -> None:
     """While the module is called its parameters are such that their gradients are summed."""
-    held = dict[str, nn.Parameter]()
+    originals = dict[str, nn.Parameter]()
 
     def enter(module: Any, args: Any) -> None:
         for key, p in module._parameters.items():
             if p is not None:
-                held[key], module._parameters[key] = p, _Summed.apply(p, group)  # type: ignore[no-untyped-call]
+                originals[key], module._parameters[key] = p, _AllReduceGradient.apply(p, group)  # type: ignore[no-untyped-call]
 
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
-        module._parameters.update(held)
-        held.clear()
+    def restore(module: nn.Module, args: Any, out: Any) -> None:
+        module._parameters.update(originals)
+        originals.clear()
 
     module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_hook(restore, always_call=True)

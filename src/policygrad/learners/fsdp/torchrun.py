@@ -7,7 +7,7 @@ import os
 from policygrad.errors import ConfigError
 
 
-def launched() -> tuple[int, int] | None:
+def torchrun_rank() -> tuple[int, int] | None:
     """(which of the processes this is, how many there are); None where torchrun has started none, or one alone."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -15,28 +15,28 @@ def launched() -> tuple[int, int] | None:
     return (rank, size) if size > 1 else None
 
 
-def ranks_of(asked: int) -> int:
+def resolve_world_size(requested: int) -> int:
     """The number of ranks: torchrun's where it has started several, else what was asked for.
 
     Raises:
         ConfigError: another number was asked for than torchrun has started.
     """
-    found = launched()
-    if found is None:
-        return asked
-    if asked not in (1, found[1]):
+    launched = torchrun_rank()
+    if launched is None:
+        return requested
+    if requested not in (1, launched[1]):
         raise ConfigError(
-            f"torchrun has started {found[1]} processes, and learner.ranks is {asked}: say --learner.ranks {found[1]}, or let "
-            f"torchrun start {asked}"
+            f"torchrun has started {launched[1]} processes, and learner.world_size is {requested}: say --learner.world-size {launched[1]}, or let "
+            f"torchrun start {requested}"
         )
-    return found[1]
+    return launched[1]
 
 
-def check_alone(ranks: int) -> None:
+def check_not_torchrun(world_size: int) -> None:
     """Raises ConfigError where one of torchrun's processes would learn for itself, beside the others."""
-    found = launched()
-    if found is not None and (ranks == 1 or found[0] > 0):
+    launched = torchrun_rank()
+    if launched is not None and (world_size == 1 or launched[0] > 0):
         raise ConfigError(
-            f"torchrun has started {found[1]} processes, and each would do the whole run: let torchrun start "
-            "`-m policygrad train …`, or start one process and set learner.ranks, which starts the others"
+            f"torchrun has started {launched[1]} processes, and each would do the whole run: let torchrun start "
+            "`-m policygrad train …`, or start one process and set learner.world_size, which starts the others"
         )

@@ -20,20 +20,22 @@ from torch.func import functional_call
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.objective import objective
-from policygrad.learners.local.forward import CHUNK, exact, scaled
-from policygrad.learners.local.logprobs import Pairs
-from policygrad.learners.local.networks import ActorCritic
-from policygrad.learners.local.packing import Pack, pack
+from policygrad.learners.local.forward import MAX_LOGITS, compute_exact, scale_logits
+from policygrad.learners.local.logprobs import TokenPairs
+from policygrad.learners.local.networks import TrainedNetworks
+from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
 _Function = Callable[..., Tensor]
-_Idle = Callable[[Pack], object]
+_DummyPass = Callable[[Pack], object]
 
 
-def middle(logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight: Tensor, sampled: bool) -> Tensor:
-    """[u, V] Σ weight·(diag p − ppᵀ) ż over the tokens [n] that each state predicts (`index` [n] says which), with p =
-    softmax(logits [u, V]), ż = `change` [u, V]; `sampled`: (e_a − p)(e_a − p)ᵀ ż in its place, where a is the token taken and
+def output_hessian_product(
+    logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight: Tensor, sampled: bool
+) -> Tensor:
+    """[u, V] Σ weight·(diag p − ppᵀ) ż over the tokens [n] that each state predicts (`list_everything` [n] says which), with p =
+    softmax(logits [u, V]), ż = `format_change` [u, V]; `sampled`: (e_a − p)(e_a − p)ᵀ ż in its place, where a is the token taken and
     e_a − p the score of its logits."""
     p = logits.softmax(-1)
     mean = (p * change).sum(-1, keepdim=True)
@@ -44,19 +46,19 @@ def middle(logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight
     return (-total * p).index_put_((index, tokens), share, accumulate=True)
 
 
-def dual(x: Tensor, change: Tensor) -> Tensor:
+def make_dual(x: Tensor, change: Tensor) -> Tensor:
     """x with its change along a direction, on the way through operations (forward mode)."""
-    found: Tensor = cast(Any, forward_ad.make_dual)(x, change)  # torch left it without types
-    return found
+    result: Tensor = cast(Any, forward_ad.make_dual)(x, change)  # torch left it without types
+    return result
 
 
-def both(x: Tensor) -> tuple[Tensor, Tensor]:
+def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x, its change along the direction)."""
     value, moved = cast(Any, forward_ad.unpack_dual)(x)
     return value, torch.zeros_like(value) if moved is None else moved
 
 
-class Call(nn.Module):
+class CallModule(nn.Module):
     """A function that calls the model as a module of its own, for `functional_call` to put other parameters in."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,14 +77,14 @@ class Curvature:
     bf16, as it would be after the move.
     """
 
-    networks: ActorCritic
+    networks: TrainedNetworks
     forward_mode: bool = True
     """J v by forward mode; otherwise as the derivative of reverse mode, which is slower and agrees with Jᵀ by construction."""
 
-    def checked(self) -> Curvature:
+    def verify(self) -> Curvature:
         """With forward mode only if ⟨w, Jv⟩ = ⟨Jᵀw, v⟩ on a made-up text: an operation may have a gradient of its own (an
         embedding that leaves out its padding token has), and a product with two different J is no Fisher product."""
-        optimizer, part = self.networks.optimizer, self._made_up()
+        optimizer, part = self.networks.optimizer, self._synthetic_pack()
         generator = torch.Generator().manual_seed(0)
         tangents = {
             n: (torch.randn(p.shape, generator=generator) * (float(p.detach().std(correction=0)) + 1e-3)).to(p)
@@ -99,7 +101,7 @@ class Curvature:
         same = float((forward - reverse).norm()) <= (0.1 if coarse else 1e-3) * float(reverse.norm())
         return replace(self, forward_mode=same)
 
-    def _made_up(self) -> Pack:
+    def _synthetic_pack(self) -> Pack:
         """A text with the padding token in it."""
         policy = self.networks.policy
         pad = getattr(getattr(policy.model, "config", None), "pad_token_id", None)
@@ -107,83 +109,85 @@ class Curvature:
         one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
         mask, prompts = torch.ones(1, size, dtype=torch.bool), (tokens[0, :1],)
         made_up = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=prompts)
-        return next(pack(made_up, one, size)).to(self.networks.device)
+        return next(pack_micro_batches(made_up, one, size)).to(self.networks.device)
 
     def fisher(self, batch: Batch, v: Tensor, sampled: bool) -> Tensor:
         """[P] F v, a mean over the batch's sampled tokens. Whatever gradient had been added up is gone."""
         optimizer = self.networks.optimizer
         optimizer.adam.zero_grad(set_to_none=True)
         tangents = {name: t.to(optimizer.parameters[name].dtype) for name, t in optimizer.split(v).items()}
-        idle: _Idle = lambda part: self._product(part, tangents, 0 * part.mask.double(), sampled)  # noqa: E731
-        for part, weight in self._parts(batch, idle=idle):
+        idle: _DummyPass = lambda part: self._product(part, tangents, 0 * part.mask.double(), sampled)  # noqa: E731
+        for part, weight in self._micro_batches(batch, idle=idle):
             self._product(part, tangents, weight, sampled)
-            optimizer.collect()
-        return optimizer.take_gradient()
+            optimizer.accumulate_master_grads()
+        return optimizer.pop_flat_gradient()
 
     def _product(self, part: Pack, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool) -> None:
         """Adds a micro-batch's share of F v to the gradients."""
-        states, change = self._push(part, tangents)
-        with self.networks.differentiating():
-            self._pull(part, states, change, tangents, weight, sampled)
+        states, change = self._jvp_states(part, tangents)
+        with self.networks.backward_mode():
+            self._vjp(part, states, change, tangents, weight, sampled)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, psi: Tensor, algorithm: Algorithm, delta: Tensor) -> tuple[float, float]:
         """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token, exact over the vocabulary) at θ + delta."""
         coefficients = algorithm.all_coefficients(batch)
         bare = replace(batch, prompts=None, tokens=None)
-        found = torch.zeros(2, dtype=torch.float64)
-        with self._there(delta) as compare:
-            for part, weight in self._parts(batch, algorithm.gate.whole_groups, compare):
-                chosen, device = part.rows.cpu(), weight.device
-                coef = tuple(c[chosen].to(device) for c in coefficients)
-                share, ours = bare.select(chosen).to(device), psi[chosen].to(device)
+        totals = torch.zeros(2, dtype=torch.float64)
+        with self._shifted(delta) as compare:
+            for part, weight in self._micro_batches(batch, algorithm.gate.requires_full_groups, compare):
+                rows, device = part.rows.cpu(), weight.device
+                coef = tuple(c[rows].to(device) for c in coefficients)
+                share, row_psi = bare.select(rows).to(device), psi[rows].to(device)
                 out = compare(part)
                 assert out.kl_old is not None
-                found[0] += float(objective(replace(out, logp=out.logp.double()), share, ours, algorithm, coef))
-                found[1] += float((weight * out.kl_old).sum())
-        total, divergence = self.networks.division.summed(found).tolist()
+                totals[0] += float(objective(replace(out, logp=out.logp.double()), share, row_psi, algorithm, coef))
+                totals[1] += float((weight * out.kl_old).sum())
+        total, divergence = self.networks.division.all_reduce(totals).tolist()
         return total, divergence
 
     @contextmanager
-    def _there(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
+    def _shifted(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
         """What compares the policy at θ + delta with the policy as it is: logp, entropy and KL(π_old‖π_θ), each [b, T]."""
         optimizer = self.networks.optimizer
         parameters, masters = optimizer.parameters, optimizer.masters
         moved = {n: (masters[n] + change).to(parameters[n].dtype) for n, change in optimizer.split(delta).items()}
         yield lambda part: self._compare(part, moved)
 
-    def _parts(self, batch: Batch, whole: bool = False, idle: _Idle | None = None) -> Iterator[tuple[Pack, Tensor]]:
+    def _micro_batches(
+        self, batch: Batch, keep_groups: bool = False, idle: _DummyPass | None = None
+    ) -> Iterator[tuple[Pack, Tensor]]:
         """Micro-batches of all completions with a sampled token, whatever their Ψ; and what share of the mean each token [b, T]
-        stands for. idle: as of `ActorCritic.packs`."""
+        stands for. idle: as of `TrainedNetworks.packs`."""
         tokens, device = max(1, int(batch.mask.sum())), self.networks.device
-        for part in self.networks.packs(batch, whole=whole, idle=idle):
+        for part in self.networks.micro_batches(batch, keep_groups=keep_groups, dummy_pass=idle):
             yield part.to(device), (part.mask.double() / tokens).to(device)
 
     def _head(self, states: Tensor) -> Tensor:
         """[n, V] logits at the sampling temperature, in float32 or better."""
         policy = self.networks.policy
-        return scaled(policy.network.logits(states), policy.temperature)
+        return scale_logits(policy.network.logits(states), policy.temperature)
 
-    def _with(self, parameters: Mapping[str, Tensor], f: _Function, *args: Any) -> Tensor:
+    def _call_with(self, parameters: Mapping[str, Tensor], f: _Function, *args: Any) -> Tensor:
         """f(*args) with other parameters in the model."""
-        model = Call(self.networks.policy.model)
-        found: Tensor = functional_call(model, {f"model.{n}": p for n, p in parameters.items()}, (f, *args))
-        return found
+        model = CallModule(self.networks.policy.model)
+        output: Tensor = functional_call(model, {f"model.{n}": p for n, p in parameters.items()}, (f, *args))
+        return output
 
     def _chunks(self, part: Pack, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """As many states at a time as `CHUNK` logits allow: which, and of the tokens that they predict the state within these, the
+        """As many states at a time as `MAX_LOGITS` logits allow: which, and of the tokens that they predict the state within these, the
         token, and its number among those of the mask."""
-        pairs = Pairs.of(part.predictor[part.mask], part.tokens[part.mask])
-        size = max(1, CHUNK // self.networks.policy.network.width(states))
+        pairs = TokenPairs.of(part.predictor[part.mask], part.tokens[part.mask])
+        size = max(1, MAX_LOGITS // self.networks.policy.network.width(states))
         for which, pair in pairs.chunks(len(states), size):
             yield which, pairs.index[pair] - which.start, pairs.tokens[pair], pairs.order[pair]
 
     def _states(self, part: Pack) -> Tensor:
         """[u, ·]."""
         policy = self.networks.policy
-        return policy.reading(part).states(part)
+        return policy.network_for(part).states(part)
 
-    def _push(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(states [u, H], their change along the tangents), without graph."""
         with PlainAttention():
             if not self.forward_mode:
@@ -194,16 +198,16 @@ class Curvature:
     def _jvp(
         self, tangents: Mapping[str, Tensor], f: _Function, x: Any, change: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """f(x) and its change along the parameters' tangents and x's `change`."""
+        """f(x) and its change along the parameters' tangents and x's `format_change`."""
         parameters = self.networks.optimizer.parameters
         with forward_ad.dual_level():
-            duals = {n: dual(parameters[n].detach(), t) for n, t in tangents.items()}
-            return both(self._with(duals, f, x if change is None else dual(x, change)))
+            duals = {n: make_dual(parameters[n].detach(), t) for n, t in tangents.items()}
+            return unpack_dual(self._call_with(duals, f, x if change is None else make_dual(x, change)))
 
     def _jvp_by_reverse(self, tangents: Mapping[str, Tensor], part: Pack) -> tuple[Tensor, Tensor]:
         """J v as the derivative of ⟨Jᵀw, v⟩ in w, which it is linear in."""
         copies = {n: p.detach().requires_grad_() for n, p in self.networks.optimizer.parameters.items()}
-        value = self._with(copies, self._states, part)
+        value = self._call_with(copies, self._states, part)
         if not value.requires_grad:  # only the head trains
             return value, torch.zeros_like(value)
         w = torch.zeros_like(value, requires_grad=True)
@@ -212,7 +216,7 @@ class Curvature:
         (moved,) = torch.autograd.grad(product, w)  # type: ignore[arg-type]
         return value.detach(), moved
 
-    def _pull(
+    def _vjp(
         self, part: Pack, states: Tensor, change: Tensor, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool
     ) -> None:
         """Adds Jᵀ(middle)J v to the gradients: the head's chunk by chunk, then the backbone's at once."""
@@ -221,19 +225,21 @@ class Curvature:
         for which, index, tokens, order in self._chunks(part, states):
             with torch.no_grad():
                 logits, tangent = self._jvp(tangents, self._head, states[which], change[which])
-                cotangent = middle(logits, tangent, index, tokens, shares[order].to(logits.dtype), sampled)
+                cotangent = output_hessian_product(
+                    logits, tangent, index, tokens, shares[order].to(logits.dtype), sampled
+                )
             torch.autograd.backward(self._head(leaf[which]), cotangent)
         if traced.requires_grad:  # otherwise only the head trains
             torch.autograd.backward(traced, leaf.grad)
 
     def _compare(self, part: Pack, moved: Mapping[str, Tensor]) -> Forward:
         """At other parameters: logp, entropy and KL(π_old‖π_θ), each [b, T], where π_old is the model as it is."""
-        before, after = self._states(part), self._with(moved, self._states, part)
-        found = at_least_float32(before.new_empty(3, int(part.mask.sum())))
+        before, after = self._states(part), self._call_with(moved, self._states, part)
+        values = at_least_float32(before.new_empty(3, int(part.mask.sum())))
         for which, index, tokens, order in self._chunks(part, before):
-            old_logits, logits = self._head(before[which]), self._with(moved, self._head, after[which])
-            entropy, kl = exact(logits, old_logits, ("entropy", "kl_old"), temperature=1.0)
+            old_logits, logits = self._head(before[which]), self._call_with(moved, self._head, after[which])
+            entropy, kl = compute_exact(logits, old_logits, ("entropy", "kl_old"), temperature=1.0)
             logp = logits[index, tokens] - logits.logsumexp(-1)[index]
-            found[:, order] = torch.stack((logp, entropy[index], kl[index]))
-        filled = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in found)
+            values[:, order] = torch.stack((logp, entropy[index], kl[index]))
+        filled = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in values)
         return Forward(next(filled), entropy=next(filled), kl_old=next(filled))

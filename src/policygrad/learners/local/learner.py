@@ -16,30 +16,37 @@ from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.curvature import Curvature
-from policygrad.learners.local.forward import Evaluator, probe, recompute_activations
-from policygrad.learners.local.networks import ActorCritic, ImplicitRewardModel, ValueModel, measure_values
-from policygrad.learners.local.optimizer import Optimizer, check_moments, train_only
-from policygrad.learners.local.packing import Division
+from policygrad.learners.local.forward import Evaluator, build_evaluator, recompute_activations
+from policygrad.learners.local.networks import ImplicitRewardModel, TrainedNetworks, ValueModel, measure_values
+from policygrad.learners.local.optimizer import Optimizer, check_moments, set_trainable
+from policygrad.learners.local.packing import WorkDivision
 from policygrad.learners.local.score_norms import ScoreNorms
 from policygrad.learners.local.updates import LocalProblem
-from policygrad.models.adapters import adapters_of, switch, untouched
+from policygrad.models.adapters import adapter_configs, is_initial_adapter, set_adapters_enabled
 from policygrad.models.moe_routing import Routing
-from policygrad.models.replica import Build, apart, copy_weights, let_train, own, replica
-from policygrad.weight_sync.base import Published
+from policygrad.models.replica import (
+    ModelFactory,
+    clone_model,
+    copy_weights,
+    enable_gradients,
+    trainable_parameters,
+    unshared_parameters,
+)
+from policygrad.weight_sync.base import PublishedWeights
 
 # What a learner refuses at the beginning, with the way out.
 
 
 def check_adapters(model: nn.Module, config: LearnerConfig) -> None:
     """Raises ConfigError where adapters are to train, and there are none."""
-    if config.lora and not adapters_of(model):
+    if config.lora and not adapter_configs(model):
         raise ConfigError(
             "learner.lora trains adapters, and this model has none: put them in first (peft.get_peft_model), or let "
             "policygrad.train load the model"
         )
 
 
-def check_widths(algorithm: Algorithm, reference: Any, policy: Any) -> None:
+def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) -> None:
     """Raises ConfigError where distributions over different vocabularies would be compared."""
     widths = [int(m.get_output_embeddings().weight.shape[0]) for m in (reference, policy)]
     if "kl_ref" in algorithm.forward_needs and widths[0] != widths[1]:
@@ -49,11 +56,11 @@ def check_widths(algorithm: Algorithm, reference: Any, policy: Any) -> None:
         )
 
 
-def check_replay(algorithm: Algorithm) -> None:
+def check_routing_replay(algorithm: Algorithm) -> None:
     """Raises ConfigError for what looks at the policy past the routes that are replayed."""
     reasons = {
-        type(algorithm.step).__name__: not algorithm.step.uses_lr,
-        "OptimalBaseline(norm='exact')": "score_norm" in algorithm.needs,
+        type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
+        "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
         "an exact KL to the old policy": "kl_old" in algorithm.forward_needs,
     }
     for name in (name for name, holds in reasons.items() if holds):
@@ -63,20 +70,22 @@ def check_replay(algorithm: Algorithm) -> None:
         )
 
 
-def check_lr(algorithm: Algorithm, lr: float | None) -> None:
+def require_lr(algorithm: Algorithm, lr: float | None) -> None:
     """Raises ConfigError where a step needs a learning rate and has none."""
-    if lr is None and algorithm.step.uses_lr:
-        raise ConfigError(f"{type(algorithm.step).__name__} needs a learning rate: give LocalLearner a number as lr")
+    if lr is None and algorithm.update_rule.uses_lr:
+        raise ConfigError(
+            f"{type(algorithm.update_rule).__name__} needs a learning rate: give LocalLearner a number as lr"
+        )
 
 
-BESIDE = ("critic/", "reward_model/", "reference/")
+AUXILIARY_PREFIXES = ("critic/", "reward_model/", "reference/")
 """What begins the names of a checkpoint's tensors that are not the policy's."""
 
 
 class LocalLearner:
     """AdamW on a model in this process, packed micro-batches, a reference model only when an algorithm needs one."""
 
-    division = Division()
+    division = WorkDivision()
 
     def __init__(
         self,
@@ -88,7 +97,7 @@ class LocalLearner:
         temperature: float = 1.0,
         config: LearnerConfig | None = None,
         optimizer: OptimizerConfig | None = None,
-        build: Build | None = None,
+        build: ModelFactory | None = None,
         reference: nn.Module | None = None,
     ) -> None:
         """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at; `lr`: None where
@@ -100,32 +109,32 @@ class LocalLearner:
                 and not given.
             ModelError: the model is needed twice, and there is no way to make it a second time.
         """
-        check_lr(algorithm, lr)
+        require_lr(algorithm, lr)
         config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
         self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
         check_adapters(model, config)
         if config.gradient_checkpointing:
             recompute_activations(model)
-        train_only(model, config.trainable)
-        self.evaluator = self._probed(model, temperature)
+        set_trainable(model, config.trainable)
+        self.evaluator = self._build_evaluator(model, temperature)
         if config.routing_replay:
-            check_replay(algorithm)
-            self.evaluator = self.evaluator.replaying(Routing.of(model))
-        self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.step.updates)
+            check_routing_replay(algorithm)
+            self.evaluator = self.evaluator.with_routing(Routing.for_model(model))
+        self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.update_rule.updates)
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
-            how = (config, adam, lr, (steps, algorithm.step.value_updates), build, self.division)
+            how = (config, adam, lr, (steps, algorithm.update_rule.critic_updates), build, self.division)
             self.critic = ValueModel.of(self.evaluator, algorithm.critic, *how)
-        self.reference = self._reference(algorithm, reference, build)
+        self.reference = self._build_reference(algorithm, reference, build)
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
-            total, made = steps * algorithm.step.value_updates, build if reference is None else None
-            beginning = self._twin(self.reference, made)
-            let_train(beginning.model, self.reference.model)
+            total, made = steps * algorithm.update_rule.critic_updates, build if reference is None else None
+            beginning = self._frozen_copy(self.reference, made)
+            enable_gradients(beginning.model, self.reference.model)
             self.reward_model = ImplicitRewardModel.of(
                 beginning, algorithm.reward_model, config, adam, lr, total, self.division
             )
-        self.networks = ActorCritic(
+        self.networks = TrainedNetworks(
             self.evaluator,
             self.optimizer,
             config,
@@ -134,27 +143,29 @@ class LocalLearner:
             reference=self.reference if "kl_ref" in algorithm.forward_needs else None,
             division=self.division,
         )
-        self.uses_lr = algorithm.step.uses_lr
-        self.curvature = Curvature(self.networks) if self.uses_lr else self._curvature()
-        self.norms = self._score_norms() if "score_norm" in algorithm.needs else None
+        self.uses_lr = algorithm.update_rule.uses_lr
+        self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
+        self.norms = self._build_score_norms() if "grad_logp_sq_norm" in algorithm.needs else None
 
-    def _probed(self, model: nn.Module, temperature: float) -> Evaluator:
+    def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         """The policy's evaluator, with the short cuts that its model allows."""
-        return probe(model, temperature)
+        return build_evaluator(model, temperature)
 
-    def _twin(self, evaluator: Evaluator, build: Build | None) -> Evaluator:
+    def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         """Of a second model with the numbers of this one's, frozen."""
-        return evaluator.under(replica(evaluator.model, build))
+        return evaluator.with_model(clone_model(evaluator.model, build))
 
-    def _curvature(self) -> Curvature:
+    def _build_curvature(self) -> Curvature:
         """What a trust region asks."""
-        return Curvature(self.networks).checked()
+        return Curvature(self.networks).verify()
 
-    def _score_norms(self) -> ScoreNorms:
+    def _build_score_norms(self) -> ScoreNorms:
         """What an exact baseline asks."""
         return ScoreNorms.of(self.evaluator, self.config)
 
-    def _reference(self, algorithm: Algorithm, given: nn.Module | None, build: Build | None) -> Evaluator | None:
+    def _build_reference(
+        self, algorithm: Algorithm, given: nn.Module | None, build: ModelFactory | None
+    ) -> Evaluator | None:
         """π_ref where a part reads it: the model that was given, or the policy as it is now."""
         if "logp_ref" not in algorithm.needs:
             return None
@@ -165,22 +176,26 @@ class LocalLearner:
                 "LocalLearner(…, reference=policygrad.load_reference(name, tokenizer)), or neither"
             )
         if given is None:
-            twin = self._twin(self.evaluator, build)
-            if untouched(twin.model):  # what it began as is the base alone
-                switch(twin.model, False)
-            return twin
-        check_widths(algorithm, given, self.model)
-        return probe(given.requires_grad_(False), self.evaluator.temperature)
+            evaluator = self._frozen_copy(self.evaluator, build)
+            if is_initial_adapter(evaluator.model):  # what it began as is the base alone
+                set_adapters_enabled(evaluator.model, False)
+            return evaluator
+        check_vocabulary_sizes(algorithm, given, self.model)
+        return build_evaluator(given.requires_grad_(False), self.evaluator.temperature)
 
     @property
     def reference_parameters(self) -> int:
         """Of the reference in memory, beside the policy's; 0 without one."""
-        return 0 if self.reference is None else sum(p.numel() for p in own(self.reference.model, self.model).values())
+        return (
+            0
+            if self.reference is None
+            else sum(p.numel() for p in unshared_parameters(self.reference.model, self.model).values())
+        )
 
     @property
     def version(self) -> int:
         """How many updates made the weights."""
-        return self.optimizer.taken
+        return self.optimizer.num_updates
 
     @property
     def not_finite(self) -> str:
@@ -200,7 +215,7 @@ class LocalLearner:
     @lr.setter
     def lr(self, value: float) -> None:
         if not self.uses_lr:
-            raise ConfigError("the algorithm's step has no learning rate: its length is set by algorithm.step")
+            raise ConfigError("the algorithm's step has no learning rate: its length is set by algorithm.update_rule")
         if not 0 <= value < math.inf:
             raise ConfigError(f"a learning rate must be at least 0 and finite, not {value}")
         self.optimizer.lr = value
@@ -212,47 +227,51 @@ class LocalLearner:
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.critic is not None and "bootstrap" in needs:
-            batch = self.critic.bootstrapped(batch)
-        if self.norms is not None and "score_norm" in needs:
-            with self.networks.differentiating():
+            batch = self.critic.add_bootstrap(batch)
+        if self.norms is not None and "grad_logp_sq_norm" in needs:
+            with self.networks.backward_mode():
                 batch = self.norms.evaluate(batch)
         filled: dict[str, Any] = {}
         if {"logp_old", "entropy"} & needs:
-            out = self.networks.look(batch, self.evaluator, needs & {"entropy"})
+            out = self.networks.score_batch(batch, self.evaluator, needs & {"entropy"})
             filled |= {n: x for n, x in (("logp_old", out.logp), ("entropy", out.entropy)) if n in needs}
         rewarded = self.reward_model if "implicit_reward" in needs else None
         if self.reference is not None and ("logp_ref" in needs or rewarded is not None):
-            filled["logp_ref"] = self.networks.look(batch, self.reference).logp
+            filled["logp_ref"] = self.networks.score_batch(batch, self.reference).logp
         batch = replace(batch, **filled)
         if rewarded is not None:
-            logp = self.networks.look(batch, rewarded.evaluator).logp
+            logp = self.networks.score_batch(batch, rewarded.evaluator).logp
             batch = replace(batch, implicit_reward=rewarded.part.rewards(logp, batch))
-        self.networks.at_rest()
+        self.networks.release()
         return batch
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """One rollout's updates, as `algorithm.step` takes them."""
+        """One rollout's updates, as `algorithm.update_rule` takes them."""
         if "kl_old" in algorithm.forward_needs:
-            self.remember()
-        if self.config.routing_replay and batch.experts is None:
+            self.snapshot_old_policy()
+        if self.config.routing_replay and batch.routed_experts is None:
             raise EngineError(
                 "learner.routing_replay replays the experts that sampled, and the sampler does not tell them (Generation.routes): "
                 "take the sampler of this process, or set learner.routing_replay to false"
             )
         try:
-            metrics = algorithm.step(self.problem(batch, psi, algorithm))
+            metrics = algorithm.update_rule(self.build_problem(batch, psi, algorithm))
         finally:
-            self.networks.at_rest()
+            self.networks.release()
         self.rollouts += 1
-        if algorithm.reference is not None and self.reference is not None and algorithm.reference.due(self.rollouts):
+        if (
+            algorithm.reference is not None
+            and self.reference is not None
+            and algorithm.reference.should_refresh(self.rollouts)
+        ):
             copy_weights(self.model, self.reference.model)
-            self._renewed(self.reference.model)
-            if algorithm.reference.reset:
-                self.optimizer.forget()
+            self._on_reference_refreshed(self.reference.model)
+            if algorithm.reference.reset_optimizer:
+                self.optimizer.reset_moments()
             metrics |= {"reference/refreshed": Sum(1.0)}
         return metrics if self.critic is None else metrics | measure_values(batch)
 
-    def problem(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> LocalProblem:
+    def build_problem(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> LocalProblem:
         """What a step is handed: this rollout, with Ψ [B, T], on these weights."""
         return LocalProblem(
             networks=self.networks,
@@ -263,28 +282,30 @@ class LocalLearner:
             curvature=self.curvature,
         )
 
-    def remember(self) -> None:
+    def snapshot_old_policy(self) -> None:
         """Keeps the policy as it is now, as π_old of an exact KL."""
         if self.networks.old is None:
-            self.networks = replace(self.networks, old=self._twin(self.evaluator, self.build))
+            self.networks = replace(self.networks, old=self._frozen_copy(self.evaluator, self.build))
         else:
             copy_weights(self.model, self.networks.old.model)
 
-    def _renewed(self, reference: nn.Module) -> None:
+    def _on_reference_refreshed(self, reference: nn.Module) -> None:
         """The reference is no longer what training began with, and so a part of checkpoints."""
         self.refreshed = True
-        if adapters_of(reference):
-            switch(reference, True)
+        if adapter_configs(reference):
+            set_adapters_enabled(reference, True)
 
-    def publish(self) -> Published:
+    def publish(self) -> PublishedWeights:
         """The model's own tensors: a sampler that decodes with the same model copies nothing."""
-        return Published(self.version, dict(self.model.named_parameters()))
+        return PublishedWeights(self.version, dict(self.model.named_parameters()))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, values = self.optimizer.state()
         state = {"rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
         if self.refreshed and self.reference is not None:
-            tensors |= {f"reference/{n}": p.detach() for n, p in apart(self.reference.model, self.model).items()}
+            tensors |= {
+                f"reference/{n}": p.detach() for n, p in trainable_parameters(self.reference.model, self.model).items()
+            }
         if self.critic is not None:
             more, state["critic"] = self.critic.optimizer.state()
             tensors |= {f"critic/{name}": tensor for name, tensor in more.items()}
@@ -301,10 +322,10 @@ class LocalLearner:
             mine = {n.removeprefix("reward_model/"): t for n, t in tensors.items() if n.startswith("reward_model/")}
             self.reward_model.optimizer.restore(mine, values["reward_model"])
         if values["refreshed"] and self.reference is not None:
-            for name, parameter in apart(self.reference.model, self.model).items():
+            for name, parameter in trainable_parameters(self.reference.model, self.model).items():
                 parameter.data.copy_(tensors[f"reference/{name}"])
-            self._renewed(self.reference.model)
-        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(BESIDE)}
+            self._on_reference_refreshed(self.reference.model)
+        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(AUXILIARY_PREFIXES)}
         trained = {name.removeprefix("weights/") for name in mine if name.startswith("weights/")}
         if trained != set(self.optimizer.masters):
             odd = sorted(trained ^ set(self.optimizer.masters))[0]
@@ -315,9 +336,9 @@ class LocalLearner:
         self.rollouts, self.refreshed = values["rollouts"], values["refreshed"]
 
 
-def check_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+def check_learner_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Raises CheckpointError where the state of an optimiser is not whole; KeyError or TypeError where there is none."""
     check_moments(tensors, values["optimizer"])
-    for beside in ("critic", "reward_model"):
-        if beside in values:
-            check_moments(tensors, values[beside], f"{beside}/")
+    for name in ("critic", "reward_model"):
+        if name in values:
+            check_moments(tensors, values[name], f"{name}/")

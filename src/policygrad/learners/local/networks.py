@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from policygrad.core import masked
 from policygrad.core.aggregation import TokenMean
 from policygrad.core.auxiliary import Critic, ImplicitReward, explained_variance
-from policygrad.core.batch import Batch, Forward, required
+from policygrad.core.batch import Batch, Forward, require_field
 from policygrad.core.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from policygrad.learners.config import LearnerConfig, OptimizerConfig
 from policygrad.learners.local.forward import (
     Evaluator,
-    backbone,
-    differentiating,
+    backward_mode,
+    backward_zero,
+    get_backbone,
     recompute_activations,
-    without_effect,
 )
 from policygrad.learners.local.optimizer import Optimizer
-from policygrad.learners.local.packing import Division, Pack, micro_tokens, pack
+from policygrad.learners.local.packing import Pack, WorkDivision, micro_batch_tokens, pack_micro_batches
 from policygrad.models.loading import at_least_float32
-from policygrad.models.replica import Build, let_train, replica
+from policygrad.models.replica import ModelFactory, clone_model, enable_gradients
 
 # V_φ: a value head with or without a backbone, its own parameters and its own AdamW. A policy step never moves them.
 
@@ -38,20 +38,22 @@ class ValueNetwork(nn.Module):
     The head's last layer starts at 0, so V = 0. The policy is held in a closure: its parameters are none of the critic's.
     """
 
-    def __init__(self, policy: Evaluator, critic: Critic, recompute: bool = False, build: Build | None = None) -> None:
+    def __init__(
+        self, policy: Evaluator, critic: Critic, recompute: bool = False, build: ModelFactory | None = None
+    ) -> None:
         super().__init__()
         first = next(policy.model.parameters())
-        if critic.features == "own":
-            whole = replica(policy.model, build)
+        if critic.backbone == "separate":
+            model = clone_model(policy.model, build)
             if recompute:
-                recompute_activations(whole)
-            self.backbone = backbone(let_train(whole, policy.model))
-            dtype, own = first.dtype, self.backbone
-            self.states: Callable[[Pack], Tensor] = lambda part: policy.reading(part).hidden(part, own)
+                recompute_activations(model)
+            self.backbone = get_backbone(enable_gradients(model, policy.model))
+            dtype, backbone = first.dtype, self.backbone
+            self.states: Callable[[Pack], Tensor] = lambda part: policy.network_for(part).hidden(part, backbone)
         else:  # a head is small: bf16 would save nothing
             dtype = first.dtype if first.dtype == torch.float64 else torch.float32
             self.states = lambda part: _fixed_states(policy, part).to(dtype)
-        self.head = _head(policy.network.hidden_size, critic.hidden).to(first.device, dtype)
+        self.head = _build_head(policy.network.hidden_size, critic.hidden).to(first.device, dtype)
 
     def forward(self, part: Pack) -> Tensor:
         """[b, T] the value before each token is taken: at the position that predicts it. 0 off the mask."""
@@ -59,7 +61,7 @@ class ValueNetwork(nn.Module):
         return torch.where(part.mask, values.index_select(0, part.predictor.flatten()).view_as(part.mask), 0.0)
 
 
-def _head(width: int, hidden: int) -> nn.Module:
+def _build_head(width: int, hidden: int) -> nn.Module:
     last = nn.Linear(hidden or width, 1)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
@@ -68,7 +70,7 @@ def _head(width: int, hidden: int) -> nn.Module:
 
 @torch.no_grad()
 def _fixed_states(policy: Evaluator, part: Pack) -> Tensor:
-    return policy.reading(part).hidden(part)
+    return policy.network_for(part).hidden(part)
 
 
 @dataclass(eq=False)
@@ -79,7 +81,7 @@ class ValueModel:
     optimizer: Optimizer
     evaluator: Evaluator
     config: LearnerConfig
-    division: Division = field(default_factory=Division)
+    division: WorkDivision = field(default_factory=WorkDivision)
 
     @classmethod
     def of(
@@ -90,8 +92,8 @@ class ValueModel:
         adam: OptimizerConfig,
         lr: float | None,
         updates: tuple[int, int],
-        build: Build | None = None,
-        division: Division | None = None,
+        build: ModelFactory | None = None,
+        division: WorkDivision | None = None,
     ) -> ValueModel:
         """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and updates of the
         critic in each, for the schedule."""
@@ -99,14 +101,17 @@ class ValueModel:
         total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
         network, division = (
             ValueNetwork(evaluator, critic, config.gradient_checkpointing, build),
-            division or Division(),
+            division or WorkDivision(),
         )
-        division.spread(network)
-        return cls(network, Optimizer(network, adam, critic.rate(lr), total), evaluator, config, division)
+        division.shard(network)
+        return cls(network, Optimizer(network, adam, critic.learning_rate(lr), total), evaluator, config, division)
 
-    def _packs(self, batch: Batch) -> Iterator[Pack]:
-        made, budget = partial(pack, batch, torch.arange(len(batch.mask))), micro_tokens(self.config, self.network)
-        return self.division.packs(made, budget, lambda part: without_effect(self.network(part.to(self._device))))
+    def _micro_batches(self, batch: Batch) -> Iterator[Pack]:
+        made, budget = (
+            partial(pack_micro_batches, batch, torch.arange(len(batch.mask))),
+            micro_batch_tokens(self.config, self.network),
+        )
+        return self.division.divide(made, budget, lambda part: backward_zero(self.network(part.to(self._device))))
 
     @property
     def _device(self) -> torch.device:
@@ -114,56 +119,58 @@ class ValueModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
-        """The batch with `values` [B, T], float32."""
+        """The batch with `parse_gauge` [B, T], float32."""
         out, device = torch.zeros(batch.mask.shape), self._device
-        for part in self._packs(batch):
+        for part in self._micro_batches(batch):
             out[part.rows] = self.network(part.to(device)).cpu()
-        return replace(batch, values=self.division.summed(out))
+        return replace(batch, values=self.division.all_reduce(out))
 
-    def bootstrapped(self, batch: Batch) -> Batch:
+    def add_bootstrap(self, batch: Batch) -> Batch:
         """The batch with `bootstrap` [B], float32: the value after the last sampled token of what was cut off, 0 elsewhere.
 
         Raises:
             ConfigError: a batch that does not say what was cut off.
         """
-        cut = required(batch.truncated, self, "truncated") & batch.mask.any(1)
+        cut = require_field(batch.truncated, self, "truncated") & batch.mask.any(1)
         width = batch.mask.shape[1]
         end = width - batch.mask.int().flip(1).argmax(1)  # what would come next has no token yet: any id stands for it
         after = cut[:, None] & (torch.arange(width + 1) == end[:, None])
-        tokens, depth = (None if x is None else torch.nn.functional.pad(x, (0, 1)) for x in (batch.tokens, batch.depth))
+        tokens, depth = (
+            None if x is None else torch.nn.functional.pad(x, (0, 1)) for x in (batch.tokens, batch.positions)
+        )
         if depth is not None:  # it follows the last one that was sampled, whatever stands there
             depth = depth.scatter(1, end[:, None], 1 + depth.gather(1, end[:, None] - 1))
         text = Batch(
-            mask=after, group=batch.group, reward=batch.reward, tokens=tokens, prompts=batch.prompts, depth=depth
+            mask=after, group=batch.group, reward=batch.reward, tokens=tokens, prompts=batch.prompts, positions=depth
         )
         return replace(
-            batch, bootstrap=masked.masked(required(self.evaluate(text).values, self, "values"), after).sum(1)
+            batch, bootstrap=masked.apply_mask(require_field(self.evaluate(text).values, self, "values"), after).sum(1)
         )
 
     def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
         """Adds the gradient of the value loss, a mean over the step's sampled tokens; in pre-training the last of several,
         after a step for each of the others."""
         for _ in range(critic.pretrain_epochs - 1 if critic.pretrain else 0):
-            self._gradient(batch, critic)
+            self._add_gradient(batch, critic)
             self.descend()
-        return self._gradient(batch, critic)
+        return self._add_gradient(batch, critic)
 
-    def _gradient(self, batch: Batch, critic: Critic) -> Metrics:
+    def _add_gradient(self, batch: Batch, critic: Critic) -> Metrics:
         assert batch.returns is not None
         assert batch.values is not None
         coefficient = TokenMean()(batch.mask, batch.group).to(batch.reward.dtype)
-        bare = replace(batch, prompts=None, tokens=None, experts=None)
+        bare = replace(batch, prompts=None, tokens=None, routed_experts=None)
         device, metrics = self._device, dict[str, Metric]()
         self.network.train(self.config.gradient_checkpointing)
-        for part in self._packs(batch):
+        for part in self._micro_batches(batch):
             share, c = bare.select(part.rows).to(device), coefficient[part.rows].to(device)
             assert share.returns is not None
             loss = (c * critic.loss(self.network(part.to(device)), share, share.returns)).sum()
             torch.autograd.backward(loss)
-            self.optimizer.collect()
+            self.optimizer.accumulate_master_grads()
             metrics = merge(metrics, {"value_loss": Sum(loss.detach().double())})
         self.network.eval()
-        metrics = self.division.merged(metrics)
+        metrics = self.division.reduce_metrics(metrics)
         return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
 
     def descend(self) -> Metrics:
@@ -195,7 +202,7 @@ class ImplicitRewardModel:
     """Of π_φ."""
     optimizer: Optimizer
     config: LearnerConfig
-    division: Division = field(default_factory=Division)
+    division: WorkDivision = field(default_factory=WorkDivision)
 
     @classmethod
     def of(
@@ -206,15 +213,15 @@ class ImplicitRewardModel:
         adam: OptimizerConfig,
         lr: float | None,
         updates: int,
-        division: Division | None = None,
+        division: WorkDivision | None = None,
     ) -> ImplicitRewardModel:
         """Of the evaluator's model, which starts as the reference, so that r_φ = 0. `lr`: the policy's; `updates`: of the whole
         run, for the schedule."""
         model = evaluator.model
         if config.gradient_checkpointing:
             recompute_activations(model)
-        optimizer = Optimizer(model, adam, part.rate(lr), updates)
-        return cls(part, evaluator, optimizer, config, division or Division())
+        optimizer = Optimizer(model, adam, part.learning_rate(lr), updates)
+        return cls(part, evaluator, optimizer, config, division or WorkDivision())
 
     @property
     def _device(self) -> torch.device:
@@ -222,24 +229,24 @@ class ImplicitRewardModel:
 
     def accumulate(self, batch: Batch) -> Metrics:
         """Adds the gradient of the cross-entropy, a mean over the update's completions."""
-        rows = trained(batch)
+        rows = select_trained_rows(batch)
         if not len(rows):
             return {}
         bare, metrics = replace(batch, prompts=None, tokens=None), Metrics()
-        made, budget = partial(pack, batch, rows), micro_tokens(self.config, self.evaluator.model)
-        for part in self.division.packs(made, budget, self._idle):
-            with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
+        made, budget = partial(pack_micro_batches, batch, rows), micro_batch_tokens(self.config, self.evaluator.model)
+        for part in self.division.divide(made, budget, self._dummy_pass):
+            with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
                 logp = self.evaluator(part.to(self._device))
                 each = self.part.loss(logp, bare.select(part.rows).to(self._device))
                 loss = each.sum() / len(rows)
                 torch.autograd.backward(loss)
-            self.optimizer.collect()
+            self.optimizer.accumulate_master_grads()
             metrics = merge(metrics, {"reward_model/loss": Sum(float(loss.detach()))})
-        return {"reward_model/loss": Mean(self.division.merged(metrics)["reward_model/loss"].value)}
+        return {"reward_model/loss": Mean(self.division.reduce_metrics(metrics)["reward_model/loss"].value)}
 
-    def _idle(self, part: Pack) -> None:
-        with differentiating(self.evaluator.model, self.config.gradient_checkpointing):
-            without_effect(self.evaluator(part.to(self._device)))
+    def _dummy_pass(self, part: Pack) -> None:
+        with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
+            backward_zero(self.evaluator(part.to(self._device)))
 
     def descend(self) -> Metrics:
         """One AdamW step of φ."""
@@ -247,16 +254,16 @@ class ImplicitRewardModel:
         return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
 
 
-def trained(batch: Batch) -> Tensor:
+def select_trained_rows(batch: Batch) -> Tensor:
     """[n] completions that φ is fitted to: those with a sampled token that a filter has not given weight 0."""
-    kept = batch.mask.any(1)
+    selected = batch.mask.any(1)
     if batch.weight is not None:
-        kept = kept & ((batch.weight != 0) & batch.mask).any(1)
-    return kept.nonzero().squeeze(1)
+        selected = selected & ((batch.weight != 0) & batch.mask).any(1)
+    return selected.nonzero().squeeze(1)
 
 
 @dataclass(frozen=True, eq=False)
-class ActorCritic:
+class TrainedNetworks:
     """The policy with its optimiser, the critic and the reward model with their own, the policy as it was, and the reference."""
 
     policy: Evaluator
@@ -267,33 +274,36 @@ class ActorCritic:
     """π_old, when the rollout's updates began; only where an exact KL(π_old‖π_θ) is asked for."""
     reward_model: ImplicitRewardModel | None = None
     reference: Evaluator | None = None
-    division: Division = field(default_factory=Division)
+    division: WorkDivision = field(default_factory=WorkDivision)
 
     @property
     def device(self) -> torch.device:
         """The policy's."""
         return next(self.policy.model.parameters()).device
 
-    def packs(
+    def micro_batches(
         self,
         batch: Batch,
         rows: Tensor | None = None,
-        whole: bool = False,
-        idle: Callable[[Pack], object] | None = None,
+        keep_groups: bool = False,
+        dummy_pass: Callable[[Pack], object] | None = None,
     ) -> Iterator[Pack]:
-        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `idle`: a pass like
+        """The completions `count_embedding_rows`, or all, in micro-batches: this process's share; `extract_single_line`: of whole groups; `describe_idle_schedules`: a pass like
         those they are for, on the device, which adds nothing; None = one of the policy alone."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        made, budget = partial(pack, batch, rows, whole=whole), micro_tokens(self.config, self.policy.model)
-        nothing = idle or self.idle(self.policy)
-        return self.division.packs(made, budget, lambda part: nothing(part.to(self.device)))
+        made, budget = (
+            partial(pack_micro_batches, batch, rows, keep_groups=keep_groups),
+            micro_batch_tokens(self.config, self.policy.model),
+        )
+        dummy = dummy_pass or self.dummy_pass(self.policy)
+        return self.division.divide(made, budget, lambda part: dummy(part.to(self.device)))
 
-    def idle(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
+    def dummy_pass(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
         """A pass of the evaluator that adds nothing to any gradient."""
 
         def one(part: Pack) -> None:
-            with differentiating(evaluator.model, self.config.gradient_checkpointing):
-                without_effect(evaluator.forward(part, needs, self.old, self.reference).logp)
+            with backward_mode(evaluator.model, self.config.gradient_checkpointing):
+                backward_zero(evaluator.forward(part, needs, self.old, self.reference).logp)
 
         return one
 
@@ -302,23 +312,23 @@ class ActorCritic:
         return self.policy.forward(part.to(self.device), needs, self.old, self.reference, expected)
 
     @torch.no_grad()
-    def look(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:
+    def score_batch(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:
         """A pass of the policy, or another model, over all completions: [B, T] on the CPU, without graph."""
         names = ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
-        found = {name: empty.clone() for name in names}
-        for part in self.packs(batch, idle=self.idle(evaluator, needs)):
+        outputs = {name: empty.clone() for name in names}
+        for part in self.micro_batches(batch, dummy_pass=self.dummy_pass(evaluator, needs)):
             out = evaluator.forward(part.to(self.device), needs, self.old, self.reference)
             for name in names:
-                found[name][part.rows] = getattr(out, name).cpu()
-        return Forward(**{name: self.division.summed(x) for name, x in found.items()})
+                outputs[name][part.rows] = getattr(out, name).cpu()
+        return Forward(**{name: self.division.all_reduce(x) for name, x in outputs.items()})
 
-    def at_rest(self) -> None:
-        """Of the policy and of what it is compared with (`Evaluator.at_rest`)."""
+    def release(self) -> None:
+        """Of the policy and of what it is compared with (`Evaluator.release`)."""
         for evaluator in (self.policy, self.old, self.reference):
             if evaluator is not None:
-                evaluator.at_rest()
+                evaluator.release()
 
-    def differentiating(self) -> AbstractContextManager[None]:
+    def backward_mode(self) -> AbstractContextManager[None]:
         """The policy in the mode for backward passes."""
-        return differentiating(self.policy.model, self.config.gradient_checkpointing)
+        return backward_mode(self.policy.model, self.config.gradient_checkpointing)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from policygrad.learners.config import OptimizerConfig
-from policygrad.models.replica import as_spread, full, local
+from policygrad.models.replica import full_tensor, local_tensor, redistribute_like
 
 
 class Optimizer:
@@ -23,16 +23,16 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, lr: float, total: int) -> None:
         self.config, self.lr, self.total = config, lr, total
-        self.taken = 0  # steps and moves: the version of the weights
-        self.whole = True  # not in the midst of a step
+        self.num_updates = 0  # steps and moves: the version of the weights
+        self.consistent = True  # not in the midst of a step
         self.not_finite = ""  # where a trust region's last gradient or product was not, in words
-        every_token_counts(model)
+        unset_padding_index(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ModelError("the model has no parameter that requires a gradient")
         self.dtype = next(iter(self.parameters.values())).dtype
-        whole = (torch.float32, torch.float64)
-        self.masters = {n: p if p.dtype in whole else p.detach().float() for n, p in self.parameters.items()}
+        full_precision = (torch.float32, torch.float64)
+        self.masters = {n: p if p.dtype in full_precision else p.detach().float() for n, p in self.parameters.items()}
         self.adam = torch.optim.AdamW(
             list(self.masters.values()),
             lr=lr,
@@ -41,7 +41,7 @@ class Optimizer:
             weight_decay=config.weight_decay,
         )
 
-    def collect(self) -> None:
+    def accumulate_master_grads(self) -> None:
         """Moves a micro-batch's bf16 gradients onto the fp32 masters, so that their sum is taken in fp32."""
         for name, parameter in self.parameters.items():
             master = self.masters[name]
@@ -59,45 +59,45 @@ class Optimizer:
         Raises:
             NumericsError: a gradient that is not finite; the weights are as they were.
         """
-        rate = self.lr * self.config.rate(self.taken, self.total)
+        rate = self.lr * self.config.lr_factor(self.num_updates, self.total)
         masters = [m for m in self.masters.values() if m.grad is not None]
         if not masters:
-            self.taken += 1
+            self.num_updates += 1
             return None, rate
         limit = self.config.clip or math.inf
         total = total_norm([m.grad for m in masters if m.grad is not None])
         norm = float(total)
         if not math.isfinite(norm):
-            where = first_bad({n: m.grad for n, m in self.masters.items() if m.grad is not None}, self.masters)
+            where = describe_nonfinite({n: m.grad for n, m in self.masters.items() if m.grad is not None}, self.masters)
             self.adam.zero_grad(set_to_none=True)
             part, cause = explain()
             raise NumericsError(
-                f"the gradient's norm is {norm} at update {self.taken + 1}{where}: the weights were left as they were. "
+                f"the gradient's norm is {norm} at update {self.num_updates + 1}{where}: the weights were left as they were. "
                 + (cause or "Lower --lr or optimizer.clip, or use learner.dtype fp32"),
                 part=part,
             )
-        for some in alike(masters):
+        for some in group_by_mesh(masters):
             nn.utils.clip_grads_with_norm_(some, limit, total)
         for group in self.adam.param_groups:
             group["lr"] = rate
-        self.taken, self.whole = self.taken + 1, False
+        self.num_updates, self.consistent = self.num_updates + 1, False
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        self.show()
-        self.whole = True
+        self.sync_to_model()
+        self.consistent = True
         return norm, rate
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
         """The share of every parameter in θ as one vector [P], the masters one after another: by name and in its shape. Of masters
         that are spread over processes, v holds this one's shares."""
-        shares = torch.split(v, [local(m.detach()).numel() for m in self.masters.values()])
+        shares = torch.split(v, [local_tensor(m.detach()).numel() for m in self.masters.values()])
         named = zip(self.masters.items(), shares, strict=True)
-        return {name: as_spread(share, master) for (name, master), share in named}
+        return {name: redistribute_like(share, master) for (name, master), share in named}
 
-    def take_gradient(self) -> Tensor:
-        """[P] the gradients that were added up, which are cleared; 0 where there is none. As `split` takes it."""
-        found = [local(torch.zeros_like(m) if m.grad is None else m.grad) for m in self.masters.values()]
-        flat = torch.cat([x.flatten() for x in found])
+    def pop_flat_gradient(self) -> Tensor:
+        """[P] the gradients that were added up, which are cleared; 0 where there is none. As `split_tensors` takes it."""
+        gradients = [local_tensor(torch.zeros_like(m) if m.grad is None else m.grad) for m in self.masters.values()]
+        flat = torch.cat([x.flatten() for x in gradients])
         self.adam.zero_grad(set_to_none=True)
         return flat
 
@@ -106,17 +106,17 @@ class Optimizer:
         """θ ← θ + delta [P], an update of its own."""
         for master, change in zip(self.masters.values(), self.split(delta).values(), strict=True):
             master.add_(change)
-        self.show()
-        self.taken += 1
+        self.sync_to_model()
+        self.num_updates += 1
 
     @torch.no_grad()
-    def show(self) -> None:
+    def sync_to_model(self) -> None:
         """Gives the model the masters' values, in its own precision."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
-    def forget(self) -> None:
+    def reset_moments(self) -> None:
         """AdamW's moments, as if no step had been taken; the schedule goes on."""
         self.adam.state.clear()
 
@@ -126,14 +126,14 @@ class Optimizer:
         Raises:
             CheckpointError: a step that an error has cut short, so that some weights have moved and others have not.
         """
-        if not self.whole:
+        if not self.consistent:
             raise CheckpointError("an update was cut short in its midst, so the weights are of no one step")
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for key, value in self.adam.state.get(master, {}).items():
                 tensors[f"adam/{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         moments = sum(name.startswith("adam/") for name in tensors)
-        return tensors, {"taken": self.taken, "moments": moments}
+        return tensors, {"taken": self.num_updates, "moments": moments}
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The state of a checkpoint, bit for bit.
@@ -150,7 +150,7 @@ class Optimizer:
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(tensors[f"weights/{name}"])
-        self.show()
+        self.sync_to_model()
         self.adam.state.clear()
         for key, tensor in tensors.items():
             if key.startswith("adam/"):
@@ -158,30 +158,30 @@ class Optimizer:
                 master = self.masters[name]
                 on_host = moment == "step"  # AdamW keeps its counter on the CPU
                 self.adam.state[master][moment] = tensor.clone() if on_host else tensor.to(master.device, copy=True)
-        self.taken = values["taken"]
+        self.num_updates = values["taken"]
 
 
-def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def group_by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Those that are spread over the same processes together: an operation on a list takes no others."""
-    found: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for x in tensors:
-        found.setdefault(getattr(x, "device_mesh", None), []).append(x)
-    return list(found.values())
+        groups.setdefault(getattr(x, "device_mesh", None), []).append(x)
+    return list(groups.values())
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """[] the norm of all of them together."""
-    norms = [full(nn.utils.get_total_norm(some)) for some in alike(gradients)]
+    norms = [full_tensor(nn.utils.get_total_norm(some)) for some in group_by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def first_bad(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
+def describe_nonfinite(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     """In words, the first parameter, in the gradients' order, whose gradient is not finite; and whether the weight itself is."""
     for name, gradient in gradients.items():
-        if not bool((whole := full(gradient)).isfinite().all()):
-            bad, finite = int((~whole.isfinite()).sum()), bool(full(weights[name]).isfinite().all())
-            own = "" if finite else "; the weight itself is not finite"
-            return f", first in {name} ({bad} of {whole.numel()} numbers are not finite{own})"
+        if not bool((full_gradient := full_tensor(gradient)).isfinite().all()):
+            bad, finite = int((~full_gradient.isfinite()).sum()), bool(full_tensor(weights[name]).isfinite().all())
+            weight_note = "" if finite else "; the weight itself is not finite"
+            return f", first in {name} ({bad} of {full_gradient.numel()} numbers are not finite{weight_note})"
     return ", though every number in it is finite: their squares are not"
 
 
@@ -191,13 +191,15 @@ def _moments(name: str) -> tuple[str, str]:
 
 def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], prefix: str = "") -> None:
     """Raises CheckpointError where AdamW's moments are not all there: without them it would begin anew, and nobody would see it."""
-    found = sum(name.startswith(f"{prefix}adam/") for name in tensors)
-    asked = values.get("moments", found or 1 if values["taken"] else found)  # not said before there was this check
-    if not isinstance(values["taken"], int) or found != asked:
-        raise CheckpointError(f"it holds {found} of the {asked} moments of the optimiser {prefix}".rstrip())
+    present = sum(name.startswith(f"{prefix}adam/") for name in tensors)
+    expected = values.get(
+        "moments", present or 1 if values["taken"] else present
+    )  # not said before there was this check
+    if not isinstance(values["taken"], int) or present != expected:
+        raise CheckpointError(f"it holds {present} of the {expected} moments of the optimiser {prefix}".rstrip())
 
 
-def every_token_counts(model: nn.Module) -> None:
+def unset_padding_index(model: nn.Module) -> None:
     """Lets the embedding of the padding token train like any other, wherever that token stands in a text (as it does where it
     is also an end token): what is padding is masked. With `padding_idx` its gradient would be 0 in reverse mode and whole in
     forward mode, so that a Fisher product would not be symmetric."""
@@ -206,7 +208,7 @@ def every_token_counts(model: nn.Module) -> None:
             module.padding_idx = None
 
 
-def train_only(model: nn.Module, pattern: str) -> None:
+def set_trainable(model: nn.Module, pattern: str) -> None:
     """Lets those parameters train whose name the regular expression is found in; an empty one leaves all as they are.
 
     Raises:

@@ -10,18 +10,26 @@ from typing import Any
 
 from policygrad.errors import ConfigError, install_command
 from policygrad.rewards.math import numbers
-from policygrad.rewards.math.extraction import LONGEST, check_policies, extract, in_box, last_formula, prose, references
-from policygrad.rewards.math.numbers import Quantity, first_number, read, tidy
+from policygrad.rewards.math.extraction import (
+    MAX_ANSWER_LENGTH,
+    check_policies,
+    extract,
+    extract_boxed,
+    extract_last_formula,
+    is_prose,
+    parse_references,
+)
+from policygrad.rewards.math.numbers import Quantity, find_first_number, normalise_latex, parse_quantity
 
 # Formulas compared by value; the one file that imports math-verify, and only when it is used.
 
-PARSE_LIMIT = 3  # seconds, whole ones; with the comparison's it stays within a pool's default budget of 10 s
+PARSE_TIMEOUT = 3  # seconds, whole ones; with the comparison's it stays within a pool's default budget of 10 s
 _TOWER = re.compile(r"\d[\s)}]*(?:\^|\*\*)[\s{(]*-?\d[\d.]*[\s)}]*(?:\^|\*\*)")
 _HUGE = re.compile(r"(?:\^|\*\*)[\s{(]*[-+]?\d{5,}")
 _FACTORIAL = re.compile(r"\d{5,}[\s)}]*!|!\s*[)}\]]*\s*!")
 
 
-def check_installed() -> None:
+def check_math_verify_installed() -> None:
     """Raise ConfigError with the way out when math-verify is missing."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
@@ -30,14 +38,14 @@ def check_installed() -> None:
         )
 
 
-def prepare() -> None:
+def import_math_verify() -> None:
     """Import math-verify (about half a second) before the first sample's clock runs."""
-    check_installed()
+    check_math_verify_installed()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    equal_formulas(r"\frac{1}{2}", "0.5")
+    compare_formulas(r"\frac{1}{2}", "0.5")
 
 
-def costly(text: str) -> bool:
+def is_costly(text: str) -> bool:
     """Whether reading a text could compute what fills the machine: a tower of powers, a huge exponent or factorial.
 
     Only what is known to do harm is refused here; what else takes long is cut off by math-verify's alarm and, where that does
@@ -46,19 +54,19 @@ def costly(text: str) -> bool:
     return any(pattern.search(text) for pattern in (_TOWER, _HUGE, _FACTORIAL))
 
 
-def equal_formulas(right: str, said: str) -> bool:
+def compare_formulas(right: str, said: str) -> bool:
     """Whether math-verify takes two LaTeX formulas, without delimiters, for equal; False for what it cannot read.
 
     It limits its time by SIGALRM, so this is for a process's main thread, as a reward worker's is.
     """
-    if costly(said):
+    if is_costly(said):
         return False
     import math_verify
 
     gold, found = list(_parsed(right)), _parse(said)
     if not gold or not found or _of_other_variables(gold[0], found[0]):
         return False
-    return bool(math_verify.verify(gold, found, timeout_seconds=PARSE_LIMIT))
+    return bool(math_verify.verify(gold, found, timeout_seconds=PARSE_TIMEOUT))
 
 
 def _of_other_variables(right: Any, said: Any) -> bool:
@@ -80,7 +88,7 @@ def _parse(text: str) -> list[Any]:
     import math_verify
 
     formula = (math_verify.LatexExtractionConfig(),)
-    return list(math_verify.parse(f"${text}$", extraction_config=formula, parsing_timeout=PARSE_LIMIT))
+    return list(math_verify.parse(f"${text}$", extraction_config=formula, parsing_timeout=PARSE_TIMEOUT))
 
 
 # Intervals and unions of them, as brackets or as inequalities: (1, 2], x ≥ 5, -1 < x ≤ 3, (-∞, 3) ∪ (3, ∞).
@@ -130,13 +138,15 @@ def parse_intervals(text: str) -> tuple[Interval, ...] | None:
     return None if None in found else tuple(one for one in found if one is not None)
 
 
-def certain(text: str) -> bool:
-    """Whether a text that `read` takes can be nothing but intervals: not (1, 2), which is a point too, nor [1, 2], a list."""
+def is_unambiguous(text: str) -> bool:
+    """Whether a text that `read_config` takes can be nothing but intervals: not (1, 2), which is a point too, nor [1, 2], a list."""
     brackets = _BRACKETS.fullmatch(text.strip())
     return brackets is None or (brackets[1] == "[") != (brackets[4] == "]") or "infty" in text
 
 
-def equal_sets(mine: tuple[Interval, ...], theirs: tuple[Interval, ...], equal: Callable[[str, str], bool]) -> bool:
+def compare_intervals(
+    mine: tuple[Interval, ...], theirs: tuple[Interval, ...], equal: Callable[[str, str], bool]
+) -> bool:
     """Whether the same intervals are in both, in any order. They are not merged: [0, 1] ∪ [1, 2] is not [0, 2]."""
     left = list(theirs)
     for one in mine:
@@ -191,9 +201,9 @@ _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{\s*\(?([^{}()]*)\)
 
 @dataclass(frozen=True)
 class Math:
-    """1.0 if the completion's answer equals the column `answer` in value, else 0.0; None where that is null or empty.
+    """1.0 if the completion's answer equals the column `encode_reply` in value, else 0.0; None where that is null or empty.
 
-    `answer` is a number, LaTeX (MATH), a worked solution that ends in `#### number` or `\\boxed{…}`, or a list of such: one of them
+    `encode_reply` is a number, LaTeX (MATH), a worked solution that ends in `#### number` or `\\boxed{…}`, or a list of such: one of them
     has to be met. An answer of more than LONGEST characters, or that cannot be read, is worth 0.0.
     policies: where the answer is looked for (extraction.POLICIES); the first whose mark is there decides.
     """
@@ -205,50 +215,54 @@ class Math:
 
     def reward_prepare(self) -> None:
         """Import math-verify, outside of any sample's budget."""
-        prepare()
+        import_math_verify()
 
     def __call__(self, prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
         return [self.score(text, right) for text, right in zip(completions, answer, strict=True)]
 
     def score(self, completion: str, answer: Any) -> float | None:
         """One completion's reward."""
-        right = references(answer)
+        right = parse_references(answer)
         if not right:
             return None
         said = extract(completion, self.policies)
-        if not said or len(said) > LONGEST:
+        if not said or len(said) > MAX_ANSWER_LENGTH:
             return 0.0
-        said = inner(said)
-        return float(any(equal(reference, said) for reference in right))
+        said = strip_wrappers(said)
+        return float(any(compare_answers(reference, said) for reference in right))
 
-    def voted(self, completion: str) -> str | None:
+    def extract_answer(self, completion: str) -> str | None:
         """The answer by which completions vote: a number by its value, a formula by its letters; None = there is none."""
         said = extract(completion, self.policies)
-        if not said or len(said) > LONGEST:
+        if not said or len(said) > MAX_ANSWER_LENGTH:
             return None
-        plain, _ = _plain(inner(said))
-        quantity = numbers.read(plain)
+        plain, _ = _plain(strip_wrappers(said))
+        quantity = numbers.parse_quantity(plain)
         return quantity.key if quantity is not None else _squeezed(plain) or None
 
 
-def inner(text: str) -> str:
+def strip_wrappers(text: str) -> str:
     """What a marked passage comes to: its box; the last formula of a sentence, or the one number in it."""
-    if (boxed := in_box(text)) is not None:
+    if (boxed := extract_boxed(text)) is not None:
         return boxed
-    tidied = tidy(text)
-    if "$" in tidied.replace(r"\$", "") and (formula := last_formula(text)) is not None:
+    tidied = normalise_latex(text)
+    if "$" in tidied.replace(r"\$", "") and (formula := extract_last_formula(text)) is not None:
         return formula
-    if numbers.read(text) is None and prose(tidied) and "\\" not in tidied:
+    if numbers.parse_quantity(text) is None and is_prose(tidied) and "\\" not in tidied:
         figures = _NUMERAL.findall(tidied)
-        if len(figures) == 1 and (figure := numbers.last_number(tidied)) is not None:
+        if len(figures) == 1 and (figure := numbers.find_last_number(tidied)) is not None:
             return figure
     return text
 
 
-def equal(right: str, said: str) -> bool:
+def compare_answers(right: str, said: str) -> bool:
     """Whether an answer equals a reference in value. Both are LaTeX or plain, with or without delimiters."""
     sides, other_sides = _sides(right), _sides(said)
-    if sides and other_sides and any(all(map(equal, sides, order)) for order in (other_sides, other_sides[::-1])):
+    if (
+        sides
+        and other_sides
+        and any(all(map(compare_answers, sides, order)) for order in (other_sides, other_sides[::-1]))
+    ):
         return True
     (right, word), (said, other_word) = _plain(right), _plain(said)
     if not said:
@@ -260,25 +274,25 @@ def equal(right: str, said: str) -> bool:
     for compare in (_same_base, _same_time):
         if (same := compare(right, said)) is not None:
             return same
-    mine, theirs = numbers.read(right), numbers.read(said)
+    mine, theirs = numbers.parse_quantity(right), numbers.parse_quantity(said)
     if mine is not None and theirs is not None:
         return mine.equals(theirs)
     left, other = parse_intervals(right), parse_intervals(said)
-    if left is not None and other is not None and (certain(right) or certain(said)):
-        return equal_sets(left, other, equal)
-    return equal_formulas(_formula(right), _formula(said))
+    if left is not None and other is not None and (is_unambiguous(right) or is_unambiguous(said)):
+        return compare_intervals(left, other, compare_answers)
+    return compare_formulas(_formula(right), _formula(said))
 
 
 def _sides(text: str) -> tuple[str, str] | None:
     """The two sides of an equation; None = it is none."""
-    left, equals, right = tidy(text).partition("=")
+    left, equals, right = normalise_latex(text).partition("=")
     one = equals and "=" not in right and left.strip() and right.strip()
     return (left.strip(), right.strip()) if one and not _COMPARED.search(text) else None
 
 
 def _same_base(right: str, said: str) -> bool | None:
     """Numbers as their bases have them, 4343_9: by digits and, where both say it, base; None = neither says one."""
-    mine, theirs = numbers.based(right), numbers.based(said)
+    mine, theirs = numbers.parse_based_number(right), numbers.parse_based_number(said)
     if not (mine and mine[1]) and not (theirs and theirs[1]):
         return None
     if mine is None or theirs is None:
@@ -288,7 +302,7 @@ def _same_base(right: str, said: str) -> bool | None:
 
 def _same_time(right: str, said: str) -> bool | None:
     """Times of day, where one says which half of the day it means, and the other the same or nothing; None = neither does."""
-    mine, theirs = numbers.clock(right), numbers.clock(said)
+    mine, theirs = numbers.parse_clock_time(right), numbers.parse_clock_time(said)
     if not (mine and mine[1]) and not (theirs and theirs[1]):
         return None
     if mine is None or theirs is None:
@@ -306,7 +320,7 @@ def _early(*times: tuple[int, bool]) -> bool:
 @lru_cache(maxsize=4096)
 def _plain(text: str) -> tuple[str, bool]:
     """Tidy, and without the name of what was asked for: x = 5 and 5 = x are 5, \\text{(B)} is B; and whether it is a word."""
-    text = _NAMED.sub("", tidy(text))
+    text = _NAMED.sub("", normalise_latex(text))
     text = _NAMED_LAST.sub(r"\1", text)
     found = _TEXT.match(text)
     if found:
@@ -335,9 +349,9 @@ _FORMULA = re.compile(r"[\\^_*+{}]|\d\s*[-/]\s*[\d(a-z]|\d[a-z]\b|[(\[]\s*[-\d.]
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """1.0 if the completion's number equals the column `answer`, else 0.0; None where that is null or is no number.
+    """1.0 if the completion's number equals the column `encode_reply`, else 0.0; None where that is null or is no number.
 
-    `answer` is a number, a text with one, a worked solution that ends in `#### number`, or a list of such: one of them has to be
+    `encode_reply` is a number, a text with one, a worked solution that ends in `#### number`, or a list of such: one of them has to be
     met. Numbers are compared as exact fractions, whatever way they are written; what was counted ("18 eggs") is not compared.
     policies: where the answer is looked for (extraction.POLICIES); the first whose mark is there decides.
     """
@@ -352,28 +366,28 @@ class Gsm8k:
 
     def score(self, completion: str, answer: Any) -> float | None:
         """One completion's reward."""
-        right = [number for text in references(answer) if (number := read(text)) is not None]
+        right = [number for text in parse_references(answer) if (number := parse_quantity(text)) is not None]
         if not right:
             return None
         found = extract(completion, self.policies)
-        said = number_in(found) if found else None
+        said = parse_number(found) if found else None
         return float(said is not None and any(number.equals(said) for number in right))
 
-    def voted(self, completion: str) -> str | None:
+    def extract_answer(self, completion: str) -> str | None:
         """The number by which completions vote; None = there is none."""
         found = extract(completion, self.policies)
-        said = number_in(found) if found else None
+        said = parse_number(found) if found else None
         return None if said is None else said.key
 
 
-def number_in(text: str) -> Quantity | None:
+def parse_number(text: str) -> Quantity | None:
     """The number that a short text says: all of it, or else the first number behind its last equals sign; None where what is
     there is a formula, which has a value of its own."""
-    if (whole := read(text)) is not None:
+    if (whole := parse_quantity(text)) is not None:
         return whole
-    words = tidy(text).rpartition("=")[2]
-    figure = None if _FORMULA.search(words) else first_number(words)
-    return read(figure) if figure else None
+    words = normalise_latex(text).rpartition("=")[2]
+    figure = None if _FORMULA.search(words) else find_first_number(words)
+    return parse_quantity(figure) if figure else None
 
 
 gsm8k = Gsm8k()

@@ -54,14 +54,14 @@ _MOST = 80  # characters
 
 
 @dataclass(frozen=True)
-class Unit:
+class MeasureUnit:
     """So many of the base units (metre, kilogram, second), and which they are."""
 
     factor: Fraction
     dimensions: tuple[tuple[str, int], ...]
 
 
-def unit_of(words: str, *, glued: bool = False) -> tuple[bool, Unit | None]:
+def parse_unit(words: str, *, glued: bool = False) -> tuple[bool, MeasureUnit | None]:
     """Whether the words behind a number are a unit or say what was counted, and the unit where it is one that converts.
 
     glued: no blank is between number and words, so that a single letter is a variable, with or without a power.
@@ -79,7 +79,7 @@ def unit_of(words: str, *, glued: bool = False) -> tuple[bool, Unit | None]:
     return bool(counted) and said, None
 
 
-def _product(above: str, below: str) -> Unit | None:
+def _product(above: str, below: str) -> MeasureUnit | None:
     parts = [(above, 1), *([(below, -1)] if below else [])]
     factor, dimensions = Fraction(1), dict[str, int]()
     for text, sign in parts:
@@ -89,7 +89,7 @@ def _product(above: str, below: str) -> Unit | None:
         name, power = found
         factor *= _KNOWN[name][1] ** (sign * power)
         dimensions[_BASE[name]] = dimensions.get(_BASE[name], 0) + sign * power
-    return Unit(factor, tuple(sorted(dimensions.items())))
+    return MeasureUnit(factor, tuple(sorted(dimensions.items())))
 
 
 def _single(text: str) -> tuple[str, int] | None:
@@ -128,7 +128,7 @@ _LISTED = re.compile(rf"{_FORMULA}(?:\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*{_
 _BETWEEN = re.compile(r"(?:(?<=\$)|(?<=\\\)))\s*(?:[,;]|(?:[,;]\s*)?\b(?:and|or)\b)\s*(?=\$|\\\()")
 
 
-def tidy(text: str) -> str:
+def normalise_latex(text: str) -> str:
     """An answer without what has no meaning: delimiters, bold, spacing commands, the full stop at its end."""
     text = text.translate(_MARKS).strip().strip("*_`").strip()
     if _LISTED.fullmatch(listed := text.rstrip(".,;: ")):  # $69$, $84$
@@ -147,7 +147,7 @@ def tidy(text: str) -> str:
     return " ".join(text.split()).rstrip(".,;: ").strip("*_` ")
 
 
-def words(text: str) -> str:
+def unwrap_text(text: str) -> str:
     """A tidy text with what stands in \\text{…} and its kin as plain words."""
     return _WORDS.sub(r" \1", text).strip()
 
@@ -159,9 +159,9 @@ def _braced(found: re.Match[str]) -> str:
     return rf"\frac{{{found[3]}}}" if found[3] else rf"\frac{found[4]}{{{found[5]}}}"
 
 
-DIGITS = 300
-EXPONENT = 300
-PLACES = 6  # decimals from which on a rounded number counts as the number, as math-verify's float_rounding
+MAX_DIGITS = 300
+MAX_EXPONENT = 300
+ROUNDED_DECIMALS = 6  # decimals from which on a rounded number counts as the number, as math-verify's float_rounding
 
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _SIGN = r"(?:(?<![\w)\].])(?:[-−][$€£]?|[$€£][-−]))?"  # after a digit or a bracket it is a subtraction
@@ -199,7 +199,7 @@ class Quantity:
     value: Fraction  # as it is written out: 50 % is 1/2
     bare: Fraction  # the figure alone: 50
     rounded: bool = False  # written with at least PLACES decimals, so perhaps cut off
-    unit: Unit | None = None
+    unit: MeasureUnit | None = None
 
     @property
     def scaled(self) -> bool:
@@ -221,12 +221,12 @@ class Quantity:
         if self.scaled != other.scaled:  # one has a sign or a word that the other lacks
             pairs.append((self.bare, other.bare))
         rounded = self.rounded or other.rounded
-        return any(a == b or (rounded and round(a, PLACES) == round(b, PLACES)) for a, b in pairs)
+        return any(a == b or (rounded and round(a, ROUNDED_DECIMALS) == round(b, ROUNDED_DECIMALS)) for a, b in pairs)
 
 
-def read(text: str) -> Quantity | None:
+def parse_quantity(text: str) -> Quantity | None:
     """The quantity that a text is, as a whole; None = it is something else."""
-    found = _NUMBER.fullmatch(words(tidy(text))) if len(text) <= DIGITS else None
+    found = _NUMBER.fullmatch(unwrap_text(normalise_latex(text))) if len(text) <= MAX_DIGITS else None
     if found is None or (found["sign"] and found["sign2"]):
         return None
     value = _value(found)
@@ -239,12 +239,12 @@ def read(text: str) -> Quantity | None:
     if behind is None:
         return None
     factor, unit = behind
-    return Quantity(value * factor, value, len(decimals) >= PLACES, unit)
+    return Quantity(value * factor, value, len(decimals) >= ROUNDED_DECIMALS, unit)
 
 
-def based(text: str) -> tuple[str, str] | None:
+def parse_based_number(text: str) -> tuple[str, str] | None:
     """The digits of a number and its base as 4343_9 has it, "" where it has none; None = it is something else."""
-    found = _BASED.fullmatch(words(tidy(text))) if "_" in text or text.strip().isalnum() else None
+    found = _BASED.fullmatch(unwrap_text(normalise_latex(text))) if "_" in text or text.strip().isalnum() else None
     if found is None:
         return None
     base = (found["braced"] or found["bare"] or "").lower()
@@ -260,9 +260,9 @@ def _fits(digits: str, base: int) -> bool:
     return all(int(digit, 36) < base for digit in digits)
 
 
-def clock(text: str) -> tuple[int, bool] | None:
+def parse_clock_time(text: str) -> tuple[int, bool] | None:
     """The minute of the day that a text says, 10:30 p.m., and whether it says which half; None = it is something else."""
-    found = _CLOCK.fullmatch(words(tidy(text)))
+    found = _CLOCK.fullmatch(unwrap_text(normalise_latex(text)))
     if found is None:
         return None
     hour, minute, half = int(found["hour"]), int(found["minute"] or 0), (found["half"] or "").lower()
@@ -271,19 +271,19 @@ def clock(text: str) -> tuple[int, bool] | None:
     return (60 * (hour % 12 + 12 * (half == "p") if half else hour) + minute, bool(half))
 
 
-def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def find_last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The last place in a text that a pattern fits."""
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
-def last_number(text: str) -> str | None:
+def find_last_number(text: str) -> str | None:
     """The last number in a text as it stands there, with its sign, where that is no subtraction, and a percent sign."""
-    found = last_match(_FIGURE, text)
+    found = find_last_match(_FIGURE, text)
     return found and _shown(text, found)
 
 
-def first_number(text: str) -> str | None:
-    """The first number in a text, as `last_number` shows it."""
+def find_first_number(text: str) -> str | None:
+    """The first number in a text, as `find_last_number` shows it."""
     found = _FIGURE.search(text)
     return found and _shown(text, found)
 
@@ -304,13 +304,15 @@ def _value(found: re.Match[str]) -> Fraction | None:
             return Fraction(found["over"].replace(",", "")) / Fraction(found["under"])
         exponent = int(found["exp"] or found["ten"] or 0)
         return (
-            Fraction(found["plain"].replace(",", "")) * Fraction(10) ** exponent if abs(exponent) <= EXPONENT else None
+            Fraction(found["plain"].replace(",", "")) * Fraction(10) ** exponent
+            if abs(exponent) <= MAX_EXPONENT
+            else None
         )
     except ZeroDivisionError:
         return None
 
 
-def _behind(rest: str) -> tuple[Fraction, Unit | None] | None:
+def _behind(rest: str) -> tuple[Fraction, MeasureUnit | None] | None:
     """The factor and the unit that stand behind a number; None = it goes on as a formula."""
     words, factor = rest.strip(), Fraction(1)
     if words.startswith("%") or words.lower().startswith("percent"):
@@ -321,5 +323,5 @@ def _behind(rest: str) -> tuple[Fraction, Unit | None] | None:
     if not words or words.lower() in _CURRENCY:
         return factor, None
     glued = rest[:1].isalpha()  # 5x is a product, 5 cm is not
-    known, unit = unit_of(words, glued=glued)
+    known, unit = parse_unit(words, glued=glued)
     return (factor, unit) if known else None

@@ -4,17 +4,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from policygrad.errors import RewardError
-from policygrad.rewards.workers.messages import Judgement
+from policygrad.rewards.workers.messages import SampleResult
 
-FEWEST = 4  # lost calls before a function is given up, with one worker or two
+MIN_LOST_CALLS = 4  # lost calls before a function is given up, with one worker or two
 _TOLD = 3  # messages in an error
 _OF_REWARDS = ("reward ", "no reward", "no steps", "the environment")  # how messages about rewards begin
 
 
-class NeverAnswers:
+class UnresponsiveFunctionDetector:
     """Counts, per function, the calls that overran or killed their worker while none has ever given a reward.
 
-    A call costs its whole budget, so that a rollout of them is hours of silence: `limit` of them end it. None = never.
+    A call costs its whole budget, so that a rollout of them is hours of silence: `set_limits` of them end it. None = never.
     """
 
     def __init__(self, names: Sequence[str], limit: int | None) -> None:
@@ -22,16 +22,16 @@ class NeverAnswers:
         self._lost: Counter[int] = Counter()
         self._proven: set[int] = set()
 
-    def answered(self, function: int, judgements: Sequence[Judgement]) -> None:
+    def record_results(self, function: int, judgements: Sequence[SampleResult]) -> None:
         """The function was called, and this is what it said."""
         if function not in self._proven and any(judgement.reason is None for judgement in judgements):
             self._proven.add(function)
 
-    def proven(self, function: int) -> bool:
+    def has_succeeded(self, function: int) -> bool:
         """Whether it has given a reward."""
         return function in self._proven
 
-    def lost(self, function: int, said: str) -> None:
+    def record_lost(self, function: int, said: str) -> None:
         """A call of the function was lost. Raises RewardError when it is one too many."""
         if function in self._proven:
             return
@@ -43,7 +43,7 @@ class NeverAnswers:
             )
 
 
-class FailingSteps:
+class FailedStepTracker:
     """Counts the steps in a row of which more than `share` of the samples have no reward; `patience` of them are too many, and so
     is a first step without any, or a first evaluation before one with some. patience 0 = never. Every process counts anew."""
 
@@ -53,7 +53,7 @@ class FailingSteps:
         self._messages: dict[str, None] = {}
         self._first = {"step", "evaluation"}
 
-    def step(self, failed: float, messages: Sequence[str]) -> str | None:
+    def record_step(self, failed: float, messages: Sequence[str]) -> str | None:
         """A step is done, `failed` of its samples have no reward; why the run is to end, None = it goes on."""
         if failed <= self._share:
             self._row, self._messages = [], {}
@@ -69,7 +69,7 @@ class FailingSteps:
         row = "the last step" if len(self._row) == 1 else f"the last {len(self._row)} steps, all in a row"
         return self._words(f"more than {self._share:.0%} of the samples have no reward in {row} ({shares})")
 
-    def evaluation(self, failed: bool, messages: Sequence[str]) -> str | None:
+    def record_evaluation(self, failed: bool, messages: Sequence[str]) -> str | None:
         """An evaluation is done; failed: nothing could be scored."""
         if failed:
             self._keep(messages)

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from policygrad.errors import DataError
-from policygrad.rewards.base import ScoredSteps
-from policygrad.utils.async_runner import Waiter
+from policygrad.rewards.base import StepScores
+from policygrad.utils.async_runner import AsyncRunner
 
 HEAD = struct.Struct(">Q")
 
@@ -47,13 +47,13 @@ class Chunk:
     calls: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def frame(message: WorkerStart | Chunk) -> bytes:
+def encode_message(message: WorkerStart | Chunk) -> bytes:
     """One message as bytes."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return HEAD.pack(len(body)) + body
 
 
-def by_value(thing: Any) -> bytes:
+def pickle_by_value(thing: Any) -> bytes:
     """Pickle functions and objects of the user's own; what is defined in `__main__` travels along by value."""
     return bytes(cloudpickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL))
 
@@ -61,18 +61,20 @@ def by_value(thing: Any) -> bytes:
 # One call of a reward function, made safe: whatever it does, every sample gets a value or a named reason.
 
 _CLIP = 120  # characters of a sample or an exception quoted in a message
-LARGEST = 1e18  # a reward beyond ±this counts as infinite: its square, in a group's standard deviation, leaves float32
+MAX_ABS_REWARD = (
+    1e18  # a reward beyond ±this counts as infinite: its square, in a group's standard deviation, leaves float32
+)
 
 
 @dataclass(frozen=True)
-class Judgement:
+class SampleResult:
     """What one reward function said of one sample; `reason` is a failure (types.FAILURES), None = `value` counts."""
 
     value: float | None = None
     reason: str | None = None
     message: str = ""
     kind: str = ""  # the exception's type: failures of one kind are told once
-    steps: ScoredSteps = ()  # of a process reward, in place of `value`
+    steps: StepScores = ()  # of a process reward, in place of `value`
     printed: str = ""  # of a failure: the last lines that its worker has printed
 
 
@@ -85,7 +87,7 @@ class Signature:
     required: frozenset[str]  # columns without a default
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> "Signature":
+    def from_function(cls, function: Callable[..., Any]) -> "Signature":
         try:
             parameters = inspect.signature(function).parameters.values()
         except (ValueError, TypeError):  # a builtin without a signature
@@ -114,27 +116,27 @@ class Signature:
         return function(completions=completions, **chosen)
 
 
-def needing(columns: Iterable[str]) -> inspect.Signature:
+def build_signature(columns: Iterable[str]) -> inspect.Signature:
     """Of a function that takes any column and cannot do without these."""
     words = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "completions")]
     words += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(set(columns))]
     return inspect.Signature([*words, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
 
 
-class Caller:
+class RewardCaller:
     """Calls one function, sync or async, always from the thread it lives in."""
 
     def __init__(self, name: str, function: Callable[..., Any], process_reward: bool = False) -> None:
         """process_reward: the function answers with steps, not with a number."""
-        self.name, self.of_steps = name, process_reward
+        self.name, self.process_reward = name, process_reward
         self.hint: Callable[[BaseException], str] = lambda error: ""  # what to say besides of what was raised
         self._function = function
-        self._signature = Signature.of(function)
-        self._waiter = Waiter()
+        self._signature = Signature.from_function(function)
+        self._waiter = AsyncRunner()
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[Judgement]:
+    ) -> list[SampleResult]:
         """One judgement per completion; never raises on the function's account, except KeyboardInterrupt."""
         try:
             result = self._signature.call(self._function, prompts, completions, columns)
@@ -144,10 +146,10 @@ class Caller:
             raise
         except DataError as error:  # the row is to blame, not the completion: each such row is told, by its text
             message = self._tell(f"cannot judge a row: {error}", completions)
-            return [Judgement(None, "row", message, str(error))] * len(completions)
+            return [SampleResult(None, "row", message, str(error))] * len(completions)
         except BaseException as error:
-            message = self._tell(describe(error) + self.hint(error), completions)
-            return [Judgement(None, "raised", message, type(error).__name__)] * len(completions)
+            message = self._tell(describe_error(error) + self.hint(error), completions)
+            return [SampleResult(None, "raised", message, type(error).__name__)] * len(completions)
         return self._judgements(result, completions)
 
     def _wait(self, awaitable: Any) -> Any:
@@ -158,52 +160,52 @@ class Caller:
 
         return self._waiter(wait())
 
-    def _judgements(self, result: Any, completions: Sequence[str]) -> list[Judgement]:
+    def _judgements(self, result: Any, completions: Sequence[str]) -> list[SampleResult]:
         if not isinstance(result, (list, tuple)) and hasattr(result, "tolist"):
             result = result.tolist()
         if not isinstance(result, (list, tuple)):
-            each = "one list of (end, score)" if self.of_steps else "one number"
+            each = "one list of (end, score)" if self.process_reward else "one number"
             said = f"returned {quote(result)}, a {type(result).__name__}; return a list, {each} per completion"
-            return [Judgement(None, "type", self._tell(said, completions), "container")] * len(completions)
+            return [SampleResult(None, "type", self._tell(said, completions), "container")] * len(completions)
         if len(result) != len(completions):
             said = f"returned {len(result)} rewards for {len(completions)} completions; return one per completion"
-            return [Judgement(None, "length", self._tell(said, completions))] * len(completions)
-        judge = self._steps if self.of_steps else self._number
+            return [SampleResult(None, "length", self._tell(said, completions))] * len(completions)
+        judge = self._steps if self.process_reward else self._number
         return [judge(value, completion) for value, completion in zip(result, completions, strict=True)]
 
-    def _number(self, value: Any, completion: str) -> Judgement:
-        if isinstance(value, Judgement):  # of a reward that asks others
+    def _number(self, value: Any, completion: str) -> SampleResult:
+        if isinstance(value, SampleResult):  # of a reward that asks others
             return value
         if isinstance(value, Exception):  # a batched function that can judge all but this one
             said = self._tell(f"could not judge a completion: {value}", [completion])
-            return Judgement(None, "raised", said, type(value).__name__)
+            return SampleResult(None, "raised", said, type(value).__name__)
         number, reason = to_number(value)
-        return Judgement(number, reason, self._returned(value, reason, completion))
+        return SampleResult(number, reason, self._returned(value, reason, completion))
 
-    def _steps(self, value: Any, completion: str) -> Judgement:
-        steps: ScoredSteps | None
+    def _steps(self, value: Any, completion: str) -> SampleResult:
+        steps: StepScores | None
         steps, reason = to_steps(value, len(completion))
         said = self._returned(value, reason, completion)
         if reason == "type":
             said += (
                 f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
             )
-        return Judgement(None, reason, said, steps=steps or ())
+        return SampleResult(None, reason, said, steps=steps or ())
 
     def _returned(self, value: Any, reason: str | None, completion: str) -> str:
-        beyond = f", beyond ±{LARGEST:g}" if reason == "inf" else ""
+        beyond = f", beyond ±{MAX_ABS_REWARD:g}" if reason == "inf" else ""
         return self._tell(f"returned {quote(value)}{beyond}", [completion]) if reason else ""
 
     def _tell(self, said: str, completions: Sequence[str]) -> str:
-        return tell(self.name, said, completions)
+        return format_failure(self.name, said, completions)
 
 
-def last_words(printed: str) -> str:
+def format_last_output(printed: str) -> str:
     """Return the end of a failure's message that shows what its worker printed last; "" where that is nothing."""
     return f"; its worker printed last: {printed}" if printed else ""
 
 
-def tell(name: str, said: str, completions: Sequence[str]) -> str:
+def format_failure(name: str, said: str, completions: Sequence[str]) -> str:
     """The message for a failure: which function, what it did, on which sample."""
     sample = f"completion {quote(completions[0])}" if len(completions) == 1 else f"{len(completions)} completions"
     return f"reward {name!r} {said} ({sample})"
@@ -225,10 +227,10 @@ def to_number(value: Any) -> tuple[float | None, str | None]:
         return None, "type"
     if math.isnan(number):
         return None, "nan"
-    return (None, "inf") if abs(number) > LARGEST else (number, None)
+    return (None, "inf") if abs(number) > MAX_ABS_REWARD else (number, None)
 
 
-def to_steps(value: Any, length: int) -> tuple[ScoredSteps | None, str | None]:
+def to_steps(value: Any, length: int) -> tuple[StepScores | None, str | None]:
     """(end, score) pairs by end, or the reason why they are none; None = no steps. An end is in 1..length characters."""
     if value is None:
         return (), None
@@ -250,7 +252,7 @@ def to_steps(value: Any, length: int) -> tuple[ScoredSteps | None, str | None]:
     return tuple(sorted(steps, key=lambda step: step[0])), None
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type, text and place of an exception in one line; the place is the innermost line of the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -277,8 +279,8 @@ def quote(value: Any) -> str:
 # reward function is the user's code, and may run a model's: whoever finds the pipe can write to it. What is written there can be
 # a wrong reward, never a command.
 
-NONCE = 16  # bytes
-_HEAD = struct.Struct(f">{NONCE}sI")
+NONCE_BYTES = 16  # bytes
+_HEAD = struct.Struct(f">{NONCE_BYTES}sI")
 _TEXT, _KIND = 1000, 100  # characters of a message and of an exception's type, at most
 _SAYS = (
     "raised",
@@ -292,27 +294,27 @@ _FIXED, _PER_SAMPLE, _PER_CHARACTER = 1 << 16, 1 << 13, 64  # bytes of a body
 _HIDDEN = ("Cc", "Cf", "Cs")  # categories of characters that steer a terminal, or that no file can hold
 
 
-class NoAnswerError(Exception):
+class ProtocolError(Exception):
     """Bytes that no worker writes which is what it was when it started."""
 
 
 @dataclass(frozen=True)
-class Started:
+class WorkerReady:
     """The worker's first word; `error` says which function could not be loaded, None = ready."""
 
     error: str | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a call came to; `last`: the worker ends now, its memory has grown, and another takes its place."""
+class CallReply:
+    """What a call came to; `extract_last_number`: the worker ends now, its memory has grown, and another takes its place."""
 
-    judgements: list[Judgement]
+    results: list[SampleResult]
     last: bool = False
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingCall:
     """One call, as the parent remembers it."""
 
     number: int  # of the worker's calls, from 0
@@ -325,23 +327,23 @@ class Asked:
         return _FIXED + _PER_SAMPLE * len(self.lengths) + _PER_CHARACTER * sum(self.lengths) * self.process_reward
 
 
-def started(nonce: bytes, error: str | None = None) -> bytes:
+def encode_ready(nonce: bytes, error: str | None = None) -> bytes:
     """The frame of a worker that has loaded its functions, or could not."""
     return _frame(nonce, ["started", None if error is None else _cut(error, _TEXT)])
 
 
-def answer(nonce: bytes, asked: Asked, judgements: Sequence[Judgement], last: bool = False) -> bytes:
+def encode_reply(nonce: bytes, call: PendingCall, results: Sequence[SampleResult], last: bool = False) -> bytes:
     """The frame for a call; what would be too long for one is a failure of its own."""
-    rows = [[j.value, j.reason, _cut(j.message, _TEXT), _cut(j.kind, _KIND), j.steps] for j in judgements]
-    whole = _frame(nonce, [asked.number, rows, last])
-    if len(whole) - _HEAD.size <= asked.limit:
+    rows = [[j.value, j.reason, _cut(j.message, _TEXT), _cut(j.kind, _KIND), j.steps] for j in results]
+    whole = _frame(nonce, [call.number, rows, last])
+    if len(whole) - _HEAD.size <= call.limit:
         return whole
-    said = f"returned more than {asked.limit:,} bytes of steps, two for each character of the completions; return fewer"
-    return _frame(nonce, [asked.number, [[None, "type", said, "size", []]] * len(rows), last])
+    said = f"returned more than {call.limit:,} bytes of steps, two for each character of the completions; return fewer"
+    return _frame(nonce, [call.number, [[None, "type", said, "size", []]] * len(rows), last])
 
 
-class Inbox:
-    """Turns the bytes of one worker, in whatever pieces they arrive, into what it said. Its methods raise NoAnswerError."""
+class ReplyParser:
+    """Turns the bytes of one worker, in whatever pieces they arrive, into what it said. Its methods raise ProtocolError."""
 
     def __init__(self, nonce: bytes) -> None:
         self._nonce, self._buffer = nonce, bytearray()
@@ -349,17 +351,17 @@ class Inbox:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
-    def started(self) -> Started | None:
+    def parse_ready(self) -> WorkerReady | None:
         """The worker's first word; None = it is not all there yet."""
         body = self._take(_FIXED)
         if body is None:
             return None
         match _parsed(body):
             case ["started", str() | None as error] if error is None or len(error) <= _TEXT:
-                return Started(None if error is None else plain(error))
-        raise NoAnswerError("its first word is another")
+                return WorkerReady(None if error is None else replace_control_characters(error))
+        raise ProtocolError("its first word is another")
 
-    def answer(self, asked: Asked) -> Answer | None:
+    def parse_reply(self, asked: PendingCall) -> CallReply | None:
         """What the worker says to this call; None = it is not all there yet."""
         body = self._take(asked.limit)
         if body is None:
@@ -367,12 +369,12 @@ class Inbox:
         match _parsed(body):
             case [int() as number, list() as rows, bool() as last] if type(number) is int:
                 if number != asked.number:
-                    raise NoAnswerError(f"it is to call {number}, and call {asked.number} was asked")
+                    raise ProtocolError(f"it is to call {number}, and call {asked.number} was asked")
                 if len(rows) != len(asked.lengths):
-                    raise NoAnswerError(f"it is of {len(rows)} samples, and {len(asked.lengths)} were asked")
+                    raise ProtocolError(f"it is of {len(rows)} samples, and {len(asked.lengths)} were asked")
                 pairs = zip(rows, asked.lengths, strict=True)
-                return Answer([_judgement(row, length, asked.process_reward) for row, length in pairs], last)
-        raise NoAnswerError("it has not the fields of one")
+                return CallReply([_judgement(row, length, asked.process_reward) for row, length in pairs], last)
+        raise ProtocolError("it has not the fields of one")
 
     def _take(self, limit: int) -> bytes | None:
         """The next body; a length beyond the limit is refused before it is waited for."""
@@ -380,9 +382,9 @@ class Inbox:
             return None
         nonce, length = _HEAD.unpack_from(self._buffer)
         if nonce != self._nonce:
-            raise NoAnswerError("it does not begin as this worker's do")
+            raise ProtocolError("it does not begin as this worker's do")
         if length > limit:
-            raise NoAnswerError(f"it has {length:,} bytes, and {limit:,} are the most")
+            raise ProtocolError(f"it has {length:,} bytes, and {limit:,} are the most")
         end = _HEAD.size + length
         if len(self._buffer) < end:
             return None
@@ -407,14 +409,14 @@ def _parsed(body: bytes) -> Any:
         ValueError,
         RecursionError,
     ) as error:  # no UTF-8, no JSON, NaN, a number of thousands of digits, or too deep
-        raise NoAnswerError(f"it is no JSON: {type(error).__name__}") from None
+        raise ProtocolError(f"it is no JSON: {type(error).__name__}") from None
 
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
 
 
-def _judgement(row: Any, length: int, process_reward: bool) -> Judgement:
+def _judgement(row: Any, length: int, process_reward: bool) -> SampleResult:
     """One sample's; every field has its type, and says no more than a worker knows."""
     match row:
         case [value, str() | None as reason, str() as message, str() as kind, list() as steps]:
@@ -423,27 +425,33 @@ def _judgement(row: Any, length: int, process_reward: bool) -> Judgement:
             placed = value is None if process_reward else not steps
             if short and known and placed:
                 number = None if value is None else _number(value)
-                return Judgement(number, reason, plain(message), plain(kind), _steps(steps, length))
-    raise NoAnswerError("a sample has not the fields of one")
+                return SampleResult(
+                    number,
+                    reason,
+                    replace_control_characters(message),
+                    replace_control_characters(kind),
+                    _steps(steps, length),
+                )
+    raise ProtocolError("a sample has not the fields of one")
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= LARGEST:  # which NaN is not either
-        raise NoAnswerError("a reward is no finite number")
+    if type(value) not in (int, float) or not abs(value) <= MAX_ABS_REWARD:  # which NaN is not either
+        raise ProtocolError("a reward is no finite number")
     return float(value)
 
 
-def _steps(steps: list[Any], length: int) -> ScoredSteps:
+def _steps(steps: list[Any], length: int) -> StepScores:
     found = []
     for pair in steps:
         match pair:
             case [int() as end, score] if type(end) is int and 1 <= end <= length:
                 found.append((end, _number(score)))
             case _:
-                raise NoAnswerError("a step has not the fields of one")
+                raise ProtocolError("a step has not the fields of one")
     return tuple(sorted(found, key=lambda step: step[0]))
 
 
-def plain(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Without what would steer a terminal."""
     return "".join("\ufffd" if unicodedata.category(c) in _HIDDEN and c not in "\n\t" else c for c in text)

@@ -23,10 +23,17 @@ from typing import Any
 
 from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards.base import Reward
-from policygrad.rewards.workers.limits import chosen, go_first
-from policygrad.rewards.workers.messages import NONCE, Chunk, Inbox, WorkerStart, frame, plain
-from policygrad.sandbox import WALLS, backends, standing
-from policygrad.sandbox.backends import interpreter
+from policygrad.rewards.workers.limits import filter_environment, raise_oom_score
+from policygrad.rewards.workers.messages import (
+    NONCE_BYTES,
+    Chunk,
+    ReplyParser,
+    WorkerStart,
+    encode_message,
+    replace_control_characters,
+)
+from policygrad.sandbox import BACKENDS, backends, find_backend
+from policygrad.sandbox.backends import list_interpreter_paths
 from policygrad.sandbox.process import confine
 
 # The processes that a worker started, wherever they have gone since: found and ended with it.
@@ -36,14 +43,14 @@ from policygrad.sandbox.process import confine
 # by a variable in their environment. What gets away: a process of a worker that died by itself, outside of its group and with an
 # environment of its own. Elsewhere only the process group is known.
 
-TOKEN = "POLICYGRAD_WORKER"
+TOKEN_VARIABLE = "POLICYGRAD_WORKER"
 """The variable by which processes are known; its value is the worker's."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ROUNDS = 50  # searches until nobody new is found: a family that forks faster than that is left
 _UNCOLLECTED = 64  # ended processes that nobody waited for, each of which holds a process id
 
 
-def join(parent: int) -> None:
+def adopt_descendants(parent: int) -> None:
     """In a worker. On Linux a parent that is killed takes a busy worker along (elsewhere it ends at the next message), and what
     the worker's children leave behind is the worker's."""
     if sys.platform == "linux":
@@ -56,7 +63,7 @@ def join(parent: int) -> None:
         os._exit(0)
 
 
-def crowded() -> bool:
+def has_too_many_zombies() -> bool:
     """Whether this process has adopted more ended processes than it should hold: its own children are its function's to collect,
     so nobody else may. The kernel gives adopted ones to the first thread, whose number is the process's."""
     try:
@@ -71,7 +78,7 @@ def crowded() -> bool:
 
 
 @dataclass(frozen=True)
-class Family:
+class ProcessTree:
     """A worker and what it has started. running: whether it still lives itself."""
 
     leader: int
@@ -79,7 +86,7 @@ class Family:
     running: bool
 
 
-def end(families: Sequence[Family]) -> None:
+def kill_trees(families: Sequence[ProcessTree]) -> None:
     """Kills these workers and all that they have started, by one search among the machine's processes for all of them; the caller
     collects the workers."""
     for family in families:
@@ -123,7 +130,7 @@ def _below(leaders: Sequence[int]) -> set[int]:
 
 def _marked(tokens: Set[str]) -> Iterator[int]:
     """The processes that began with one of these tokens in their environment, as far as this one may read it."""
-    mark = re.compile(rb"(?:^|\0)" + TOKEN.encode() + rb"=([^\0]*)")
+    mark = re.compile(rb"(?:^|\0)" + TOKEN_VARIABLE.encode() + rb"=([^\0]*)")
     for pid in _processes():
         with contextlib.suppress(OSError):  # another user's, or ended meanwhile
             if any(
@@ -157,19 +164,19 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 # A reward worker behind a wall (`--rewards.sandbox`): no network, nothing to write but a folder of its own, few files to read.
 
-NONE = "none"
-CHOICES = (NONE, "auto", *WALLS)
+NO_SANDBOX = "none"
+SANDBOX_CHOICES = (NO_SANDBOX, "auto", *BACKENDS)
 _FILES = 1 << 30  # bytes of a worker's folder, where the wall makes one of its own
 _MACHINE = ("/sys/devices/system/cpu", "/sys/devices/system/node", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf")
 _PROC = ("/proc/cpuinfo", "/proc/meminfo", "/proc/self/statm", "/proc/self/task/{pid}/children")
 _FIRST = 1  # the process above a worker behind bubblewrap
 
 
-def check(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
+def check_sandbox(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
     """Raises ConfigError for a wall that there is not, or that does not stand here, and for rewards that ask servers behind one."""
-    if sandbox not in CHOICES:
-        raise ConfigError(f"rewards.sandbox {sandbox!r}: choose {', '.join(CHOICES)}")
-    if sandbox == NONE:
+    if sandbox not in SANDBOX_CHOICES:
+        raise ConfigError(f"rewards.sandbox {sandbox!r}: choose {', '.join(SANDBOX_CHOICES)}")
+    if sandbox == NO_SANDBOX:
         return
     asks = [reward.name for reward in rewards if getattr(reward.function, "reward_network", False)]
     if asks:
@@ -177,47 +184,47 @@ def check(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
             f"reward {asks[0]!r} asks a server, and behind --rewards.sandbox {sandbox} there is no network: set it to none, or "
             "leave the reward away"
         )
-    standing(sandbox)
+    find_backend(sandbox)
 
 
 @dataclass(frozen=True)
-class Start:
+class WorkerCommand:
     """How a worker is started, behind a wall or not."""
 
     command: Sequence[str]
     environment: dict[str, str]
     folder: str | None = None  # of its own, to be taken away after it
 
-    def clear(self) -> None:
+    def cleanup(self) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def build_command(sandbox: str, program: str, environment: dict[str, str]) -> Start:
-    """The command of an interpreter that runs `program` with three arguments: the import path, the parent's process id, and what
+def build_command(sandbox: str, program: str, environment: dict[str, str]) -> WorkerCommand:
+    """The command of an interpreter that runs `build_filter` with three arguments: the import path, the parent's process id, and what
     `enter` is to do."""
     inner = [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
-    if sandbox == NONE:
-        return Start([*inner, str(os.getpid()), ""], environment)
-    wall = standing(sandbox)
+    if sandbox == NO_SANDBOX:
+        return WorkerCommand([*inner, str(os.getpid()), ""], environment)
+    wall = find_backend(sandbox)
     readable = [
-        *interpreter(),
+        *list_interpreter_paths(),
         *(path for path in map(os.path.abspath, filter(None, sys.path)) if path != "/"),
         *_MACHINE,
     ]
-    folder = tempfile.mkdtemp(prefix="policygrad-worker-") if wall.folder else None
-    orders = wall.orders(readable, folder or "", alone=False)
+    folder = tempfile.mkdtemp(prefix="policygrad-worker-") if wall.needs_folder else None
+    orders = wall.restrictions(readable, folder or "", alone=False)
     parent = os.getpid() if folder else _FIRST
     command = wall.command([*inner, str(parent), json.dumps(orders)], readable, _FILES)
-    places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder or backends.folder(readable))
-    return Start(command, {**environment, **places}, folder)
+    places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder or backends.writable_folder(readable))
+    return WorkerCommand(command, {**environment, **places}, folder)
 
 
 def enter(orders: str) -> None:
     """In the worker, before all else: put up what the wall leaves to the process itself. "" = there is none."""
     if not orders:
         return
-    go_first()  # afterwards it may not
+    raise_oom_score()  # afterwards it may not
     wall: dict[str, Any] = json.loads(orders)
     if wall["landlock"] is not None:
         wall["landlock"]["readable"] += [path.format(pid=os.getpid()) for path in _PROC]
@@ -236,7 +243,7 @@ _KEPT, _LINES, _WIDTH = (
 )  # of what a worker prints: bytes, and of an error message lines and their characters
 
 
-class Output:
+class OutputTail:
     """Keeps the last of what a worker prints. A thread reads it as it comes, so that a print never waits for room in the pipe."""
 
     def __init__(self, pipe: int) -> None:
@@ -249,7 +256,7 @@ class Output:
         """Return the last lines that were printed, as one line; "" where nothing was."""
         self._read()
         lines = [line.strip()[:_WIDTH] for line in self._bytes.decode(errors="replace").splitlines() if line.strip()]
-        return plain(" / ".join(lines[-_LINES:]))
+        return replace_control_characters(" / ".join(lines[-_LINES:]))
 
     def forget(self) -> None:
         """Drop what has been printed so far."""
@@ -283,8 +290,8 @@ class WorkerProcess:
     """
 
     def __init__(self, start: WorkerStart, variables: Sequence[str] = ()) -> None:
-        self._token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE)
-        environment = {**chosen(os.environ, variables), TOKEN: self._token}
+        self._token, nonce = secrets.token_hex(16), secrets.token_bytes(NONCE_BYTES)
+        environment = {**filter_environment(os.environ, variables), TOKEN_VARIABLE: self._token}
         self._place = build_command(start.sandbox, _BOOT, environment)
         self._process = subprocess.Popen(
             self._place.command,
@@ -300,10 +307,10 @@ class WorkerProcess:
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
-        self.printed = None if self._process.stderr is None else Output(os.dup(self._process.stderr.fileno()))
+        self.printed = None if self._process.stderr is None else OutputTail(os.dup(self._process.stderr.fileno()))
         if self._process.stderr is not None:
             self._process.stderr.close()
-        self.inbox = Inbox(nonce)
+        self.inbox = ReplyParser(nonce)
         self._outbox = memoryview(b"")
         self.send(replace(start, nonce=nonce))
 
@@ -318,7 +325,7 @@ class WorkerProcess:
 
     def send(self, message: WorkerStart | Chunk) -> None:
         """Queue a message, and write what the pipe takes now."""
-        self._outbox = memoryview(bytes(self._outbox) + frame(message))
+        self._outbox = memoryview(bytes(self._outbox) + encode_message(message))
         self.flush()
 
     def flush(self) -> None:
@@ -344,19 +351,19 @@ class WorkerProcess:
         return self._process.poll() is None
 
     @property
-    def kin(self) -> Family:
+    def tree(self) -> ProcessTree:
         """It, with what it has started."""
-        return Family(self.pid, self._token, running=self._process.poll() is None)
+        return ProcessTree(self.pid, self._token, running=self._process.poll() is None)
 
     def kill(self) -> str:
         """End the worker and what it started, at once. Returns how it had ended by itself, or "signal SIGKILL"."""
-        (how,) = kill([self])
+        (how,) = kill_workers([self])
         return how
 
     def collect(self) -> str:
         """What has ended is put away; how it ended."""
         code = self._process.wait()
-        self._place.clear()
+        self._place.cleanup()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -368,10 +375,10 @@ class WorkerProcess:
             return f"signal {-code}"
 
 
-def kill(workers: Sequence[WorkerProcess]) -> list[str]:
+def kill_workers(workers: Sequence[WorkerProcess]) -> list[str]:
     """End these workers and what they started, at once, and together: a machine may have thousands of processes to look through.
     Returns how each had ended by itself, or "signal SIGKILL"."""
-    end([worker.kin for worker in workers])
+    kill_trees([worker.tree for worker in workers])
     return [worker.collect() for worker in workers]
 
 
@@ -381,7 +388,7 @@ def kill(workers: Sequence[WorkerProcess]) -> list[str]:
 _Asked = SimpleQueue[tuple[Future[WorkerProcess], WorkerStart, Sequence[str]] | None]
 
 
-class Starter:
+class WorkerLauncher:
     """Called as `WorkerProcess` is, from any thread."""
 
     def __init__(self) -> None:

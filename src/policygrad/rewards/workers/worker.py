@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from policygrad.rewards.workers import process
-from policygrad.rewards.workers.limits import Limit, go_first
+from policygrad.rewards.workers.limits import MemoryLimit, raise_oom_score
 from policygrad.rewards.workers.messages import (
     HEAD,
-    Asked,
-    Caller,
     Chunk,
-    Judgement,
+    PendingCall,
+    RewardCaller,
+    SampleResult,
     WorkerStart,
-    answer,
-    describe,
-    started,
-    tell,
+    describe_error,
+    encode_ready,
+    encode_reply,
+    format_failure,
 )
 
 _HIGHEST = 4096  # of the numbers that the pipes may get: the table of open files is as long
@@ -32,40 +32,40 @@ _HIGHEST = 4096  # of the numbers that the pipes may get: the table of open file
 
 def main(parent: int) -> None:
     """Serve the process with id `parent` over standard input and output, and end with it."""
-    process.join(parent)
-    go_first()
+    process.adopt_descendants(parent)
+    raise_oom_score()
     source, sink = _take_pipes()
     start: WorkerStart = _receive(source)
-    callers: list[Caller | None] = []
+    callers: list[RewardCaller | None] = []
     for name, function, of_steps in start.functions:
         try:
             callers.append(_load(name, function, of_steps) if function is not None else None)
         except BaseException as error:
-            said = f"reward {name!r} cannot be loaded in a worker process: it {describe(error)}"
-            _send(sink, started(start.nonce, said))
+            said = f"reward {name!r} cannot be loaded in a worker process: it {describe_error(error)}"
+            _send(sink, encode_ready(start.nonce, said))
             return
-    service = _Service(callers, sink, start.nonce, Limit(start.memory))
-    _send(sink, started(start.nonce))
+    service = _Service(callers, sink, start.nonce, MemoryLimit(start.memory))
+    _send(sink, encode_ready(start.nonce))
     while not service.over and (chunk := _receive(source)) is not None:
         service.serve(chunk)
 
 
-def _load(name: str, pickled: bytes, of_steps: bool) -> Caller:
+def _load(name: str, pickled: bytes, of_steps: bool) -> RewardCaller:
     function = pickle.loads(pickled)
     prepare = getattr(function, "reward_prepare", None)
     if prepare is not None:
         prepare()
-    return Caller(name, function, of_steps)
+    return RewardCaller(name, function, of_steps)
 
 
 @dataclass
 class _Service:
     """Answers calls; `over` when it has grown too large to go on."""
 
-    callers: list[Caller | None]
+    callers: list[RewardCaller | None]
     sink: int
     nonce: bytes
-    limit: Limit
+    limit: MemoryLimit
     calls: int = 0  # answered
     over: bool = False
 
@@ -81,26 +81,28 @@ class _Service:
         try:
             samples = pickle.loads(chunk.samples)
         except BaseException as error:
-            said = f"could not be given its samples, unpickling them {describe(error)}{self.limit.hint(error)}"
+            said = f"could not be given its samples, unpickling them {describe_error(error)}{self.limit.hint(error)}"
         for number, places in chunk.calls:
             caller = self.callers[number]
             assert caller is not None  # a chunk goes to a worker that has all of its functions
             if said:
-                message = tell(caller.name, said, ["?"] * len(places))
-                self._say(Asked(self.calls, (0,) * len(places)), [Judgement(None, "raised", message)] * len(places))
+                message = format_failure(caller.name, said, ["?"] * len(places))
+                self._say(
+                    PendingCall(self.calls, (0,) * len(places)), [SampleResult(None, "raised", message)] * len(places)
+                )
             else:
                 prompts, completions, columns = samples
                 chosen = {name: [values[i] for i in places] for name, values in columns.items()}
                 texts = [completions[i] for i in places]
                 judgements = caller([prompts[i] for i in places], texts, chosen)
-                self._say(Asked(self.calls, tuple(map(len, texts)), caller.of_steps), judgements)
+                self._say(PendingCall(self.calls, tuple(map(len, texts)), caller.process_reward), judgements)
             if self.over:
                 return
 
-    def _say(self, asked: Asked, judgements: list[Judgement]) -> None:
-        self.over = self.limit.half_used or process.crowded()
+    def _say(self, asked: PendingCall, judgements: list[SampleResult]) -> None:
+        self.over = self.limit.half_used or process.has_too_many_zombies()
         self.calls += 1
-        _send(self.sink, answer(self.nonce, asked, judgements, self.over))
+        _send(self.sink, encode_reply(self.nonce, asked, judgements, self.over))
 
 
 def _take_pipes() -> tuple[BinaryIO, int]:

@@ -14,11 +14,11 @@ _SHOWN = 400
 """Letters of what a server says that a message repeats."""
 
 
-class AwayError(Exception):
+class ServerUnavailableError(Exception):
     """The server did not answer, or not now: ask again, or another one. Never reaches a user."""
 
 
-class Http:
+class HttpClient:
     """A pool of connections to all servers. Proxies of the environment are not asked: engines stand beside the learner."""
 
     def __init__(self, timeout: float, transport: Any = None) -> None:
@@ -44,7 +44,7 @@ class Http:
         """What the server answers, read as JSON; text where it is none. timeout: seconds, another than usual.
 
         Raises:
-            AwayError: no connection, no answer in time, or the server says later.
+            ServerUnavailableError: no connection, no answer in time, or the server says later.
             EngineError: the server refuses, with what it says.
         """
         return await self._ask("POST", url, body, timeout)
@@ -53,11 +53,11 @@ class Http:
         """As `post`."""
         return await self._ask("GET", url, None, timeout)
 
-    async def alive(self, url: str, timeout: float) -> None:
+    async def check_alive(self, url: str, timeout: float) -> None:
         """Returns when the server has answered, whatever it has.
 
         Raises:
-            AwayError: as `post`.
+            ServerUnavailableError: as `post`.
         """
         with suppress(EngineError):
             await self.get(url, timeout)
@@ -68,11 +68,11 @@ class Http:
             async with asyncio.timeout(seconds):  # for all of it: httpx's own is for each piece that comes
                 answer = await self._client.request(method, url, json=body)
         except self._error as error:
-            raise AwayError(f"{type(error).__name__} {error}".strip()) from error
+            raise ServerUnavailableError(f"{type(error).__name__} {error}".strip()) from error
         except TimeoutError as error:
-            raise AwayError(f"no answer within {seconds:g} seconds") from error
+            raise ServerUnavailableError(f"no answer within {seconds:g} seconds") from error
         if answer.status_code in _AWAY or answer.status_code >= 500:
-            raise AwayError(f"{answer.status_code} {answer.text[:_SHOWN]}".strip())
+            raise ServerUnavailableError(f"{answer.status_code} {answer.text[:_SHOWN]}".strip())
         if answer.status_code >= 300:
             raise EngineError(f"{url} answers {answer.status_code}: {answer.text[:_SHOWN]}")
         try:

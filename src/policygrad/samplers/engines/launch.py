@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from policygrad.errors import ConfigError
-from policygrad.models.lora_config import RANK, TARGETS, Lora
+from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS, Lora
 from policygrad.samplers.engines import llama_server
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -15,7 +15,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchOptions:
     """What all engines are told."""
 
     model: str
@@ -26,9 +26,9 @@ class Start:
     port: int
     dtype: str
     """float32 or bfloat16."""
-    context: int
+    context_length: int
     """Tokens of a prompt and its completion."""
-    parallel: int
+    max_concurrency: int
     threads: int
     nccl: bool = False
     """Whether vLLM's is sent its weights over NCCL."""
@@ -40,14 +40,14 @@ Words = tuple[dict[str, str], list[str]]
 """(environment, words)."""
 
 
-def llama_cpp(start: Start) -> Words:
+def llama_cpp(start: LaunchOptions) -> Words:
     """A server of `xllamacpp` that follows a folder: see `llama_server`."""
     names = ("folder", "host", "port", "parallel", "context", "threads")
     options = [word for name in names for word in (f"--{name}", str(getattr(start, name)))]
     return {}, [sys.executable, "-P", llama_server.__file__, "watch", *options]
 
 
-def vllm(start: Start) -> Words:
+def vllm(start: LaunchOptions) -> Words:
     """Development mode takes over weights, adapters are taken without it; log-probabilities after the temperature; no defaults of
     the model's own.
 
@@ -57,8 +57,8 @@ def vllm(start: Start) -> Words:
     options: dict[str, object] = {
         "--served-model-name": "policy",
         "--dtype": start.dtype,
-        "--max-model-len": start.context,
-        "--max-num-seqs": start.parallel,
+        "--max-model-len": start.context_length,
+        "--max-num-seqs": start.max_concurrency,
         "--host": start.host,
         "--port": start.port,
         "--logprobs-mode": "processed_logprobs",
@@ -69,31 +69,35 @@ def vllm(start: Start) -> Words:
     words = ["vllm", "serve", start.model, *_words(options)]
     if start.lora is None:
         return {"VLLM_SERVER_DEV_MODE": "1"}, words
-    rank = start.lora.rank or RANK
+    rank = start.lora.rank or DEFAULT_RANK
     if rank > RANKS[-1]:
-        raise ConfigError(f"--lora rank={rank}: vLLM serves adapters up to rank {RANKS[-1]}: --sampler.publish whole")
+        raise ConfigError(f"--lora rank={rank}: vLLM serves adapters up to rank {RANKS[-1]}: --sampler.lora-sync whole")
     room = {"--max-loras": 1, "--max-lora-rank": min(r for r in RANKS if r >= rank)}
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, [*words, *_words(room), "--enable-lora"]
 
 
-def sglang(start: Start) -> Words:
+def sglang(start: LaunchOptions) -> Words:
     """Log-probabilities after the temperature unless the environment asks for others; no defaults of the model's own. Weights over
     NCCL need no words."""
     options: dict[str, object] = {
         "--model-path": start.model,
         "--dtype": start.dtype,
-        "--context-length": start.context,
-        "--max-running-requests": start.parallel,
+        "--context-length": start.context_length,
+        "--max-running-requests": start.max_concurrency,
         "--host": start.host,
         "--port": start.port,
         "--sampling-defaults": "openai",
     }
     if start.lora is not None:
-        options |= {"--max-loras-per-batch": 1, "--max-lora-rank": start.lora.rank or RANK}
+        options |= {"--max-loras-per-batch": 1, "--max-lora-rank": start.lora.rank or DEFAULT_RANK}
     words = ["python", "-m", "sglang.launch_server", *_words(options), "--enable-metrics"]
     if start.lora is not None:
-        targets = start.lora.targets or TARGETS
-        words += ["--enable-lora", "--lora-target-modules", *("all" if targets == TARGETS else targets).split("+")]
+        targets = start.lora.targets or DEFAULT_TARGETS
+        words += [
+            "--enable-lora",
+            "--lora-target-modules",
+            *("all" if targets == DEFAULT_TARGETS else targets).split("+"),
+        ]
     return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}, words
 
 
@@ -101,4 +105,4 @@ def _words(options: Mapping[str, object]) -> list[str]:
     return [word for name, value in options.items() for word in (name, str(value))]
 
 
-COMMANDS: dict[str, Callable[[Start], Words]] = {"llama_cpp": llama_cpp, "vllm": vllm, "sglang": sglang}
+COMMANDS: dict[str, Callable[[LaunchOptions], Words]] = {"llama_cpp": llama_cpp, "vllm": vllm, "sglang": sglang}

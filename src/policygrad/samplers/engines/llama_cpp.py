@@ -20,18 +20,18 @@ from typing import Any
 from policygrad.errors import EngineError, install_command
 from policygrad.samplers.base import Request
 from policygrad.samplers.engines import llama_server
-from policygrad.samplers.engines.base import Drawn, EngineSampler
-from policygrad.samplers.engines.http import AwayError
-from policygrad.weight_sync.folder import LOG, Publication, Write
-from policygrad.weight_sync.gguf import gguf_writer
+from policygrad.samplers.engines.base import EngineCompletion, EngineSampler
+from policygrad.samplers.engines.http import ServerUnavailableError
+from policygrad.weight_sync.folder import SERVER_LOG, WeightVersion, WeightWriter
+from policygrad.weight_sync.gguf import make_gguf_writer
 
 # A llama.cpp server of our own on this machine, which ends with us and is started again where it dies.
 
 
-class LlamaProcess:
+class LlamaServerProcess:
     """`llama_server.py watch` in a process of its own, at a port that was free."""
 
-    def __init__(self, folder: Path, *, parallel: int, context: int, threads: int) -> None:
+    def __init__(self, folder: Path, *, max_concurrency: int, context_length: int, threads: int) -> None:
         """Raises EngineError where the package xllamacpp is missing."""
         if find_spec("xllamacpp") is None:
             raise EngineError(
@@ -41,24 +41,24 @@ class LlamaProcess:
         self.folder, self.port = folder, _free_port()
         numbers = {
             "port": self.port,
-            "parallel": parallel,
-            "context": context,
+            "parallel": max_concurrency,
+            "context": context_length,
             "threads": threads,
             "parent": os.getpid(),
         }
-        self.words = [f"--{key}={value}" for key, value in numbers.items()]
+        self.argv = [f"--{key}={value}" for key, value in numbers.items()]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ensure(self) -> None:
+    def ensure_running(self) -> None:
         """Starts it, unless it runs."""
         if self.process is not None and self.process.poll() is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / LOG).open("ab") as log:
+        with (self.folder / SERVER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
@@ -66,7 +66,7 @@ class LlamaProcess:
                     llama_server.__file__,
                     "watch",
                     f"--folder={self.folder.resolve()}",
-                    *self.words,
+                    *self.argv,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -74,15 +74,15 @@ class LlamaProcess:
                 start_new_session=True,  # Ctrl-C is for the run, which goes on to its next checkpoint
             )
 
-    def said(self) -> str:
+    def last_log_line(self) -> str:
         """Its last words; empty when it has said nothing."""
         try:
-            lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = (self.folder / SERVER_LOG).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """With the server that it watches, which sees it go."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
@@ -96,46 +96,46 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-SMALL = 5_000_000
+SMALL_MODEL_PARAMETERS = 5_000_000
 """Parameters; below, one thread is faster than several that wait for each other."""
 _LOADING = 5.0
 """Seconds in which a server says who it is."""
 
 
-class LlamaCpp(EngineSampler):
+class LlamaCppSampler(EngineSampler):
     """A llama.cpp server of our own on this machine, or those of `sampler.urls`."""
 
     name = "llama.cpp"
-    way_out = "Let `policygrad engine llama_cpp --print` say how its server is started"
-    process: LlamaProcess | None = None
+    launch_hint = "Let `policygrad engine llama_cpp --print` say how its server is started"
+    process: LlamaServerProcess | None = None
 
-    def writer(self) -> Write:
-        return gguf_writer(self.model, self.tokenizer.end)
+    def weight_writer(self) -> WeightWriter:
+        return make_gguf_writer(self.model, self.tokenizer.end_ids)
 
-    def start(self) -> Sequence[str]:
+    def start_servers(self) -> Sequence[str]:
         if self.config.urls:
             return self.config.urls
-        small = sum(p.numel() for p in self.model.parameters()) < SMALL
-        self.process = LlamaProcess(
+        small = sum(p.numel() for p in self.model.parameters()) < SMALL_MODEL_PARAMETERS
+        self.process = LlamaServerProcess(
             self.versions.root,
-            parallel=self.config.parallel,
-            context=self.config.room(self.tokenizer.context),
+            max_concurrency=self.config.max_concurrency,
+            context_length=self.config.resolve_context_length(self.tokenizer.context_length),
             threads=self.config.threads or (1 if small else os.cpu_count() or 1),
         )
         return [self.process.url]
 
-    async def stop(self) -> None:
+    async def stop_servers(self) -> None:
         if self.process is not None:
-            self.process.end()
+            self.process.stop()
 
-    async def load(self, url: str, publication: Publication) -> None:
+    async def load_weights(self, url: str, publication: WeightVersion) -> None:
         if self.process is not None:
-            self.process.ensure()
+            self.process.ensure_running()
         try:
             said = await self.http.get(f"{url}/props", timeout=_LOADING)
-        except AwayError as error:
-            said = "" if self.process is None else self.process.said()
-            raise AwayError(f"{error}; it says: {said}" if said else str(error)) from error
+        except ServerUnavailableError as error:
+            said = "" if self.process is None else self.process.last_log_line()
+            raise ServerUnavailableError(f"{error}; it says: {said}" if said else str(error)) from error
         name = said.get("model_alias") if isinstance(said, dict) else None
         if name != publication.name:
             follows = (
@@ -143,12 +143,12 @@ class LlamaCpp(EngineSampler):
                 if self.process
                 else f": let it follow {self.versions.root}, or name its folder, --sampler.folder DIR"
             )
-            raise AwayError(f"it still serves {name}{follows}")
+            raise ServerUnavailableError(f"it still serves {name}{follows}")
 
-    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
+    async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         sampling = request.sampling
         body: dict[str, Any] = {
-            "prompt": request.tokens.tolist(),
+            "prompt": request.prompt_ids.tolist(),
             "n_predict": request.max_tokens,
             "temperature": sampling.temperature,
             "samplers": ["temperature"],
@@ -156,10 +156,10 @@ class LlamaCpp(EngineSampler):
             "n_probs": 1,
             "post_sampling_probs": True,
             "return_tokens": True,
-            "cache_prompt": self.config.piece > 0,  # its tokens so far have just been read
+            "cache_prompt": self.config.chunk_tokens > 0,  # its tokens so far have just been read
             "stream": False,
         }
-        if sampling.cuts_off:
+        if sampling.is_truncated:
             body |= {"samplers": ["temperature", "top_k", "top_p"], "top_k": sampling.top_k, "top_p": sampling.top_p}
             body |= {"min_keep": 1}
         answer = await self.http.post(f"{url}/completion", body)
@@ -169,7 +169,7 @@ class LlamaCpp(EngineSampler):
             if [entry["id"] for entry in entries] != tokens[: len(entries)]:
                 raise EngineError(f"{url} gives probabilities of other tokens than it has drawn")
             logp = [math.log(entry["prob"]) if entry["prob"] > 0 else -math.inf for entry in entries]
-            return Drawn(tokens, logp, answer.get("model"))
+            return EngineCompletion(tokens, logp, answer.get("model"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as the server of llama.cpp does ({type(error).__name__} {error}): is it one?"

@@ -53,7 +53,7 @@ def _watch(options: argparse.Namespace) -> int:
     name, child, started = "", None, 0.0
     try:
         while _alive(options.parent):
-            wanted = current_name(options.folder)
+            wanted = read_current_name(options.folder)
             died = child is not None and child.poll() is not None
             if wanted and (wanted != name or (died and time.monotonic() - started > _AGAIN)):
                 _end(child)
@@ -65,7 +65,7 @@ def _watch(options: argparse.Namespace) -> int:
     return 0
 
 
-def current_name(folder: Path) -> str:
+def read_current_name(folder: Path) -> str:
     """The name of the version to serve; empty before there is one."""
     try:
         return str(json.loads((folder / CURRENT).read_text(encoding="utf-8"))["name"])

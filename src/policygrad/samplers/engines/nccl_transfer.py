@@ -20,167 +20,182 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
-from policygrad.models.adapters import adapters_of
+from policygrad.models.adapters import adapter_configs
 from policygrad.samplers.config import NCCL
 from policygrad.samplers.engines.base import EngineSampler
-from policygrad.samplers.engines.http import AwayError, Http
-from policygrad.weight_sync.base import BUCKET, Bucket, Gathered, PassedError, Published, buckets, likes, with_another
-from policygrad.weight_sync.folder import Publication, VersionFolder, tied_head
+from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.weight_sync.base import (
+    BUCKET_BYTES,
+    Bucket,
+    LazyStateDict,
+    PublishedWeights,
+    StaleWeightsError,
+    iter_buckets,
+    tensor_specs,
+    with_alias,
+)
+from policygrad.weight_sync.folder import VersionFolder, WeightVersion, find_tied_head
 from policygrad.weight_sync.nccl import GroupError
 
 if TYPE_CHECKING:
-    from policygrad.weight_sync.nccl import Group, Opens
+    from policygrad.weight_sync.nccl import GroupFactory, TransferGroup
 
 
-ASKS = 10.0
+CONTROL_TIMEOUT = 10.0
 """Seconds for a question that needs no weights, for the end of a group, and for what is under way when somebody breaks it off."""
 
 
 @dataclass(eq=False)
-class Joined:
+class ServerGroup:
     """A group with one server."""
 
     name: str
-    group: Group = field(repr=False)
+    group: TransferGroup = field(repr=False)
     version: str = ""
     """What was sent over it last, whole."""
 
 
-class Transfer(VersionFolder, ABC):
+class WeightTransfer(VersionFolder, ABC):
     """What is published, and the groups that it is sent over."""
 
     def __init__(
         self,
         root: Path,
         model: nn.Module,
-        patience: float,
-        opens: Opens,
+        timeout: float,
+        group_factory: GroupFactory,
         address: Callable[[str], str],
-        twice: tuple[str, str] | None = None,
-        bucket: int = BUCKET,
+        tied_head: tuple[str, str] | None = None,
+        bucket: int = BUCKET_BYTES,
     ) -> None:
         """root: where an engine that is published to by a folder has it. model: the sampler's, which has the weights that are
         published. patience: seconds for all of a server's. address: this machine's, as seen from a server's. twice: a name that is
         sent too, and the one whose tensor it has."""
         super().__init__(root, _nothing)
-        self._model, self._patience, self._opens, self._address = model, patience, opens, address
-        self._twice, self._bucket = twice, bucket
+        self._model, self._timeout, self._group_factory, self._address = model, timeout, group_factory, address
+        self._tied_head, self._bucket = tied_head, bucket
         self._tensors: Mapping[str, Tensor] = {}
-        self._groups: dict[str, Joined] = {}
+        self._groups: dict[str, ServerGroup] = {}
         self._broken = set[str]()
         """Servers that may be in the middle of something."""
 
     # what an engine fills in
 
     @abstractmethod
-    async def size(self, http: Http, url: str) -> int:
+    async def get_world_size(self, http: HttpClient, url: str) -> int:
         """Processes of a server, each with a GPU. Raises EngineError for one that cannot be sent weights."""
 
     @abstractmethod
-    async def invite(self, http: Http, url: str, invitation: Mapping[str, Any]) -> None:
+    async def init_group(self, http: HttpClient, url: str, init_request: Mapping[str, Any]) -> None:
         """Returns when the server has joined."""
 
     @abstractmethod
-    async def take(self, http: Http, url: str, bucket: Bucket, group: str, version: str) -> None:
+    async def receive_bucket(self, http: HttpClient, url: str, bucket: Bucket, group: str, version: str) -> None:
         """Has it take a bucket; returns when it has. group: its name. version: of all of them."""
 
     @abstractmethod
-    async def leave(self, http: Http, url: str, group: str) -> None:
+    async def destroy_group(self, http: HttpClient, url: str, group: str) -> None:
         """Has it forget the group."""
 
-    async def begin(self, http: Http, url: str) -> None:
+    async def start_update(self, http: HttpClient, url: str) -> None:
         """Before the first bucket."""
 
-    async def finish(self, http: Http, url: str, version: str) -> None:
+    async def finish_update(self, http: HttpClient, url: str, version: str) -> None:
         """After the last."""
 
-    async def recover(self, http: Http, url: str) -> None:
+    async def recover(self, http: HttpClient, url: str) -> None:
         """Before a server joins that may be in the middle of something."""
 
     # instead of a folder
 
-    def publish(self, weights: Published) -> Publication:
+    def publish(self, weights: PublishedWeights) -> WeightVersion:
         """From now on this is what is sent: the model's own tensors, which hold these weights, or what is gathered, a bucket at a
         time for each server, as long as the learner has it."""
         tensors = weights.tensors
-        if not isinstance(tensors, Gathered):
+        if not isinstance(tensors, LazyStateDict):
             own = dict(self._model.named_parameters())
             tensors = {name: own[name].detach() for name in tensors}
-        self._tensors = tensors if self._twice is None else with_another(tensors, *self._twice)
+        self._tensors = tensors if self._tied_head is None else with_alias(tensors, *self._tied_head)
         name, size = (
             f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}",
-            sum(t.nbytes for t in likes(self._tensors).values()),
+            sum(t.nbytes for t in tensor_specs(self._tensors).values()),
         )
-        return Publication(name, weights.version, self.root / name, size)
+        return WeightVersion(name, weights.version, self.root / name, size)
 
-    def sweep(self, current: Publication) -> None:
+    def remove_old_versions(self, current: WeightVersion) -> None:
         """Of older versions nothing is anywhere."""
 
     # what is sent
 
-    async def send(self, http: Http, url: str, publication: Publication, known: object) -> None:
-        """Returns when the server has all of the weights. What has begun is given `ASKS` seconds more when it is broken off, as a
+    async def send(self, http: HttpClient, url: str, publication: WeightVersion, server_version: object) -> None:
+        """Returns when the server has all of the weights. What has begun is given `CONTROL_TIMEOUT` seconds more when it is broken off, as a
         server that waits for the rest of a broadcast waits for ever. known: the version that it says it has, None = none.
 
         Raises:
-            AwayError: it cannot be reached, fails on the way, or takes too long: it is in no group any more.
+            ServerUnavailableError: it cannot be reached, fails on the way, or takes too long: it is in no group any more.
             EngineError: it cannot be sent weights, with what to do.
         """
-        await _to_its_end(self._send(http, url, publication, known))
+        await _to_its_end(self._send(http, url, publication, server_version))
 
-    async def close(self, http: Http) -> None:
+    async def close(self, http: HttpClient) -> None:
         """Ends the groups, and has servers that are there forget them."""
 
-        async def left(url: str, joined: Joined) -> None:
-            with suppress(AwayError, EngineError, TimeoutError):  # it is gone, or has forgotten it: both will do
-                async with asyncio.timeout(ASKS):
-                    await self.leave(http, url, joined.name)
+        async def left(url: str, joined: ServerGroup) -> None:
+            with suppress(
+                ServerUnavailableError, EngineError, TimeoutError
+            ):  # it is gone, or has forgotten it: both will do
+                async with asyncio.timeout(CONTROL_TIMEOUT):
+                    await self.destroy_group(http, url, joined.name)
 
         found, self._groups = self._groups, {}
         await asyncio.gather(*(left(url, joined) for url, joined in found.items()), *map(_ended, found.values()))
 
-    async def _send(self, http: Http, url: str, publication: Publication, known: object) -> None:
+    async def _send(self, http: HttpClient, url: str, publication: WeightVersion, known: object) -> None:
         held = self._groups.get(url)
         if held is not None and known not in (None, held.version):  # it was started again since, and is in no group
             await self._drop(url)
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 joined = self._groups.get(url) or await self._join(http, url)
-                await self.begin(http, url)
-                portions = buckets(self._tensors, self._bucket)
+                await self.start_update(http, url)
+                portions = iter_buckets(self._tensors, self._bucket)
                 while await self._one(http, url, joined, portions, publication.name):
                     pass
-                await self.finish(http, url, publication.name)
+                await self.finish_update(http, url, publication.name)
                 joined.version = publication.name
                 self._broken.discard(url)
         except TimeoutError as error:
             await self._drop(url)
-            raise AwayError(f"it has not taken over the weights within {self._patience:g} seconds") from error
+            raise ServerUnavailableError(
+                f"it has not taken over the weights within {self._timeout:g} seconds"
+            ) from error
         except GroupError as error:
             await self._drop(url)
-            raise AwayError(f"the group with it is broken: {error}") from error
-        except PassedError as error:
+            raise ServerUnavailableError(f"the group with it is broken: {error}") from error
+        except StaleWeightsError as error:
             await self._drop(url)
-            raise AwayError(f"it is sent the next weights: {error}") from error
+            raise ServerUnavailableError(f"it is sent the next weights: {error}") from error
         except BaseException:
             await self._drop(url)
             raise
 
-    async def _one(self, http: Http, url: str, joined: Joined, portions: Iterator[Bucket], version: str) -> bool:
+    async def _one(
+        self, http: HttpClient, url: str, joined: ServerGroup, portions: Iterator[Bucket], version: str
+    ) -> bool:
         """Sends one bucket, and lets go of it; whether there are more. What is gathered may wait for what the learner is at, which
         this loop does not."""
-        bucket = await asyncio.to_thread(next, portions) if isinstance(self._tensors, Gathered) else next(portions)
-        asked = self.take(http, url, bucket, joined.name, version)
+        bucket = await asyncio.to_thread(next, portions) if isinstance(self._tensors, LazyStateDict) else next(portions)
+        asked = self.receive_bucket(http, url, bucket, joined.name, version)
         await _both(asked, partial(joined.group.send, bucket.tensors))
-        return not bucket.last
+        return not bucket.is_last
 
-    async def _join(self, http: Http, url: str) -> Joined:
+    async def _join(self, http: HttpClient, url: str) -> ServerGroup:
         if url in self._broken:
             await self.recover(http, url)
-        size = 1 + await self.size(http, url)
+        size = 1 + await self.get_world_size(http, url)
         name = f"policygrad-{uuid.uuid4().hex[:12]}"
-        joined = self._groups[url] = Joined(name, self._opens(size, self._address(url), name))
-        await _both(self.invite(http, url, joined.group.invitation()), joined.group.join)
+        joined = self._groups[url] = ServerGroup(name, self._group_factory(size, self._address(url), name))
+        await _both(self.init_group(http, url, joined.group.init_request()), joined.group.join)
         return joined
 
     async def _drop(self, url: str) -> None:
@@ -206,10 +221,10 @@ async def _both(asked: Coroutine[Any, Any, None], sent: Callable[[], None]) -> N
         await asyncio.gather(question, thread, return_exceptions=True)
 
 
-async def _ended(joined: Joined) -> None:
+async def _ended(joined: ServerGroup) -> None:
     """What waits in the group is let go. Where that fails or takes long there is nothing more to do: nobody needs it."""
     with suppress(GroupError, TimeoutError):
-        await asyncio.wait_for(_in_thread(joined.group.end), ASKS)
+        await asyncio.wait_for(_in_thread(joined.group.abort), CONTROL_TIMEOUT)
 
 
 def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
@@ -244,22 +259,22 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=ASKS)
+        await asyncio.wait([task], timeout=CONTROL_TIMEOUT)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         raise
 
 
-# A sampler whose servers may be sent weights over NCCL, instead of reading them from a folder: --sampler.transfer nccl.
+# A sampler whose servers may be sent weights over NCCL, instead of reading them from a folder: --sampler.weight-transport nccl.
 
 
-class SendingSampler(EngineSampler):
+class NcclEngineSampler(EngineSampler):
     """An engine says how: `transfers`, and whether it takes an output head that is tied to the embeddings by its own name too."""
 
-    head_too: ClassVar[bool] = False
-    opens: ClassVar[Opens | None] = None
+    send_tied_head: ClassVar[bool] = False
+    group_factory_override: ClassVar[GroupFactory | None] = None
     """How a group is formed; None = over NCCL."""
-    transfer: Transfer | None = None
+    transfer: WeightTransfer | None = None
     """None = by a folder."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -269,27 +284,27 @@ class SendingSampler(EngineSampler):
             EngineError: a model that cannot be sent, or no GPU for it.
         """
         super().__init__(*args, **options)
-        if self.config.transfer != NCCL:
+        if self.config.weight_transport != NCCL:
             return
-        if adapters_of(self.model):
-            raise EngineError("adapters are published by a folder: --sampler.transfer folder")
-        from policygrad.weight_sync.nccl import own_address  # torch.distributed takes a while to import
+        if adapter_configs(self.model):
+            raise EngineError("adapters are published by a folder: --sampler.weight-transport folder")
+        from policygrad.weight_sync.nccl import find_local_address  # torch.distributed takes a while to import
 
-        self.transfer = self.versions = self.transfers()(
+        self.transfer = self.versions = self.transfer_class()(
             self.versions.root,
             self.model,
-            self.config.patience,
-            type(self).opens or self.over_nccl(),
-            own_address,
-            tied_head(self.model) if self.head_too else None,
+            self.config.recovery_timeout,
+            type(self).group_factory_override or self.group_factory(),
+            find_local_address,
+            find_tied_head(self.model) if self.send_tied_head else None,
         )
 
     @abstractmethod
-    def transfers(self) -> Callable[..., Transfer]:
+    def transfer_class(self) -> Callable[..., WeightTransfer]:
         """The class that has the engine's words."""
 
     @abstractmethod
-    def over_nccl(self) -> Opens:
+    def group_factory(self) -> GroupFactory:
         """How the engine's groups are formed over NCCL. Raises EngineError where they cannot be."""
 
     async def close(self) -> None:

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from policygrad.errors import EngineError
 from policygrad.models.loading import at_least_float32
-from policygrad.samplers.base import Generation, Request, Sampling
+from policygrad.samplers.base import Generation, Request, SamplingParams
 
 SEQUENCES = 16
 """At the temperature of the run; twice as many at the second."""
-LENGTH, DRAWN = 12, 16
+PROMPT_LENGTH, MAX_NEW_TOKENS = 12, 16
 """Tokens of each, and tokens that continue it, at most."""
-HIGH = 2.0
+HIGH_TEMPERATURE = 2.0
 """The second temperature: far enough from 1 that raw log-probabilities show, and flat, so that what is cut off shows too."""
-ROWS = 16
+GATHERED_ROWS = 16
 """Sequences at a time whose logits are asked for, where no process has the model."""
-Source = nn.Module | Callable[[Tensor], Tensor]
+LogitSource = nn.Module | Callable[[Tensor], Tensor]
 """The learner's model; or from ids [b, L] to its logits [b, L, V]."""
-CHANCE = 1e-6
+FALSE_ALARM_PROBABILITY = 1e-6
 """Of refusing a server that draws as it should, by what it has drawn."""
 _STREAM = 0x70726F62
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -38,7 +38,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.2, torc
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProbeResult:
     """What a probe has found."""
 
     tokens: int
@@ -46,27 +46,27 @@ class Verdict:
     """Nats, the largest between a server's log-probability and the learner's."""
 
 
-def requests(vocabulary: int, temperature: float, version: int) -> list[Request]:
+def make_probe_requests(vocab_size: int, temperature: float, version: int) -> list[Request]:
     """The fixed sequences [LENGTH] of ids below `vocabulary`, the last id among them. version: of the random numbers."""
     rng = np.random.default_rng(_STREAM)
     found = []
-    for i, heat in enumerate((temperature or 1.0, HIGH, HIGH) * SEQUENCES):
-        tokens = torch.from_numpy(rng.integers(0, vocabulary, LENGTH))
+    for i, heat in enumerate((temperature or 1.0, HIGH_TEMPERATURE, HIGH_TEMPERATURE) * SEQUENCES):
+        tokens = torch.from_numpy(rng.integers(0, vocab_size, PROMPT_LENGTH))
         if i < 3:
-            tokens[LENGTH // 2] = vocabulary - 1
-        sampling = Sampling(temperature=heat, max_tokens=DRAWN)
-        found.append(Request(tokens, (_STREAM, version, i), sampling, DRAWN))
+            tokens[PROMPT_LENGTH // 2] = vocab_size - 1
+        sampling = SamplingParams(temperature=heat, max_tokens=MAX_NEW_TOKENS)
+        found.append(Request(tokens, (_STREAM, version, i), sampling, MAX_NEW_TOKENS))
     return found
 
 
-def judge(
-    model: Source,
-    asked: Sequence[Request],
-    drawn: Sequence[Generation],
+def compare_logprobs(
+    model: LogitSource,
+    requests: Sequence[Request],
+    generations: Sequence[Generation],
     tolerance: float,
     where: str,
-    way_out: str,
-) -> Verdict:
+    launch_hint: str,
+) -> ProbeResult:
     """Compares what was drawn with the model's own distribution.
 
     model: the learner's, or what asks for its logits. where: begins the message. way_out: what the server has to be started with.
@@ -74,47 +74,52 @@ def judge(
     Raises:
         EngineError: it is not drawn from the model's distribution, and as far as that can be seen, why not.
     """
-    said = torch.cat([g.logp.double() for g in drawn])
-    own, raw, within = looked_up(model, asked, drawn)
+    said = torch.cat([g.logp.double() for g in generations])
+    own, raw, within = score_tokens(model, requests, generations)
     gap = (said - own).abs()
     worst = float(gap.max())
     if not worst <= tolerance:
         high = torch.cat(
-            [torch.full((len(g.tokens),), r.sampling.temperature) for r, g in zip(asked, drawn, strict=True)]
+            [torch.full((len(g.tokens),), r.sampling.temperature) for r, g in zip(requests, generations, strict=True)]
         )
         differs = high != 1
         told = f"{where}: its log-probabilities differ from the learner's by up to {worst:.2g} nats"
         if bool(differs.any()) and float((said - raw).abs()[differs].max()) <= max(2 * tolerance, 0.01 * worst):
-            raise EngineError(f"{told}: they are those before the temperature. {way_out}")
+            raise EngineError(f"{told}: they are those before the temperature. {launch_hint}")
         if float((said - own).min()) > -tolerance:
             raise EngineError(
-                f"{told}, and each is larger: it cuts unlikely tokens off (top-k, top-p, min-p), or has penalties. {way_out}"
+                f"{told}, and each is larger: it cuts unlikely tokens off (top-k, top-p, min-p), or has penalties. {launch_hint}"
             )
         raise EngineError(
             f"{told} (mean {float(gap.mean()):.2g}): it has other weights, an older version of them, another vocabulary or a "
-            f"lower precision than the learner. {way_out}, or allow for its precision, --sampler.tolerance NATS"
+            f"lower precision than the learner. {launch_hint}, or allow for its precision, --sampler.logprob-tolerance NATS"
         )
     flat = torch.cat(
-        [torch.full((len(g.tokens),), r.sampling.temperature == HIGH) for r, g in zip(asked, drawn, strict=True)]
+        [
+            torch.full((len(g.tokens),), r.sampling.temperature == HIGH_TEMPERATURE)
+            for r, g in zip(requests, generations, strict=True)
+        ]
     )
     share, count = float(within[flat].max()), int(flat.sum())
-    if count * math.log(min(share, 1.0)) < math.log(CHANCE):
+    if count * math.log(min(share, 1.0)) < math.log(FALSE_ALARM_PROBABILITY):
         raise EngineError(
             f"{where}: all of {count} tokens are among the most probable {share:.1%} of what could be drawn: it cuts unlikely "
-            f"tokens off (top-k, top-p, min-p) and says nothing of it. {way_out}"
+            f"tokens off (top-k, top-p, min-p) and says nothing of it. {launch_hint}"
         )
-    return Verdict(len(said), worst)
+    return ProbeResult(len(said), worst)
 
 
 @torch.no_grad()
-def looked_up(model: Source, asked: Sequence[Request], drawn: Sequence[Generation]) -> tuple[Tensor, Tensor, Tensor]:
+def score_tokens(
+    model: LogitSource, requests: Sequence[Request], generations: Sequence[Generation]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Per token drawn [N]: its log-probability at the temperature, that at temperature 1, and the probability of all tokens that
     are at least as probable."""
     own, raw, within = [], [], []
-    texts = [torch.cat([r.tokens, g.tokens]) for r, g in zip(asked, drawn, strict=True)]
+    texts = [torch.cat([r.prompt_ids, g.tokens]) for r, g in zip(requests, generations, strict=True)]
     found = _alone(model, texts) if isinstance(model, nn.Module) else _together(model, texts)
-    for request, generation, every in zip(asked, drawn, found, strict=True):
-        logits = at_least_float32(every)[len(request.tokens) - 1 : -1].double().cpu()
+    for request, generation, every in zip(requests, generations, found, strict=True):
+        logits = at_least_float32(every)[len(request.prompt_ids) - 1 : -1].double().cpu()
         tempered = (logits / request.sampling.temperature).log_softmax(-1)
         chosen = generation.tokens[:, None]
         logp = tempered.gather(-1, chosen)
@@ -135,7 +140,7 @@ def _alone(model: nn.Module, texts: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _together(logits: Callable[[Tensor], Tensor], texts: Sequence[Tensor]) -> Iterator[Tensor]:
     """The same, some at a time: all processes gather every layer for it. No token sees what stands behind it."""
-    for first in range(0, len(texts), ROWS):
-        some = texts[first : first + ROWS]
+    for first in range(0, len(texts), GATHERED_ROWS):
+        some = texts[first : first + GATHERED_ROWS]
         found = logits(nn.utils.rnn.pad_sequence(list(some), batch_first=True))
         yield from (row[: len(text)] for row, text in zip(found, some, strict=True))

@@ -12,16 +12,16 @@ from torch import nn
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import ENGINES, LOCAL, SamplerConfig
-from policygrad.samplers.engines.http import AwayError, Http
-from policygrad.utils.progress import Phase, nobody
+from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.utils.progress import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
     from policygrad.samplers.engines.base import EngineSampler
 
 
-FOLDER = "weights"
+WEIGHTS_FOLDER = "weights"
 """In the run's folder, or a temporary one."""
 _ASKS = 10.0
 """Seconds."""
@@ -34,41 +34,41 @@ _KNOWN = (
 """(question, engine, what is in its answer)."""
 
 
-def engine_class(name: str) -> type[EngineSampler]:
+def load_engine_class(name: str) -> type[EngineSampler]:
     """The class of an engine's sampler."""
     module, _, attribute = ENGINES[name].partition(":")
     found: type[EngineSampler] = getattr(import_module(module), attribute)
     return found
 
 
-def engine_sampler(
+def build_engine_sampler(
     config: SamplerConfig,
     model: nn.Module,
     tokenizer: Tokenizer,
     folder: Path,
     temperature: float,
-    tell: Phase = nobody,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> EngineSampler:
     """What draws from servers. folder: where weights are published, unless the configuration says another. tell: is told when no
     server is there."""
     own = folder if config.folder is None else Path(config.folder).expanduser()
-    return engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature, tell)
+    return load_engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature, on_progress)
 
 
-async def recognised(url: str) -> str:
+async def detect_engine(url: str) -> str:
     """Which engine answers at an address, by a question that only it knows.
 
     Raises:
         EngineError: nobody answers, or none of them.
     """
-    http = Http(_ASKS)
+    http = HttpClient(_ASKS)
     try:
         for path, name, known in _KNOWN:
             try:
                 told = await http.get(url + path)
             except EngineError:  # no such question there
                 continue
-            except AwayError as error:
+            except ServerUnavailableError as error:
                 raise EngineError(f"{url} does not answer: {error}") from error
             if isinstance(told, dict) and known in told:
                 return name
@@ -77,23 +77,29 @@ async def recognised(url: str) -> str:
     raise EngineError(f"{url} answers as none of {', '.join(ENGINES)} does")
 
 
-def engine_of(
-    config: SamplerConfig, folder: Path, sampling: Sampling, given: Any = None, tell: Phase = nobody
+def make_engine_factory(
+    config: SamplerConfig,
+    folder: Path,
+    sampling: SamplingParams,
+    sampler: Any = None,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
     """What makes the sampler that is configured, once there are a model and a tokenizer; None = this process samples.
 
-    folder, tell: as `engine_sampler`'s. given: a sampler from Python.
+    folder, tell: as `build_engine_sampler`'s. given: a sampler from Python.
 
     Raises:
         ConfigError: two samplers.
     """
     if config.engine == LOCAL:
         return None
-    if given is not None:
+    if sampler is not None:
         raise ConfigError(f"sampler= was given, and sampler.engine is {config.engine}: leave one of the two away")
 
     def made(model: nn.Module, tokenizer: Tokenizer) -> EngineSampler:
-        wide = replace(config, context=config.room(tokenizer.context, sampling.max_tokens))
-        return engine_sampler(wide, model, tokenizer, folder, sampling.temperature, tell)
+        wide = replace(
+            config, context_length=config.resolve_context_length(tokenizer.context_length, sampling.max_tokens)
+        )
+        return build_engine_sampler(wide, model, tokenizer, folder, sampling.temperature, on_progress)
 
     return made

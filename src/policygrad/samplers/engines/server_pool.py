@@ -14,15 +14,15 @@ from itertools import count
 from typing import Any, TypeVar
 
 from policygrad.errors import EngineError
-from policygrad.rewards.workers.pool import SILENCE
-from policygrad.samplers.engines.http import AwayError
-from policygrad.utils.progress import Phase, nobody
+from policygrad.rewards.workers.pool import REPORT_AFTER_SECONDS
+from policygrad.samplers.engines.http import ServerUnavailableError
+from policygrad.utils.progress import ProgressCallback, ignore_progress
 
 T = TypeVar("T")
-TRIES = 10
+MAX_ATTEMPTS = 10
 """Times that one question is asked: servers that came back each time were there, and it is the question that they fail at. And
 times in a row that a server which has been ready is refused, before it is given up."""
-GARBAGE = 3
+MAX_INVALID_REPLIES = 3
 """Times that one question is answered with what cannot be used, or refused."""
 _FIRST, _MOST = 0.02, 2.0
 """Seconds between two attempts: twice as long each time, from the first to the second."""
@@ -31,45 +31,45 @@ _SHOWN = 100
 
 
 @dataclass(eq=False)
-class Server:
+class EngineServer:
     """One address, and how it stands."""
 
     url: str
     limit: int = 0
     """Questions that it is asked at a time."""
-    load: int = 0
+    pending: int = 0
     """Questions that wait for its answer."""
     ready: bool = False
     """Whether it is reached, and answers with the weights of now."""
-    times: int = 0
+    ready_count: int = 0
     """That it was made ready. One that has been is refused for a fault that may pass; at first contact it is a mistake."""
-    refused: int = 0
+    rejections: int = 0
     """Times in a row that it was reached, and was not what it should be."""
-    away: str = ""
+    last_error: str = ""
     """Why it could not be reached, or was refused, the last time; empty = neither."""
-    lost: bool = False
+    given_up: bool = False
     """Whether it was away for longer than it may, or was refused too often."""
-    drains: bool = False
+    draining: bool = False
     """Whether it answers what it was asked before it is made ready: it is to be given other weights."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
     """What makes it ready."""
 
 
-class Servers:
-    """Asks; `prepare(server)` makes one ready, or raises AwayError where that has to be tried again, and EngineError where it is
+class ServerPool:
+    """Asks; `import_math_verify(server)` makes one ready, or raises ServerUnavailableError where that has to be tried again, and EngineError where it is
     not what it should be. tell: is told when all are away."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        prepare: Callable[[Server], Awaitable[None]],
-        parallel: int,
-        patience: float,
-        tell: Phase = nobody,
+        prepare: Callable[[EngineServer], Awaitable[None]],
+        max_concurrency: int,
+        recovery_timeout: float,
+        on_progress: ProgressCallback = ignore_progress,
     ) -> None:
-        self.all = [Server(url.rstrip("/"), parallel) for url in urls]
-        self.prepare, self.patience, self.tell = prepare, patience, tell
-        self.moved = 0
+        self.all = [EngineServer(url.rstrip("/"), max_concurrency) for url in urls]
+        self.prepare, self.recovery_timeout, self.on_progress = prepare, recovery_timeout, on_progress
+        self.num_retries = 0
         """Questions that another server, or the same one later, was asked again."""
         lock = asyncio.Lock()
         self._changed, self._goes_on = asyncio.Condition(lock), asyncio.Condition(lock)
@@ -83,7 +83,7 @@ class Servers:
         """Since when no server is ready, by the clock; None = some is."""
         self._told = False
 
-    async def call(self, ask: Callable[[Server], Awaitable[T]], begun: bool = False) -> T:
+    async def call(self, ask: Callable[[EngineServer], Awaitable[T]], is_continuation: bool = False) -> T:
         """What a server answers. One whose answer cannot be used is made ready again, as one that gives none. begun: it goes on
         with an answer, and before those that have none yet: a long one is not kept waiting at every piece.
 
@@ -92,24 +92,24 @@ class Servers:
         """
         garbage = 0
         for attempt in count(1):
-            server = await self._next(begun)
-            times = server.times
+            server = await self._next(is_continuation)
+            times = server.ready_count
             try:
                 return await ask(server)
-            except AwayError as error:
-                if attempt == TRIES:
+            except ServerUnavailableError as error:
+                if attempt == MAX_ATTEMPTS:
                     raise EngineError(
-                        f"one question was asked {TRIES} times, the last time {server.url}: {error}"
+                        f"one question was asked {MAX_ATTEMPTS} times, the last time {server.url}: {error}"
                     ) from error
                 self._failed(server, times, error)
             except EngineError as error:
                 garbage += 1
-                if garbage == GARBAGE:
+                if garbage == MAX_INVALID_REPLIES:
                     raise
                 self._failed(server, times, error)
             finally:
                 async with self._changed:
-                    server.load -= 1
+                    server.pending -= 1
                     self._settles.notify_all()
                     if server.ready:  # one place is free, for one of perhaps thousands
                         (self._goes_on if self._begun else self._changed).notify()
@@ -120,7 +120,13 @@ class Servers:
     async def ready(self) -> None:
         """Prepares every server anew; returns when each is ready, or away while others are ready."""
         for server in self.all:  # before anything else is asked of them
-            server.ready, server.lost, server.away, server.refused, server.drains = False, False, "", 0, True
+            server.ready, server.given_up, server.last_error, server.rejections, server.draining = (
+                False,
+                False,
+                "",
+                0,
+                True,
+            )
         await self.close()  # what makes a server ready for the weights of before
         self._error = None
         for server in self.all:
@@ -137,24 +143,24 @@ class Servers:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._over()
 
-    def _failed(self, server: Server, times: int, error: Exception) -> None:
-        """times: `Server.times` when it was asked; it may have been made ready since, which this is no word about."""
-        self.moved += 1
-        if server.times == times:
-            server.ready, server.away = False, str(error)
+    def _failed(self, server: EngineServer, times: int, error: Exception) -> None:
+        """times: `Server.ready_count` when it was asked; it may have been made ready since, which this is no word about."""
+        self.num_retries += 1
+        if server.ready_count == times:
+            server.ready, server.last_error = False, str(error)
         if not server.ready:
             self._recover(server)
 
     def _settled(self) -> bool:
         some = any(server.ready for server in self.all)
-        known = all(server.ready or server.lost or (some and server.away) for server in self.all)
+        known = all(server.ready or server.given_up or (some and server.last_error) for server in self.all)
         return self._error is not None or known
 
     @property
-    def _free(self) -> list[Server]:
-        return [server for server in self.all if server.ready and server.load < server.limit]
+    def _free(self) -> list[EngineServer]:
+        return [server for server in self.all if server.ready and server.pending < server.limit]
 
-    async def _next(self, begun: bool) -> Server:
+    async def _next(self, begun: bool) -> EngineServer:
         """The ready server with the fewest questions, one more of which is counted."""
         async with self._changed:
             self._begun += begun
@@ -163,8 +169,8 @@ class Servers:
                     self._raise()
                     free = self._free
                     if free and (begun or not self._begun):
-                        server = min(free, key=lambda s: s.load)
-                        server.load += 1
+                        server = min(free, key=lambda s: s.pending)
+                        server.pending += 1
                         return server
                     for server in self.all:
                         if not server.ready:
@@ -173,14 +179,14 @@ class Servers:
             finally:
                 self._begun -= begun
                 if begun:  # there may be room for others too, whose call has been this one's
-                    self._changed.notify(sum(server.limit - server.load for server in self._free))
+                    self._changed.notify(sum(server.limit - server.pending for server in self._free))
 
     def _wake(self) -> None:
         """Whoever waits looks again."""
         for waiting in (self._changed, self._goes_on, self._settles):
             waiting.notify_all()
 
-    async def resize(self, server: Server, limit: int) -> None:
+    async def set_limit(self, server: EngineServer, limit: int) -> None:
         """It is asked so many questions at a time from now on."""
         if limit != server.limit:
             async with self._changed:
@@ -190,44 +196,46 @@ class Servers:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-        if all(server.lost for server in self.all):
-            told = "; ".join(f"{server.url}: {server.away}" for server in self.all)
+        if all(server.given_up for server in self.all):
+            told = "; ".join(f"{server.url}: {server.last_error}" for server in self.all)
             self._over()
-            often = f", or was refused {TRIES} times" * any(server.refused for server in self.all)
+            often = f", or was refused {MAX_ATTEMPTS} times" * any(server.rejections for server in self.all)
             raise EngineError(
-                f"no server has answered for {self.patience:g} seconds{often} ({told}): see what it says, start it again and go on "
-                "with --resume, or give it longer, --sampler.patience SECONDS"
+                f"no server has answered for {self.recovery_timeout:g} seconds{often} ({told}): see what it says, start it again and go on "
+                "with --resume, or give it longer, --sampler.recovery-timeout SECONDS"
             )
 
-    def _recover(self, server: Server) -> None:
+    def _recover(self, server: EngineServer) -> None:
         """Has a server made ready, unless that is going on or was given up."""
-        if not (server.ready or server.lost) and (server.task is None or server.task.done()):
+        if not (server.ready or server.given_up) and (server.task is None or server.task.done()):
             server.task = asyncio.get_running_loop().create_task(self._until_ready(server))
 
-    async def _until_ready(self, server: Server) -> None:
-        if server.drains:
+    async def _until_ready(self, server: EngineServer) -> None:
+        if server.draining:
             async with self._settles:
-                await self._settles.wait_for(lambda: server.load == 0)
-            server.drains = False
-        deadline, wait = time.monotonic() + self.patience, _FIRST
+                await self._settles.wait_for(lambda: server.pending == 0)
+            server.draining = False
+        deadline, wait = time.monotonic() + self.recovery_timeout, _FIRST
         while not server.ready:
             try:
                 await self.prepare(server)
-                server.ready, server.away, server.refused = True, "", 0
-                server.times += 1
+                server.ready, server.last_error, server.rejections = True, "", 0
+                server.ready_count += 1
                 self._over()
-            except AwayError as error:
-                server.away, server.refused = str(error) or type(error).__name__, 0
+            except ServerUnavailableError as error:
+                server.last_error, server.rejections = str(error) or type(error).__name__, 0
             except EngineError as error:
-                server.away, server.refused = str(error), server.refused + 1
-                if not server.times:
+                server.last_error, server.rejections = str(error), server.rejections + 1
+                if not server.ready_count:
                     self._error = error
             except Exception as error:  # a bug, too, has to reach whoever waits
                 self._error = error
-            server.lost = not server.ready and (time.monotonic() + wait > deadline or server.refused == TRIES)
+            server.given_up = not server.ready and (
+                time.monotonic() + wait > deadline or server.rejections == MAX_ATTEMPTS
+            )
             async with self._changed:
                 self._wake()
-            if server.ready or server.lost or self._error is not None:
+            if server.ready or server.given_up or self._error is not None:
                 return
             self._waiting()
             await asyncio.sleep(wait)
@@ -239,17 +247,17 @@ class Servers:
             return
         now = time.monotonic()
         self._alone = now if self._alone is None else self._alone
-        if now - self._alone >= SILENCE:
+        if now - self._alone >= REPORT_AFTER_SECONDS:
             self._told = True
-            whom = "; ".join(f"{server.url}: {server.away[:_SHOWN]}" for server in self.all if server.away)
-            self.tell(f"waiting for a server, each for up to {self.patience:g} s ({whom})", 0, 0)
+            whom = "; ".join(f"{server.url}: {server.last_error[:_SHOWN]}" for server in self.all if server.last_error)
+            self.on_progress(f"waiting for a server, each for up to {self.recovery_timeout:g} s ({whom})", 0, 0)
 
     def _over(self) -> None:
         """One is ready, or nobody waits any more."""
         self._alone = None
         if self._told:
             self._told = False
-            self.tell("", 0, 0)
+            self.on_progress("", 0, 0)
 
 
 # How many requests a server is given at a time: as many as its queue and its cache bear, by what it says of them.
@@ -257,65 +265,65 @@ class Servers:
 # What waits in a server's own queue could wait here, where another server may take it, and weights need not wait for it. A cache
 # that is full makes a server put answers back and compute them anew.
 
-FIRST, MOST = 16, 4096
+INITIAL_CONCURRENCY, MAX_CONCURRENCY = 16, 4096
 """Requests that a server is given at first, and at most."""
-ROOM, FULL = 0.85, 0.95
+LOW_CACHE_USE, HIGH_CACHE_USE = 0.85, 0.95
 """Shares of its cache: below the first it is given more, above the second fewer."""
-LOOKS = 1.0
+LOAD_POLL_SECONDS = 1.0
 """Seconds between two looks at what it says."""
 
 
 @dataclass(frozen=True)
-class Load:
+class ServerLoad:
     """What a server says of itself."""
 
     waiting: float
     """Requests in its queue."""
-    cache: float
+    cache_use: float
     """Share of its cache of keys and values that is in use."""
 
 
 @dataclass(frozen=True)
-class Gauges:
+class PrometheusGauges:
     """The names of both in the text that Prometheus reads."""
 
     waiting: str
-    cache: str
+    cache_use: str
 
-    def __call__(self, text: object) -> Load | None:
+    def __call__(self, text: object) -> ServerLoad | None:
         """None where one of them is missing."""
         waiting, cache = (
-            (values(text, name) for name in (self.waiting, self.cache)) if isinstance(text, str) else ([], [])
+            (parse_gauge(text, name) for name in (self.waiting, self.cache_use)) if isinstance(text, str) else ([], [])
         )
-        return Load(sum(waiting), max(cache)) if waiting and cache else None
+        return ServerLoad(sum(waiting), max(cache)) if waiting and cache else None
 
 
-def values(text: str, name: str) -> list[float]:
+def parse_gauge(text: str, name: str) -> list[float]:
     """Of all samples of a gauge, one per engine behind the address: `name{label="x"} 0.5` a line."""
     lines = (line.partition(" #")[0].strip() for line in text.splitlines())
     found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
     return [float(line.rpartition("}")[2].removeprefix(name).split()[0]) for line in found]
 
 
-def resized(limit: int, asked: int, load: Load) -> int:
+def adjust_concurrency(limit: int, pending: int, load: ServerLoad) -> int:
     """Requests at a time from now on. asked: those that it owes an answer."""
     if load.waiting >= 1:
         return max(1, limit - math.ceil(load.waiting))
-    if load.cache > FULL:
+    if load.cache_use > HIGH_CACHE_USE:
         return max(1, limit - max(1, limit // 10))
-    if asked >= limit and load.cache < ROOM:
-        return min(MOST, limit + max(1, limit // 4))
+    if pending >= limit and load.cache_use < LOW_CACHE_USE:
+        return min(MAX_CONCURRENCY, limit + max(1, limit // 4))
     return limit
 
 
 @dataclass(frozen=True)
-class Loads:
+class LoadMonitor:
     """Asks servers for theirs. ask: what an address answers."""
 
     ask: Callable[[str], Awaitable[Any]]
-    gauges: Gauges | None
+    gauges: PrometheusGauges | None
 
-    async def of(self, url: str) -> Load | None:
+    async def get_load(self, url: str) -> ServerLoad | None:
         """None = it says nothing of use."""
         try:
             said = await self.ask(f"{url}/metrics")
@@ -323,18 +331,18 @@ class Loads:
             return None
         return None if self.gauges is None else self.gauges(said)
 
-    async def check(self, url: str) -> None:
+    async def require_load(self, url: str) -> None:
         """Raises EngineError where it says nothing of use."""
-        if await self.of(url) is None:
+        if await self.get_load(url) is None:
             raise EngineError(
-                f"{url}/metrics does not say how long its queue is and how full its cache, by which --sampler.parallel 0 goes: "
+                f"{url}/metrics does not say how long its queue is and how full its cache, by which --sampler.max-concurrency 0 goes: "
                 "start it as `policygrad engine` says, or give it a number"
             )
 
-    async def resize(self, servers: Servers) -> None:
+    async def adjust_limits(self, servers: ServerPool) -> None:
         """Each is asked more or less at a time from now on."""
         for server in servers.all:
             if server.ready:
-                with suppress(AwayError):  # what it owes will show that
-                    if (load := await self.of(server.url)) is not None:
-                        await servers.resize(server, resized(server.limit, server.load, load))
+                with suppress(ServerUnavailableError):  # what it owes will show that
+                    if (load := await self.get_load(server.url)) is not None:
+                        await servers.set_limit(server, adjust_concurrency(server.limit, server.pending, load))

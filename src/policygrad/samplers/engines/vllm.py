@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import EngineError
 from policygrad.samplers.base import Request
-from policygrad.samplers.engines.base import Drawn, not_taken
-from policygrad.samplers.engines.http import AwayError, Http
-from policygrad.samplers.engines.nccl_transfer import ASKS, SendingSampler, Transfer
-from policygrad.samplers.engines.server_pool import Gauges
+from policygrad.samplers.engines.base import EngineCompletion, lora_refused_error
+from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, NcclEngineSampler, WeightTransfer
+from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.weight_sync.base import Bucket
-from policygrad.weight_sync.folder import Publication, Write, safetensors_writer
+from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
 
 if TYPE_CHECKING:
-    from policygrad.weight_sync.nccl import Opens
+    from policygrad.weight_sync.nccl import GroupFactory
 
 
 # How a server of vLLM takes an adapter by name, and drops those before it: `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`.
@@ -48,39 +48,41 @@ _HINTS = (
 """(what is in its answer, the way out)."""
 
 
-async def take(http: Http, url: str, publication: Publication, patience: float, *, again: bool) -> None:
+async def load_adapter(
+    http: HttpClient, url: str, publication: WeightVersion, timeout: float, *, force_reload: bool
+) -> None:
     """Returns when the server answers to the publication's name, and to none of the same folder's before it. patience: seconds for
     loading. again: load it also where the server has it.
 
     Raises:
-        AwayError: it does not answer, or not now.
+        ServerUnavailableError: it does not answer, or not now.
         EngineError: it takes no adapters, or not this one; which option is missing.
     """
     names = await _loaded(http, url, publication.path.parent)
-    has = publication.name in names and not again
+    has = publication.name in names and not force_reload
     for name in names:
         if not (has and name == publication.name):
-            await drop(http, url, name)
+            await unload_adapter(http, url, name)
     if has:
         return
     body = {"lora_name": publication.name, "lora_path": str(publication.path)}
     try:
-        await http.post(f"{url}/v1/load_lora_adapter", body, patience)
+        await http.post(f"{url}/v1/load_lora_adapter", body, timeout)
     except EngineError as error:
-        raise not_taken(url, error, _HINTS, "vllm") from error
-    except AwayError as error:
+        raise lora_refused_error(url, error, _HINTS, "vllm") from error
+    except ServerUnavailableError as error:
         if not str(error).startswith(_REFUSED):
             raise
-        raise not_taken(url, error, _HINTS, "vllm") from error
+        raise lora_refused_error(url, error, _HINTS, "vllm") from error
 
 
-async def drop(http: Http, url: str, name: str) -> None:
+async def unload_adapter(http: HttpClient, url: str, name: str) -> None:
     """Has the server forget an adapter. One that it has dropped already, for want of room, it does not find."""
-    with suppress(AwayError, EngineError):
+    with suppress(ServerUnavailableError, EngineError):
         await http.post(f"{url}/v1/unload_lora_adapter", {"lora_name": name}, _ASKS)
 
 
-async def _loaded(http: Http, url: str, folder: Path) -> list[str]:
+async def _loaded(http: HttpClient, url: str, folder: Path) -> list[str]:
     """Names of the adapters that it has from this folder: another run's are let be."""
     listed = await http.get(f"{url}/v1/models", _ASKS)
     try:
@@ -100,90 +102,92 @@ async def _loaded(http: Http, url: str, folder: Path) -> list[str]:
 _ASKED_FOR = '--weight-transfer-config \'{"backend":"nccl"}\', as `policygrad engine vllm --transfer nccl --print` says'
 
 
-class VllmTransfer(Transfer):
+class VllmTransfer(WeightTransfer):
     """`/init_weight_transfer_engine`, `/start_weight_update`, `/update_weights`, `/finish_weight_update`."""
 
-    async def size(self, http: Http, url: str) -> int:
-        told = await http.get(f"{url}/get_world_size", ASKS)
+    async def get_world_size(self, http: HttpClient, url: str) -> int:
+        told = await http.get(f"{url}/get_world_size", CONTROL_TIMEOUT)
         try:
             return int(told["world_size"])
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"{url}/get_world_size says {told!r}: is it a server of vLLM 0.32?") from error
 
-    async def invite(self, http: Http, url: str, invitation: Mapping[str, Any]) -> None:
+    async def init_group(self, http: HttpClient, url: str, invitation: Mapping[str, Any]) -> None:
         try:
-            await http.post(f"{url}/init_weight_transfer_engine", {"init_info": dict(invitation)}, self._patience)
-        except (AwayError, EngineError) as error:
-            if isinstance(error, AwayError) and not str(error).startswith("500"):
+            await http.post(f"{url}/init_weight_transfer_engine", {"init_info": dict(invitation)}, self._timeout)
+        except (ServerUnavailableError, EngineError) as error:
+            if isinstance(error, ServerUnavailableError) and not str(error).startswith("500"):
                 raise
             raise EngineError(
-                f"{url} joins no group over NCCL: start it with {_ASKED_FOR}, or publish by a folder, --sampler.transfer folder "
+                f"{url} joins no group over NCCL: start it with {_ASKED_FOR}, or publish by a folder, --sampler.weight-transport folder "
                 f"({error})"
             ) from error
 
-    async def begin(self, http: Http, url: str) -> None:
-        await http.post(f"{url}/start_weight_update", None, ASKS)
+    async def start_update(self, http: HttpClient, url: str) -> None:
+        await http.post(f"{url}/start_weight_update", None, CONTROL_TIMEOUT)
 
-    async def take(self, http: Http, url: str, bucket: Bucket, group: str, version: str) -> None:
+    async def receive_bucket(self, http: HttpClient, url: str, bucket: Bucket, group: str, version: str) -> None:
         told = {"names": list(bucket.names), "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
-        await http.post(f"{url}/update_weights", {"update_info": told}, self._patience)
+        await http.post(f"{url}/update_weights", {"update_info": told}, self._timeout)
 
-    async def finish(self, http: Http, url: str, version: str) -> None:
-        await http.post(f"{url}/finish_weight_update", {"weight_version": version}, self._patience)
+    async def finish_update(self, http: HttpClient, url: str, version: str) -> None:
+        await http.post(f"{url}/finish_weight_update", {"weight_version": version}, self._timeout)
 
-    async def recover(self, http: Http, url: str) -> None:
-        with suppress(AwayError, EngineError):  # none was begun
-            await http.post(f"{url}/finish_weight_update", None, ASKS)
-        with suppress(AwayError, EngineError):  # there is no group, or it is a vLLM that cannot forget one
-            await self.leave(http, url, "")
+    async def recover(self, http: HttpClient, url: str) -> None:
+        with suppress(ServerUnavailableError, EngineError):  # none was begun
+            await http.post(f"{url}/finish_weight_update", None, CONTROL_TIMEOUT)
+        with suppress(ServerUnavailableError, EngineError):  # there is no group, or it is a vLLM that cannot forget one
+            await self.destroy_group(http, url, "")
 
-    async def leave(self, http: Http, url: str, group: str) -> None:
-        await http.post(f"{url}/shutdown_weight_transfer_engine", None, ASKS)
+    async def destroy_group(self, http: HttpClient, url: str, group: str) -> None:
+        await http.post(f"{url}/shutdown_weight_transfer_engine", None, CONTROL_TIMEOUT)
 
 
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 """Of a model's configuration, by which a message tells two models apart."""
 
 
-class Vllm(SendingSampler):
+class VllmSampler(NcclEngineSampler):
     """Servers of `vllm serve`."""
 
     name = "vLLM"
-    way_out = (
+    launch_hint = (
         "Start it with --logprobs-mode processed_logprobs --generation-config vllm, in the learner's precision, as "
         "`policygrad engine vllm --print` says"
     )
 
-    gauges = Gauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    head_too = True  # as in `writer`
-    takes_adapters = True
+    gauges = PrometheusGauges("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    send_tied_head = True  # as in `writer`
+    supports_lora = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.names: dict[str, str] = {}  # of the model, or of its adapter of now, by address
-        self.roots: dict[str, str] = {}  # what each server was started with
-        self.taking: set[str] = set()  # servers that have taken over weights
+        self.model_names: dict[str, str] = {}  # of the model, or of its adapter of now, by address
+        self.served_models: dict[str, str] = {}  # what each server was started with
+        self.reloaded_servers: set[str] = set()  # servers that have taken over weights
 
-    def writer(self) -> Write:
+    def weight_writer(self) -> WeightWriter:
         # a reload of tied embeddings leaves the head as it was (vLLM 0.32): it is given twice
-        return safetensors_writer(self.model, self.tokenizer.hf, head_too=True)
+        return make_safetensors_writer(self.model, self.tokenizer.hf, write_tied_head=True)
 
-    async def greet(self, url: str) -> None:
+    async def handshake(self, url: str) -> None:
         listed = await self.http.get(f"{url}/v1/models", timeout=_ASKS)
         try:
-            self.names[url] = str(listed["data"][0]["id"])
+            self.model_names[url] = str(listed["data"][0]["id"])
         except (KeyError, TypeError, IndexError) as error:
             raise EngineError(f"{url}/v1/models lists no model: is it a server of vLLM?") from error
-        self.roots[url] = str(listed["data"][0].get("root") or self.names[url])
+        self.served_models[url] = str(listed["data"][0].get("root") or self.model_names[url])
 
-    async def load(self, url: str, publication: Publication) -> None:
-        if self.adapter:
-            await take(self.http, url, publication, self.config.patience, again=url in self.refused)
-            self.names[url] = publication.name
+    async def load_weights(self, url: str, publication: WeightVersion) -> None:
+        if self.adapter_only:
+            await load_adapter(
+                self.http, url, publication, self.config.recovery_timeout, force_reload=url in self.failed_probes
+            )
+            self.model_names[url] = publication.name
             return
         told = await self._control(url, "GET", "/weight_info")
         known = told.get("weight_version") if isinstance(told, dict) else None
-        if known == publication.name and url not in self.refused:
+        if known == publication.name and url not in self.failed_probes:
             return
         await self._control(url, "POST", "/pause?mode=keep")
         try:
@@ -196,7 +200,7 @@ class Vllm(SendingSampler):
             await self._control(url, "POST", "/resume")
         await self._control(url, "POST", "/update_weight_version", {"new_version": publication.name})
 
-    async def _reload(self, url: str, publication: Publication) -> None:
+    async def _reload(self, url: str, publication: WeightVersion) -> None:
         """Have a server read the weights of a folder.
 
         Raises:
@@ -204,31 +208,31 @@ class Vllm(SendingSampler):
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(publication.path)}}
         try:
-            await self._control(url, "POST", "/collective_rpc", body, self.config.patience)
-        except AwayError as error:
-            if url in self.taking or not str(error).startswith("500"):
+            await self._control(url, "POST", "/collective_rpc", body, self.config.recovery_timeout)
+        except ServerUnavailableError as error:
+            if url in self.reloaded_servers or not str(error).startswith("500"):
                 raise
-            served, config = self.roots[url], getattr(self.model, "config", None)
+            served, config = self.served_models[url], getattr(self.model, "config", None)
             ours = getattr(config, "name_or_path", "") or type(self.model).__name__
             raise EngineError(
                 f"{url} serves the model {served}{_shape(_read_config(served))} and fails at the weights of the run's model "
                 f"{ours}{_shape(config.to_dict() if config is not None else {})}, which have to be of the same shape: {error}. "
-                f"Start it with the run's model. {self.way_out}"
+                f"Start it with the run's model. {self.launch_hint}"
             ) from error
-        self.taking.add(url)
+        self.reloaded_servers.add(url)
 
-    def transfers(self) -> Callable[..., Transfer]:
+    def transfer_class(self) -> Callable[..., WeightTransfer]:
         return VllmTransfer
 
-    def over_nccl(self) -> Opens:
-        from policygrad.weight_sync.nccl import by_id
+    def group_factory(self) -> GroupFactory:
+        from policygrad.weight_sync.nccl import unique_id_groups
 
-        return by_id(next(self.model.parameters()).device, self.config.urls)
+        return unique_id_groups(next(self.model.parameters()).device, self.config.urls)
 
     async def close(self) -> None:
-        if self.adapter and self.published is not None:
-            for url in self.names:
-                await drop(self.http, url, self.published.name)
+        if self.adapter_only and self.published is not None:
+            for url in self.model_names:
+                await unload_adapter(self.http, url, self.published.name)
         await super().close()
 
     async def _control(
@@ -244,11 +248,11 @@ class Vllm(SendingSampler):
                 f"({error})"
             ) from error
 
-    async def draw(self, url: str, request: Request, seed: int) -> Drawn:
+    async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         sampling = request.sampling
         body: dict[str, Any] = {
-            "model": self.names[url],
-            "prompt": request.tokens.tolist(),
+            "model": self.model_names[url],
+            "prompt": request.prompt_ids.tolist(),
             "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -263,7 +267,7 @@ class Vllm(SendingSampler):
             "return_token_ids": True,
             "add_special_tokens": False,
             "ignore_eos": False,
-            "stop_token_ids": sorted(self.tokenizer.end),
+            "stop_token_ids": sorted(self.tokenizer.end_ids),
             "stream": False,
         }
         answer = await self.http.post(f"{url}/v1/completions", body)
@@ -272,7 +276,7 @@ class Vllm(SendingSampler):
             tokens, logp = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if tokens is None:
                 raise EngineError(f"{url} gives no token ids: vLLM 0.11 or later does (return_token_ids)")
-            return Drawn(tokens, logp, str(answer["model"]) if self.adapter else None)
+            return EngineCompletion(tokens, logp, str(answer["model"]) if self.adapter_only else None)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as vLLM does ({type(error).__name__} {error}): is it one?"

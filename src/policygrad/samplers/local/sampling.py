@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from policygrad.errors import NumericsError
 from policygrad.models.loading import at_least_float32
-from policygrad.samplers.base import Sampling
+from policygrad.samplers.base import SamplingParams
 
 # Keys of many generators at once: numpy's `SeedSequence(key).generate_state(2, uint64)`, for all keys in one go.
 #
@@ -55,7 +55,7 @@ def _words(key: Sequence[int]) -> tuple[int, ...]:
     return tuple(word for x in key for word in (x >> s & _BITS for s in range(0, max(1, x.bit_length()), 32)))
 
 
-def seeds(keys: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
+def derive_seeds(keys: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
     """[len(keys), 2]: what Philox takes as its key."""
     words = [_words(key) for key in keys]
     found = np.empty((len(keys), 2), dtype=np.uint64)
@@ -87,7 +87,7 @@ _BLOCK = 64
 """Tokens of a vocabulary that are summed at a time."""
 
 
-def uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:
+def philox_uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:
     """[len(keys), n] float64 in [0, 1): row i from a counter-based generator keyed by keys[i], whatever else is drawn.
 
     The numbers are those of numpy's `Generator(Philox(SeedSequence(keys[i])))`, one object set to each row's state instead of many.
@@ -95,14 +95,14 @@ def uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:
     philox = np.random.Philox(key=0)
     generator, state = np.random.Generator(philox), philox.state
     found = np.empty((len(keys), n))
-    for row, seed in zip(found, seeds(keys), strict=True):
+    for row, seed in zip(found, derive_seeds(keys), strict=True):
         state["state"]["key"] = seed
         philox.state = state
         generator.random(out=row)
     return torch.from_numpy(found)
 
 
-def log_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """[N, V] nats of the distribution that is sampled: temperature, then top-k, then top-p, renormalised.
 
     Temperature 0 puts all probability on the largest logit.
@@ -124,12 +124,12 @@ def log_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """(token [N], logp [N]) by inverting the cumulative distribution at u [N]: one number per token, on any device.
 
     Sums are in float64, so that devices differ where u is within the rounding of a probability of a token's boundary, not of a sum.
     """
-    if sampling.temperature == 0 or sampling.cuts_off:
+    if sampling.temperature == 0 or sampling.is_truncated:
         logits = log_probabilities(logits, sampling)
     else:
         logits = at_least_float32(logits)
@@ -168,7 +168,9 @@ def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 # Whether a distribution can be drawn from, before it is: on a GPU a token that does not exist ends the process.
 
 
-def check_drawable(logits: Tensor, sampling: Sampling, model: nn.Module, text: Callable[[int], Tensor]) -> None:
+def check_finite_logits(
+    logits: Tensor, sampling: SamplingParams, model: nn.Module, text: Callable[[int], Tensor]
+) -> None:
     """Refuses logits [N, V] that are no distribution: NaN or +∞ among them, or nothing but −∞.
 
     A row's largest logit tells: NaN and +∞ come through the maximum, and where it is finite a softmax is one. text: the ids [n]
@@ -188,21 +190,21 @@ def check_drawable(logits: Tensor, sampling: Sampling, model: nn.Module, text: C
         )
     row = int((~best.isfinite()).nonzero()[0])
     raise NumericsError(
-        f"the model's logits are not finite ({kind(logits[row])}), so nothing can be sampled: {origin(model, text(row))}"
+        f"the model's logits are not finite ({nonfinite_kind(logits[row])}), so nothing can be sampled: {find_nonfinite_layer(model, text(row))}"
     )
 
 
-def origin(model: nn.Module, ids: Tensor) -> str:
+def find_nonfinite_layer(model: nn.Module, ids: Tensor) -> str:
     """In words, where the first number that is not finite appears: in a weight, or in the output of a module that reads ids [n]."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if _bad(weight):
             count = int((~weight.isfinite()).sum())
             return (
-                f"the weight {name} has {kind(weight)} in {count} of its {weight.numel()} numbers: take another model, or an "
+                f"the weight {name} has {nonfinite_kind(weight)} in {count} of its {weight.numel()} numbers: take another model, or an "
                 "earlier checkpoint with a lower --lr"
             )
     device = next(model.parameters()).device
-    with torch.no_grad(), watching(model) as found:
+    with torch.no_grad(), trace_nonfinite(model) as found:
         model(input_ids=ids[None].to(device), use_cache=False)
     where = (
         f"{found[0]} is the first layer whose output is not"
@@ -213,7 +215,7 @@ def origin(model: nn.Module, ids: Tensor) -> str:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[list[str]]:
+def trace_nonfinite(model: nn.Module) -> Iterator[list[str]]:
     """Gathers the modules whose outputs are not finite, in the order in which they end: the first has finite inputs from inside."""
     found: list[str] = []
 
@@ -233,7 +235,7 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def kind(values: Tensor) -> str:
+def nonfinite_kind(values: Tensor) -> str:
     """NaN, or which infinity."""
     return "NaN" if bool(values.isnan().any()) else "+inf" if bool(values.isposinf().any()) else "-inf"
 

@@ -18,14 +18,14 @@ from transformers.cache_utils import DynamicLayer
 from policygrad.errors import ModelError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local import kv_cache
-from policygrad.samplers.local.kv_cache import KEEP, Plain, prefill
+from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
 
 _FIRST = 8
 """Tokens that memory is taken for at first; then twice as many."""
 _EVEN = 32
 
 
-def even(keys: Tensor) -> int:
+def column_alignment(keys: Tensor) -> int:
     """Columns of their own that rows are computed with: a multiple of this. In half precision oneDNN compiles a product anew for
     every shape that it meets, and keeps it, which would be every length."""
     return _EVEN if keys.dtype.itemsize < 4 and keys.device.type == "cpu" else 1
@@ -36,7 +36,7 @@ class UnsupportedError(NotImplementedError):
 
 
 @dataclass(eq=False)
-class Layout:
+class PrefixLayout:
     """What all layers have in common: which context each row goes on from, and what it may see."""
 
     place: Tensor | None
@@ -51,14 +51,14 @@ class Layout:
     used: int = 0
     """Columns of their own that rows have filled so far."""
 
-    def spread(self, x: Tensor) -> Tensor:
+    def to_grid(self, x: Tensor) -> Tensor:
         """[N, H, G, D] of rows to [contexts, H, most·G, D]; 0 where a context has fewer rows."""
         _, heads, each, width = x.shape
         if self.place is not None:
             x = x.new_zeros(self.contexts * self.most, heads, each, width).index_copy_(0, self.place, x)
         return x.view(self.contexts, self.most, heads, each, width).transpose(1, 2).flatten(2, 3)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def from_grid(self, x: Tensor) -> Tensor:
         """The way back."""
         contexts, heads, rows, width = x.shape
         x = x.view(contexts, heads, self.most, rows // self.most, width).transpose(1, 2).flatten(0, 1)
@@ -68,12 +68,12 @@ class Layout:
 class _Shared(Tensor):
     """Keys or values of one layer, of which attention alone may be taken: anything else would be computed from half."""
 
-    layer: SharedLayer
+    layer: SharedPrefixLayer
     times: int | None
     """While a head is being written out for each of its queries, how often; 0 where nobody has said it yet."""
 
     @classmethod
-    def of(cls, own: Tensor, layer: SharedLayer, times: int | None = None) -> _Shared:
+    def of(cls, own: Tensor, layer: SharedPrefixLayer, times: int | None = None) -> _Shared:
         found = own.as_subclass(cls)
         found.layer, found.times = layer, times
         return found
@@ -104,15 +104,15 @@ class _Shared(Tensor):
         return None
 
 
-class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
     """Keys [C, H, D, L] and values [C, H, L, D] of contexts, and both of what rows drew since [rows, H, capacity, D]."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: int, layout: Layout) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, rows: int, layout: PrefixLayout) -> None:
         """keys, values: of the contexts, [C, H, L, D]."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.layout, self.context = layout, (keys.transpose(2, 3).contiguous(), values.contiguous())
-        self.own = tuple(x.new_zeros(rows, x.shape[1], _FIRST, x.shape[3]) for x in (keys, values))
-        self.even = even(keys)
+        self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], _FIRST, x.shape[3]) for x in (keys, values))
+        self.alignment = column_alignment(keys)
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def get_seq_length(self) -> int:
@@ -122,30 +122,32 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
         rows, at = len(key_states), self.layout.used
         read = self._columns(at)
         if (
-            at == self.own[0].shape[2]
+            at == self.row_buffers[0].shape[2]
         ):  # twice as much, for the rows that are left; pages that nobody fills are not touched
-            self.own = tuple(kv_cache.roomy(x[:rows], None, min(at, kv_cache.ROOM)) for x in self.own)
+            self.row_buffers = tuple(
+                kv_cache.preallocate(x[:rows], None, min(at, kv_cache.GROWTH_TOKENS)) for x in self.row_buffers
+            )
         columns = self._columns(at + 1)
-        for held, new in zip(self.own, (key_states, value_states), strict=True):
+        for held, new in zip(self.row_buffers, (key_states, value_states), strict=True):
             if columns > max(read, at + 1):  # read from now on, and hidden columns have to be finite
                 held[:, :, at:columns] = 0
             held[:rows, :, at : at + 1] = new
-        self.keys, self.values = (_Shared.of(x[:rows, :, :columns], self) for x in self.own)
+        self.keys, self.values = (_Shared.of(x[:rows, :, :columns], self) for x in self.row_buffers)
         return self.keys, self.values
 
     def _columns(self, used: int) -> int:
         """That are computed with, where so many are used."""
-        return min(-(-used // self.even) * self.even, self.own[0].shape[2])
+        return min(-(-used // self.alignment) * self.alignment, self.row_buffers[0].shape[2])
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """Rows at `source` take the places `target`."""
-        for held in self.own:
+        for held in self.row_buffers:
             held[target, :, : self.layout.used] = held[source, :, : self.layout.used]
 
     def shift(self, columns: int) -> None:
         """The first `columns` of rows' own, which nobody looks at, make room."""
         used = self.layout.used
-        for held in self.own:
+        for held in self.row_buffers:
             held[:, :, : used - columns] = held[:, :, columns:used].clone()
 
     def keep_contexts(self, kept: Tensor) -> None:
@@ -153,16 +155,16 @@ class SharedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
         self.context = tuple(x.index_select(0, kept) for x in self.context)  # type: ignore[assignment]
 
     def join(self, keys: Tensor, values: Tensor, rows: slice) -> None:
-        """More contexts, whose rows stand at `rows`: what these were before is finite, as hidden columns have to be."""
+        """More contexts, whose rows stand at `count_embedding_rows`: what these were before is finite, as hidden columns have to be."""
         width = max(self.context[1].shape[2], keys.shape[2])
         held, new = self.context, (keys.transpose(2, 3), values)
         self.context = (
             torch.cat([F.pad(x[0], (width - x[0].shape[3], 0)) for x in (held, new)]),
             torch.cat([F.pad(x[1], (0, 0, width - x[1].shape[2], 0)) for x in (held, new)]),
         )
-        if (missing := rows.stop - len(self.own[0])) > 0:
-            self.own = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.own)
-        for x in self.own:
+        if (missing := rows.stop - len(self.row_buffers[0])) > 0:
+            self.row_buffers = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.row_buffers)
+        for x in self.row_buffers:
             x[rows, :, : self._columns(self.layout.used)] = 0
 
 
@@ -191,14 +193,14 @@ def _attend(
         keys, values = key.as_subclass(Tensor), value.as_subclass(Tensor)
         rows, heads, used, width = keys.shape
         q = (query * (width**-0.5 if scale is None else scale)).reshape(rows, heads, -1, width)
-        shared = layout.gather(layout.spread(q) @ context[0])
+        shared = layout.from_grid(layout.to_grid(q) @ context[0])
         # keys are read as they lie; q kᵀ copies them first, where their format is half as wide
         own = (keys @ q.transpose(2, 3)).transpose(2, 3)
         scores = at_least_float32(torch.cat([shared, own], -1))
         scores += layout.hidden[..., : layout.length + used]
         p = scores.softmax(-1).to(values.dtype)
         out = p[..., layout.length :] @ values
-        out += layout.gather(layout.spread(p[..., : layout.length]) @ context[1])
+        out += layout.from_grid(layout.to_grid(p[..., : layout.length]) @ context[1])
         return out.reshape(*query.shape[:-1], values.shape[-1])
 
 
@@ -211,24 +213,24 @@ _FAR = 0.2
 """Of the difference between two texts, and of the spread of logits: an error beyond both is no rounding."""
 
 
-class Shared:
+class SharedPrefixCache:
     """One copy of each context for all its rows; for models all of whose layers keep all keys, and whose attention is sdpa."""
 
-    refills = True
+    supports_refill = True
 
     def __init__(self, model: nn.Module, pad: int) -> None:
         self.model, self.pad = model, pad
         self.device = next(model.parameters()).device
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.cache: Any = None
-        self.layers: list[SharedLayer] = []
+        self.layers: list[SharedPrefixLayer] = []
         self.owner, self.start = self.rows, self.rows  # of each row: its context, and its first own column
         self.seen = torch.empty(0, 0, dtype=torch.int64, device=self.device)  # [C, L], 1 where a context has a token
-        self.layout = Layout(None, 0, 0, torch.empty(0), 0)
+        self.layout = PrefixLayout(None, 0, 0, torch.empty(0), 0)
 
     def read(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, int]:
         out, seen = prefill(self.model, contexts, self.pad)
-        _, held = kv_cache.cache_of(out, self.model)
+        _, held = kv_cache.get_cache(out, self.model)
         if any(type(layer) is not DynamicLayer for layer in held.layers):
             raise UnsupportedError("layers that do not keep all keys, or not keys")
         gap = (seen == 0)[:, None, :, None]
@@ -236,7 +238,7 @@ class Shared:
         before, new = len(self.owner), int(repeats.sum())
         if before == 0:
             self.layout.used, self.cache = 0, held
-            self.layers = [SharedLayer(k, v, new, self.layout) for k, v in pairs]
+            self.layers = [SharedPrefixLayer(k, v, new, self.layout) for k, v in pairs]
             held.layers = list(self.layers)
             self.seen = seen
         else:
@@ -268,7 +270,7 @@ class Shared:
         self.layout.used += 1
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
-    def keep(self, rows: Tensor) -> Tensor:
+    def keep_rows(self, rows: Tensor) -> Tensor:
         """The last rows take the places of those that leave, so that no others are copied."""
         n = len(rows)
         stays = torch.zeros(len(self.owner), dtype=torch.bool, device=self.device)
@@ -282,7 +284,7 @@ class Shared:
             order[target] = source
         self.owner, self.start = self.owner[order], self.start[order]
         kept, owner = torch.unique(self.owner, return_inverse=True)
-        if len(kept) < KEEP * len(self.seen):
+        if len(kept) < COMPACT_FRACTION * len(self.seen):
             self.seen, self.owner = self.seen[kept], owner
             for layer in self.layers:
                 layer.keep_contexts(kept)
@@ -316,12 +318,12 @@ class Shared:
 
 
 @torch.no_grad()
-def allows_sharing(model: nn.Module, pad: int) -> bool:
+def supports_shared_prefix(model: nn.Module, pad: int) -> bool:
     """Tries it on a few made-up tokens: contexts of two lengths, rows that leave, a context that comes later.
 
     What counts is whether the logits are those of whole sequences, measured against how much a sequence matters to this model.
     """
-    shared = Shared(model, pad)
+    shared = SharedPrefixCache(model, pad)
     tokens = torch.arange(18, device=shared.device).view(3, 6) * 5 % 7 + 1
     contexts = [tokens[0, :5], tokens[1, :3], tokens[2, :4]]
 
@@ -334,7 +336,7 @@ def allows_sharing(model: nn.Module, pad: int) -> bool:
     try:
         shared.read(contexts[:2], torch.tensor([2, 1], device=shared.device), 4)
         shared.step(tokens[[1, 2, 0], 0], torch.tensor([5, 5, 3], device=shared.device))
-        order = shared.keep(torch.tensor([1, 2], device=shared.device))
+        order = shared.keep_rows(torch.tensor([1, 2], device=shared.device))
         if order.tolist() != [2, 1]:
             return False
         shared.read(contexts[2:], torch.tensor([1], device=shared.device), 4)
@@ -347,13 +349,13 @@ def allows_sharing(model: nn.Module, pad: int) -> bool:
 
 
 @torch.no_grad()
-def check_decodes(model: nn.Module, pad: int) -> None:
+def check_batched_decoding(model: nn.Module, pad: int) -> None:
     """Tries the plain memory on a few made-up tokens: contexts of two lengths, two rows of one of them, a row that leaves.
 
     Raises:
         ModelError: an architecture whose cache cannot be repeated and reordered row by row, or continues other texts.
     """
-    plain = Plain(model, pad)
+    plain = PlainDecodeCache(model, pad)
     tokens = torch.arange(12, device=plain.device).view(2, 6) * 5 % 7 + 1
     contexts, new = [tokens[0, :5], tokens[1, :3]], torch.arange(1, 4, device=plain.device)
     texts = [torch.cat([contexts[0], new[1:2], new[:1]]), torch.cat([contexts[1], new[2:], new[1:2]])]
@@ -361,7 +363,7 @@ def check_decodes(model: nn.Module, pad: int) -> None:
     try:
         plain.read(contexts, torch.tensor([2, 1], device=plain.device), 4)
         plain.step(new, torch.tensor([5, 5, 3], device=plain.device))
-        plain.keep(torch.tensor([1, 2], device=plain.device))
+        plain.keep_rows(torch.tensor([1, 2], device=plain.device))
         got = plain.step(new[:2], torch.tensor([6, 4], device=plain.device))
     except ModelError:
         raise

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from policygrad.errors import ConfigError, RunError
-from policygrad.rewards.resolve import called, codes_of
-from policygrad.rewards.resolve import found as found_reward
-from policygrad.tasks.sources import HUB, TABLES
+from policygrad.rewards.resolve import find_code, resolve_with_paths
+from policygrad.rewards.resolve import resolve_paths as found_reward
+from policygrad.tasks.sources import HUB_PREFIX, TABLE_SUFFIXES
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `directory`
 _WEIGHT = re.compile(r"\s*[\d.]+(?:[eE][+-]?\d+)?\s*\*\s*")
-_DATA = (".jsonl", ".jsonl.gz", *TABLES)
+_DATA = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
 
 # --- files of options
 
 
-def read_from(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def resolve_directory(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """What a file of options says, with the whole path of its `directory`, which is from the file's own folder on. Without it where
     that is the current folder, and where what the file names is not there but here: a run's folder that was moved alone.
 
@@ -45,7 +45,7 @@ def read_from(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return rest | {"directory": str(directory)}
 
 
-def written_to(config: C, folder: Path) -> C:
+def relative_to_folder(config: C, folder: Path) -> C:
     """The configuration as the file in a run's folder has it: with its directory, from that folder on."""
     directory, folder = Path(config.directory or ".").resolve(), folder.resolve()
     output = config.output
@@ -54,7 +54,7 @@ def written_to(config: C, folder: Path) -> C:
     return replace(config, directory=_from(folder, directory), output=output)
 
 
-def written_by_itself(config: C, file: Path) -> bool:
+def is_own_config(config: C, file: Path) -> bool:
     """Whether a file of options is the one in the folder that it names: a run's own."""
     return config.output is not None and Path(config.directory or ".", config.output).resolve() == file.resolve().parent
 
@@ -66,7 +66,7 @@ def _from(start: Path, place: Path) -> str:
         return str(place)
 
 
-def options_in(data: Mapping[str, Any]) -> dict[str, Any]:
+def with_full_paths(data: Mapping[str, Any]) -> dict[str, Any]:
     """Options by name, with every file that the directory among them has by its whole path."""
     directory = data.get("directory")
     return {**data, **_changes(data, Path(directory))} if isinstance(directory, str) else dict(data)
@@ -75,7 +75,7 @@ def options_in(data: Mapping[str, Any]) -> dict[str, Any]:
 # --- configurations
 
 
-def located(config: C) -> C:
+def resolve_paths(config: C) -> C:
     """The same with every relative name of a file or folder that is in its directory as the whole path. What is not there stays as
     it is: of the current folder, or no file at all (a hub id, a task's name)."""
     if config.directory is None:
@@ -89,9 +89,9 @@ def located(config: C) -> C:
     return replace(config, **changes)
 
 
-def changed(before: C, now: C) -> set[str]:
+def find_changed_options(before: C, now: C) -> set[str]:
     """Options that are another: neither typed alike, whatever the directory is now, nor the same files."""
-    found, there, here = set[str](), located(before), located(now)
+    found, there, here = set[str](), resolve_paths(before), resolve_paths(now)
     for f in fields(before):
         pairs = ((before, now), (there, here))
         if f.name != "algorithm" and all(getattr(a, f.name) != getattr(b, f.name) for a, b in pairs):
@@ -99,19 +99,21 @@ def changed(before: C, now: C) -> set[str]:
     return found
 
 
-def rewards_of(config: C) -> tuple[Any, ...]:
+def resolve_rewards(config: C) -> tuple[Any, ...]:
     """The rewards that are asked for: as they are named, or, of a directory, what they name there under the same name."""
     if config.directory is None:
         return tuple(config.reward)
     directory = Path(config.directory).resolve()
-    return tuple(called(r, lambda name: _there(name, directory)) if isinstance(r, str) else r for r in config.reward)
+    return tuple(
+        resolve_with_paths(r, lambda name: _there(name, directory)) if isinstance(r, str) else r for r in config.reward
+    )
 
 
-def check_there(config: C) -> None:
+def check_files_exist(config: C) -> None:
     """Raises RunError for data or code that is neither in the directory nor here."""
     if config.directory is None:
         return
-    now = located(config)
+    now = resolve_paths(config)
     for option, file in _files({f.name: getattr(now, f.name) for f in fields(now)}):
         if not Path(file).expanduser().exists():
             raise RunError(
@@ -122,18 +124,18 @@ def check_there(config: C) -> None:
 
 def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(option, name) of what can be nothing but a file."""
-    for option in ("task", "data", "held_out"):
+    for option in ("task", "data", "eval/reward"):
         name = options.get(option)
-        if isinstance(name, str) and not name.startswith(HUB) and not Path(name).exists():
+        if isinstance(name, str) and not name.startswith(HUB_PREFIX) and not Path(name).exists():
             parts = (_WEIGHT.sub("", part, count=1).strip() for part in name.split("+"))
-            yield from ((option, part) for part in parts if part.endswith(_DATA) and not part.startswith(HUB))
+            yield from ((option, part) for part in parts if part.endswith(_DATA) and not part.startswith(HUB_PREFIX))
     for option in ("map", "environment"):
         name = options.get(option)
         if isinstance(name, str) and (path := name.rpartition(":")[0]).endswith(".py"):
             yield option, path
     for name in options.get("reward", ()):
         if isinstance(name, str):
-            yield from (("reward", code) for code in codes_of(name) if code.endswith(".py"))
+            yield from (("reward", code) for code in find_code(name) if code.endswith(".py"))
 
 
 # --- names
@@ -192,7 +194,7 @@ def _part(part: str, directory: Path) -> str:
 
 
 def _saved(name: str, directory: Path) -> str:
-    """A file, or a folder that `datasets` has saved, perhaps with a split behind it."""
+    """A file, or a folder that `load_dataset_table` has saved, perhaps with a split behind it."""
     path = _there(name, directory)
     if path != name and Path(path).is_file():
         return path
@@ -206,7 +208,7 @@ _KINDS: dict[str, Callable[[str, Path], str]] = {
     "tokenizer": _model,
     "task": _data,
     "data": _data,
-    "held_out": _data,
+    "eval/reward": _data,
     "map": _code,
     "environment": _code,
 }

@@ -1,7 +1,7 @@
 """A run's configuration as TOML, both ways. An unknown key is an error that names the nearest known one.
 
-A part of the algorithm is a table whose `part` names its class (`Clip`, or `module:Class`, `path/to/file.py:Class` of one's own);
-without `part` the table changes fields of the part that is there. "none" stands for no part.
+A part of the algorithm is a table whose `slice_box` names its class (`Clip`, or `module:Class`, `path/to/file.py:Class` of one's own);
+without `slice_box` the table changes fields of the part that is there. "none" stands for no part.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any
 import tomli_w
 
 import policygrad
-from policygrad.algorithms import algorithm
-from policygrad.algorithms import algorithm as named
+from policygrad.algorithms import get_algorithm
+from policygrad.algorithms import get_algorithm as named
 from policygrad.core.algorithm import Algorithm
-from policygrad.core.validation import ROLES, not_frozen
+from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
-from policygrad.training.config.paths import located, options_in, read_from
-from policygrad.training.config.run import OBJECT, Draft, Run
-from policygrad.training.config.supervised import Supervised
-from policygrad.training.config.trust import NOTHING_MORE, Allowed, check_allowed
+from policygrad.training.config.paths import resolve_directory, resolve_paths, with_full_paths
+from policygrad.training.config.run import OBJECT_PREFIX, Run, UncheckedRun
+from policygrad.training.config.supervised import SupervisedConfig
+from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
 from policygrad.utils.filesystem import read_toml
-from policygrad.utils.user_code import address, assigned, is_own, load_own, location
+from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
 # Which parts there are, by name and by place, and what is said when a name is wrong.
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """' did you mean …?' or the known names."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
 
-def part_names(place: str | None = None) -> list[str]:
-    """policygrad's own parts by class name, sorted; `place` = those that go into that field of an algorithm."""
+def list_parts(place: str | None = None) -> list[str]:
+    """policygrad's own parts by class name, sorted; `split_location` = those that go into that field of an algorithm."""
     found = []
     for name in policygrad.__all__:
         kind = getattr(policygrad, name)
@@ -54,37 +54,37 @@ def part_names(place: str | None = None) -> list[str]:
     return found
 
 
-def part_class(name: str, where: str, dotted: str) -> type:
+def load_part_class(name: str, where: str, dotted: str) -> type:
     """The class of a part by its policygrad name, or `module:Class`, or `path/to/file.py:Class`.
 
     Raises:
         ConfigError: no such class, or not a dataclass.
     """
-    if is_own(name):
+    if is_user_reference(name):
         script = (
             "; it was defined in a script: move the class to a module of its own"
             if name.startswith("__main__:")
             else ""
         )
         try:
-            kind = load_own(name, f"{where}: {dotted}: cannot import the part {name!r}")
+            kind = load_object(name, f"{where}: {dotted}: cannot import the part {name!r}")
         except ConfigError as error:
             raise ConfigError(f"{error}{script}") from error
         if isinstance(kind, Algorithm):
             raise ConfigError(
-                f"{where}: {dotted}: {name!r} ({assigned(name)}) is a whole algorithm, not a part: --algorithm {name}"
+                f"{where}: {dotted}: {name!r} ({find_assignment(name)}) is a whole algorithm, not a part: --algorithm {name}"
             )
         if not isinstance(kind, type):
             raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: name its class, which is a frozen dataclass")
-        if problem := not_frozen(kind):
+        if problem := frozen_problem(kind):
             raise ConfigError(f"{where}: {dotted}: {name!r}: {problem}")
         return kind
-    if name not in part_names():
-        known = part_names(dotted.rpartition(".")[2]) or part_names()
+    if name not in list_parts():
+        known = list_parts(dotted.rpartition(".")[2]) or list_parts()
         hint = (
-            nearest(name, part_names())
-            if difflib.get_close_matches(name, part_names(), 1, 0.5)
-            else nearest(name, known)
+            suggest_name(name, list_parts())
+            if difflib.get_close_matches(name, list_parts(), 1, 0.5)
+            else suggest_name(name, known)
         )
         raise ConfigError(
             f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class or file.py:Class"
@@ -92,24 +92,24 @@ def part_class(name: str, where: str, dotted: str) -> type:
     return getattr(policygrad, name)  # type: ignore[no-any-return]
 
 
-def find_algorithm(name: str) -> Algorithm:
+def load_algorithm(name: str) -> Algorithm:
     """The named algorithm, or one of a user's own: `module:NAME`, `path/to/file.py:NAME`.
 
     Raises:
         ConfigError: an unknown name, with the nearest known one; no such module, file or attribute; no algorithm.
     """
-    if not is_own(name):
-        return algorithm(name)
-    found = load_own(name, f"algorithm {name!r}", Algorithm)
+    if not is_user_reference(name):
+        return get_algorithm(name)
+    found = load_object(name, f"algorithm {name!r}", Algorithm)
     if isinstance(found, type) and is_dataclass(found):
         field = next((field for field, role in ROLES.items() if issubclass(found, role.bases)), "FIELD")
         raise ConfigError(
-            f"algorithm {name!r}: {location(found) or name} is a part, not an algorithm: put it into one, "
+            f"algorithm {name!r}: {find_definition(found) or name} is a part, not an algorithm: put it into one, "
             f"--algorithm.{field} {name}, or in the file NAME = dataclasses.replace(policygrad.GRPO, {field}=…)"
         )
     if not isinstance(found, Algorithm):
         raise ConfigError(
-            f"algorithm {name!r} ({assigned(name)}) is {type(found).__name__}, not a policygrad.Algorithm"
+            f"algorithm {name!r} ({find_assignment(name)}) is {type(found).__name__}, not a policygrad.Algorithm"
         )
     return replace(found, name=name.rpartition(":")[2]) if found.name == Algorithm().name else found
 
@@ -121,25 +121,25 @@ def _place(kind: type) -> str | None:
     return next((field for field, role in ROLES.items() if issubclass(kind, role.bases)), None)
 
 
-def check_place(kind: type, where: str, dotted: str) -> None:
+def check_part_field(kind: type, where: str, dotted: str) -> None:
     """Refuses a part of ours in a place where it means nothing; what others write is theirs to know."""
     place, own = dotted.rpartition(".")[2], _place(kind)
     if own is not None and own != place and place in ROLES:
         raise ConfigError(
-            f"{where}: {dotted}: {kind.__name__} goes into {own!r}, not {place!r}, which takes {', '.join(part_names(place))}"
+            f"{where}: {dotted}: {kind.__name__} goes into {own!r}, not {place!r}, which takes {', '.join(list_parts(place))}"
         )
 
 
-NOTHING = "none"
-AnyRun = typing.TypeVar("AnyRun", bound=Draft | Supervised)
+NONE = "none"
+ConfigT = typing.TypeVar("ConfigT", bound=UncheckedRun | SupervisedConfig)
 
 
-def dumps(run: Run | Supervised) -> str:
+def dump_config(run: Run | SupervisedConfig) -> str:
     """The whole configuration, enough to run it again."""
     return tomli_w.dumps(_plain(run.without_objects() if isinstance(run, Run) else run))
 
 
-def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> AnyRun:
+def load_config(path: Path | str, base: ConfigT, permissions: CodePermissions = NO_PERMISSIONS) -> ConfigT:
     """`base` changed by what the file says. allowed: the code that it may name.
 
     Raises:
@@ -148,14 +148,14 @@ def load(path: Path | str, base: AnyRun, allowed: Allowed = NOTHING_MORE) -> Any
     """
     path = Path(path)
     try:
-        data = read_from(read(path), path)
-        check_allowed(options_in(data), path, allowed)
+        data = resolve_directory(read_config(path), path)
+        check_permissions(with_full_paths(data), path, permissions)
         return from_dict(data, base, str(path))
     except RecursionError as error:
         raise ConfigError(f"{path} cannot be read as a configuration: tables in tables, too deep") from error
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """A file's tables. Raises ConfigError where there are none to read."""
     try:
         return read_toml(path)
@@ -169,7 +169,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
 
 
-def from_dict(data: Mapping[str, Any], base: AnyRun, where: str) -> AnyRun:
+def from_dict(data: Mapping[str, Any], base: ConfigT, where: str) -> ConfigT:
     """`base` changed by a nested mapping as TOML gives it."""
     return _change(base, data, where, "")  # type: ignore[no-any-return]
 
@@ -197,21 +197,21 @@ def _algorithm(algorithm: Algorithm) -> dict[str, Any]:
         if isinstance(value, tuple):
             out[f.name] = [_part(item) for item in value]
         else:
-            out[f.name] = value if isinstance(value, (str, int)) else NOTHING if value is None else _part(value)
+            out[f.name] = value if isinstance(value, (str, int)) else NONE if value is None else _part(value)
     return out
 
 
 def _part(part: Any) -> dict[str, Any]:
     kind = type(part)
     own = getattr(policygrad, kind.__name__, None) is not kind
-    name = address(kind) if own else kind.__name__
+    name = import_path(kind) if own else kind.__name__
     values = {f.name: getattr(part, f.name) for f in fields(part)}
     return {"part": name, **{k: _field(v) for k, v in values.items()}}
 
 
 def _field(value: Any) -> Any:
     """An open field is written out: left away, it would be the named algorithm's when the file is read."""
-    return NOTHING if value is None else _part(value) if is_dataclass(value) else value
+    return NONE if value is None else _part(value) if is_dataclass(value) else value
 
 
 def _change(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
@@ -221,7 +221,7 @@ def _change(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
     for key, value in data.items():
         dotted = f"{prefix}{key}"
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {dotted!r}: {nearest(key, known)}")
+            raise ConfigError(f"{where}: unknown key {dotted!r}: {suggest_name(key, known)}")
         current = getattr(base, key)
         if isinstance(current, Algorithm):
             changes[key] = _read_algorithm(current, value, where, dotted)
@@ -249,8 +249,8 @@ def _typed(value: Any, hint: Any, where: str, dotted: str) -> Any:
     options = (
         typing.get_args(hint) if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
     )
-    if isinstance(value, str) and value.startswith(OBJECT):
-        kind = value.removeprefix(OBJECT)
+    if isinstance(value, str) and value.startswith(OBJECT_PREFIX):
+        kind = value.removeprefix(OBJECT_PREFIX)
         raise ConfigError(
             f"{where}: {dotted!r} was a {kind} object given in Python, which no file can hold: go on from Python, "
             "pg.train(run, resume=folder) with the same object, or write a name here"
@@ -296,7 +296,7 @@ def _type_name(kind: Any) -> str:
 
 def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
     if isinstance(value, str):
-        return _build(lambda: find_algorithm(value), where, dotted)  # type: ignore[no-any-return]
+        return _build(lambda: load_algorithm(value), where, dotted)  # type: ignore[no-any-return]
     value = dict(_table(value, where, dotted))
     name = value.get("name")
     if isinstance(name, str) and name != current.name:
@@ -308,23 +308,25 @@ def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> 
     changes: dict[str, Any] = {}
     for key, item in value.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key '{dotted}.{key}': {nearest(key, known)}")
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}': {suggest_name(key, known)}")
         place, there = f"{dotted}.{key}", getattr(current, key)
         if isinstance(there, tuple):
             if not isinstance(item, list):
-                raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
-            changes[key] = tuple(read_part(None, one, where, place) for one in item)
+                raise ConfigError(
+                    f"{where}: {place!r} is a list of parts: write [[{place}]] and a `slice_box` for each"
+                )
+            changes[key] = tuple(parse_part(None, one, where, place) for one in item)
         elif isinstance(there, (str, int)):
             changes[key] = _typed(item, type(there), where, place)
         else:
-            changes[key] = read_part(there, item, where, place)
+            changes[key] = parse_part(there, item, where, place)
             if changes[key] is None and NoneType not in typing.get_args(typing.get_type_hints(Algorithm)[key]):
-                raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(part_names(key))}")
+                raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(list_parts(key))}")
     return _build(lambda: replace(current, **changes), where, dotted)  # type: ignore[no-any-return]
 
 
-def read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
-    """Build the part that a name, or a table of a `part` and its settings, describes; None for the word `none`.
+def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
+    """Build the part that a name, or a table of a `slice_box` and its settings, describes; None for the word `none`.
 
     Args:
         current: the part that stands there: settings that are left out keep its values where it is of the same class.
@@ -333,75 +335,75 @@ def read_part(current: Any, value: Any, where: str, dotted: str) -> Any:
     Raises:
         ConfigError: no such part, a setting that it does not have, or a value of another type.
     """
-    if value == NOTHING:
+    if value == NONE:
         return None
     value = {"part": value} if isinstance(value, str) else dict(_table(value, where, dotted))
     name = value.pop("part", None)
     if name is None and current is None:
-        raise ConfigError(f"{where}: {dotted!r} needs a `part`, the class it is made of, e.g. part = 'Clip'")
-    kind = type(current) if name is None else part_class(name, where, dotted)
-    check_place(kind, where, dotted)
+        raise ConfigError(f"{where}: {dotted!r} needs a `slice_box`, the class it is made of, e.g. part = 'Clip'")
+    kind = type(current) if name is None else load_part_class(name, where, dotted)
+    check_part_field(kind, where, dotted)
     known = {f.name for f in fields(kind)}
     hints = typing.get_type_hints(kind)
     for key in value:
         if key not in known:
-            raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {nearest(key, known)}")
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {suggest_name(key, known)}")
     values = {k: _read_field(v, hints[k], where, f"{dotted}.{k}") for k, v in value.items()}
     same: Any = current if type(current) is kind else None
     return _build(lambda: kind(**values) if same is None else replace(same, **values), where, dotted)
 
 
 def _read_field(value: Any, hint: Any, where: str, dotted: str) -> Any:
-    if value == NOTHING and NoneType in typing.get_args(hint):
+    if value == NONE and NoneType in typing.get_args(hint):
         return None
-    return read_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)
+    return parse_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)
 
 
 # A configuration in words, from its TOML alone: whoever reads of a run need not have the parts that a user wrote.
 
-PARTS = {
-    "psi": "advantage Ψ",
+PART_LABELS = {
+    "advantage": "advantage Ψ",
     "ratio": "ratio",
     "gate": "gate w",
-    "aggregate": "average c",
+    "aggregation": "average c",
     "terms": "terms k",
     "corrections": "corrections",
     "shaping": "reward shaping",
     "filters": "filters",
     "critic": "critic",
     "reward_model": "reward model",
-    "step": "step",
+    "update_rule": "update_rule",
 }
 """Of an algorithm, in the equation's order."""
 
 
-def short(value: Any) -> str:
+def format_option(value: Any) -> str:
     """An option's value: a part as `Clip(low=0.2, high=0.28)`, a list with commas."""
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{k}={short(v)}" for k, v in value.items() if k != "part")
+        inside = ", ".join(f"{k}={format_option(v)}" for k, v in value.items() if k != "part")
         return f"{value['part']}({inside})" if "part" in value and inside else str(value.get("part", inside))
     if isinstance(value, list):
-        return ", ".join(map(short, value))
+        return ", ".join(map(format_option, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def parts(algorithm: Mapping[str, Any]) -> dict[str, str]:
+def format_parts(algorithm: Mapping[str, Any]) -> dict[str, str]:
     """Where a part goes -> the part; what is absent is left out."""
-    said = {label: short(algorithm[key]) for key, label in PARTS.items() if key in algorithm}
+    said = {label: format_option(algorithm[key]) for key, label in PART_LABELS.items() if key in algorithm}
     return {label: text for label, text in said.items() if text not in ("", "none")}
 
 
 # What a run was measured on and how, from the `run.toml` in its folder: its task, rewards and lengths, and no more of it.
 
-SAME = (
-    "task", "map", "skip_bad_rows", "reward", "environment", "environment_timeout", "held_out", "sampling", "seed",
+EVAL_OPTIONS = (
+    "task", "map", "skip_bad_rows", "reward", "environment", "environment_timeout", "eval/reward", "sampling", "seed",
     "trust_remote_code",
 )  # fmt: skip
 """Options that mean the same where a model is measured."""
-_READ = (*SAME, "evaluation", "rewards", "learner", "directory")
+_READ = (*EVAL_OPTIONS, "evaluation", "rewards", "learner", "directory")
 
 
-def measured(file: Path, allowed: Allowed) -> tuple[Draft, tuple[str, ...]]:
+def load_eval_options(file: Path, allowed: CodePermissions) -> tuple[UncheckedRun, tuple[str, ...]]:
     """(the run as far as it is measured, with its files wherever they are, and the options that were objects of Python's, which the
     file does not hold).
 
@@ -410,15 +412,15 @@ def measured(file: Path, allowed: Allowed) -> tuple[Draft, tuple[str, ...]]:
     Raises:
         ConfigError: what cannot be read, or code that is not allowed.
     """
-    data = {name: value for name, value in read_from(read(file), file).items() if name in _READ}
+    data = {name: value for name, value in resolve_directory(read_config(file), file).items() if name in _READ}
     objects = tuple(name for name, value in data.items() if _is_object(value))
     data = {name: value for name, value in data.items() if name not in objects}
     if isinstance(data.get("learner"), Mapping):
         data["learner"] = {name: data["learner"][name] for name in ("device", "dtype") if name in data["learner"]}
-    check_allowed(options_in(data), file, allowed)
-    return located(from_dict(data, Draft(), str(file))), objects
+    check_permissions(with_full_paths(data), file, allowed)
+    return resolve_paths(from_dict(data, UncheckedRun(), str(file))), objects
 
 
 def _is_object(value: Any) -> bool:
     several = value if isinstance(value, list) else [value]
-    return any(isinstance(word, str) and word.startswith(OBJECT) for word in several)
+    return any(isinstance(word, str) and word.startswith(OBJECT_PREFIX) for word in several)

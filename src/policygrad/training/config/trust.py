@@ -4,7 +4,7 @@ The same holds for where its texts and weights go: servers on other machines and
 
 Without being asked for, a file's own code is imported where a script would find it who is written here: in the current folder, but
 not in what the file came with, nor among the installed packages; and what this process has loaded already from elsewhere than
-those. All else needs `--allow`. Nothing is imported to find that out.
+those. All else needs `--allow-code`. Nothing is imported to find that out.
 """
 
 from __future__ import annotations
@@ -18,49 +18,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policygrad.environments.registry import codes, family
+from policygrad.environments.registry import code_references, split_environment_name
 from policygrad.errors import ConfigError
-from policygrad.rewards.resolve import codes_of, is_local
-from policygrad.utils.user_code import is_own, look_here
+from policygrad.rewards.resolve import find_code, is_local_url
+from policygrad.utils.user_code import add_cwd_to_path, is_user_reference
 
-RUN = "run.toml"
-WRITTEN = (RUN, "sft.toml", "reward-model.toml", "plan.json")
+RUN_FILE = "run.toml"
+GENERATED_FILES = (RUN_FILE, "sft.toml", "reward-model.toml", "plan.json")
 """Files of options that policygrad writes into the folder of a run or of a comparison; code beside them came with them."""
-_WORDS = ("name", "behaviour")  # of an algorithm, which are text and no parts
+_WORDS = ("name", "old_policy")  # of an algorithm, which are text and no parts
 
 
 @dataclass(frozen=True)
-class Allowed:
+class CodePermissions:
     """What the command line, or the caller, has said may run."""
 
     names: tuple[str, ...] = ()
     """Modules, with all that is in them; files; folders."""
     remote_code: bool = False
     """Whether a model's own code may."""
-    given: frozenset[str] = frozenset()
+    overridden: frozenset[str] = frozenset()
     """Options that the command line sets anew, so that what the file says of them is not used: `sampler.urls`."""
 
 
-NOTHING_MORE = Allowed()
+NO_PERMISSIONS = CodePermissions()
 
 
-def check_allowed(data: Mapping[str, Any], file: Path, allowed: Allowed) -> None:
+def check_permissions(data: Mapping[str, Any], file: Path, allowed: CodePermissions) -> None:
     """Refuses a file of options that would run code nobody here has named, or send a run's texts and weights out of its folder and
     this machine. data: what it says.
 
     Raises:
         ConfigError: with the words that allow it.
     """
-    check_missing(need_permission(named(data), file, allowed), bool(data.get("trust_remote_code")), file, allowed)
-    if leads_out := outside(data, file, allowed):
+    require_permissions(
+        filter_unpermitted(config_code_references(data), file, allowed),
+        bool(data.get("trust_remote_code")),
+        file,
+        allowed,
+    )
+    if leads_out := find_remote_targets(data, file, allowed):
         raise ConfigError(
             f"{file}: sampler.urls and sampler.folder name {', '.join(leads_out)}: prompts and weights would go to servers on "
-            f"another machine, or to a folder outside of {file.parent}, which a file cannot permit. If you want that, add --allow "
+            f"another machine, or to a folder outside of {file.parent}, which a file cannot permit. If you want that, add --allow-code "
             f"{shlex.join(leads_out)} (from Python allow={tuple(leads_out)}), or give your own --sampler.urls, --sampler.folder"
         )
 
 
-def check_missing(missing: Sequence[str], remote_code: bool, file: Path, allowed: Allowed) -> None:
+def require_permissions(missing: Sequence[str], remote_code: bool, file: Path, allowed: CodePermissions) -> None:
     """Refuse code that needs permission and has none. missing: its names; remote_code: whether the file asks for a model's own.
 
     Raises:
@@ -74,28 +79,33 @@ def check_missing(missing: Sequence[str], remote_code: bool, file: Path, allowed
     if missing:
         raise ConfigError(
             f"{file} names code of its own, {missing[0]}, which this command has not: a run folder with parts or rewards of one's "
-            f"own is a program. If it is yours, or you have read it, add --allow {' '.join(missing)} (from Python "
-            f"allow={tuple(missing)}); a map that is named again, --map FILE:NAME, needs no more"
+            f"own is a program. If it is yours, or you have read it, add --allow-code {' '.join(missing)} (from Python "
+            f"allow={tuple(missing)}); a map that is named again, --row-map FILE:NAME, needs no more"
         )
 
 
-def not_allowed(
-    data: Mapping[str, Any], file: Path, allowed: Allowed = NOTHING_MORE, *, elsewhere: bool = False
+def missing_permissions(
+    data: Mapping[str, Any], file: Path, allowed: CodePermissions = NO_PERMISSIONS, *, elsewhere: bool = False
 ) -> list[str]:
     """The modules and files that options in `file` would have imported, and the servers and folders elsewhere that a sampler would
     be given, as far as they need leave, sorted. elsewhere: in a process to come, which has loaded nothing."""
-    return sorted({*need_permission(named(data), file, allowed, elsewhere=elsewhere), *outside(data, file, allowed)})
+    return sorted(
+        {
+            *filter_unpermitted(config_code_references(data), file, allowed, elsewhere=elsewhere),
+            *find_remote_targets(data, file, allowed),
+        }
+    )
 
 
-def outside(data: Mapping[str, Any], file: Path, allowed: Allowed = NOTHING_MORE) -> list[str]:
+def find_remote_targets(data: Mapping[str, Any], file: Path, allowed: CodePermissions = NO_PERMISSIONS) -> list[str]:
     """The servers on other machines that options in `file` would have a policy drawn by, and the folder outside of the file's own
     that they would have weights written to, as far as they need permission and have none."""
     sampler = data.get("sampler")
     if not isinstance(sampler, Mapping):
         return []
-    urls = [] if "sampler.urls" in allowed.given else sampler.get("urls", ())
-    found = [str(url) for url in urls if not is_local(str(url))] if isinstance(urls, (list, tuple)) else []
-    folder = None if "sampler.folder" in allowed.given else sampler.get("folder")
+    urls = [] if "sampler.urls" in allowed.overridden else sampler.get("urls", ())
+    found = [str(url) for url in urls if not is_local_url(str(url))] if isinstance(urls, (list, tuple)) else []
+    folder = None if "sampler.folder" in allowed.overridden else sampler.get("folder")
     if isinstance(folder, str) and not any(_is_below(folder, place) for place in (str(file.parent), *allowed.names)):
         found.append(folder)
     return [place for place in found if place not in allowed.names]
@@ -108,13 +118,15 @@ def _is_below(folder: str, place: str) -> bool:
         return False
 
 
-def need_permission(codes: Iterable[str], file: Path, allowed: Allowed, *, elsewhere: bool = False) -> list[str]:
+def filter_unpermitted(
+    codes: Iterable[str], file: Path, allowed: CodePermissions, *, elsewhere: bool = False
+) -> list[str]:
     """Those of the modules, files and addresses in `file` that need permission and have none, sorted."""
     asked = {code for code in codes if not _is_allowed(code, allowed)}
     return sorted(code for code in asked if not _is_ours(code, file, elsewhere))
 
 
-def from_words(words: Sequence[str]) -> list[str]:
+def code_in_argv(words: Sequence[str]) -> list[str]:
     """The modules, files and addresses that a command line names, as `--flag value` or `--flag=value`, alone or in a list."""
     found, flag, directory = set[str](), "", None
     for word in words:
@@ -124,33 +136,33 @@ def from_words(words: Sequence[str]) -> list[str]:
         if flag == "--directory":
             directory = value or directory
         if value:
-            pieces = [codes_of(value)] if flag == "--reward" else map(_of_word, value.split(","))
+            pieces = [find_code(value)] if flag == "--reward" else map(_of_word, value.split(","))
             found |= {code for piece in pieces for code in piece}
     return sorted(found | {str(Path(directory, code)) for code in found if directory and code.endswith(".py")})
 
 
-def given_in(words: Sequence[str]) -> frozenset[str]:
-    """Of the options that `Allowed.given` may hold, those that a command line sets."""
+def overridden_in_argv(words: Sequence[str]) -> frozenset[str]:
+    """Of the options that `Allowed.overridden` may hold, those that a command line sets."""
     flags = {word.partition("=")[0] for word in words}
     return frozenset(name for name in ("sampler.urls", "sampler.folder") if f"--{name}" in flags)
 
 
 def _of_word(word: str) -> list[str]:
     if _is_address(word):
-        return [] if is_local(word) else [word]
-    return codes(word) if is_own(word) else []
+        return [] if is_local_url(word) else [word]
+    return code_references(word) if is_user_reference(word) else []
 
 
-def named(data: Mapping[str, Any]) -> Iterator[str]:
+def config_code_references(data: Mapping[str, Any]) -> Iterator[str]:
     """What reading these options would import: as `toml.from_dict` does, and the rewards when they are made."""
     rewards = data.get("reward")
     for name in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(name, str):
-            yield from codes_of(name)
+            yield from find_code(name)
     for option in ("map", "environment", "task"):
         name = data.get(option)
-        if isinstance(name, str) and is_own(name) and (option != "task" or family(name)):
-            yield from codes(name)
+        if isinstance(name, str) and is_user_reference(name) and (option != "task" or split_environment_name(name)):
+            yield from code_references(name)
     algorithm = data.get("algorithm")
     if isinstance(algorithm, Mapping):
         for key, value in algorithm.items():
@@ -161,7 +173,7 @@ def named(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_parts(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and is_own(value):
+    if isinstance(value, str) and is_user_reference(value):
         yield value.rpartition(":")[0] or value
     elif isinstance(value, list):
         for item in value:
@@ -171,7 +183,7 @@ def _of_parts(value: Any) -> Iterator[str]:
         yield from (code for item in value.values() if isinstance(item, Mapping) for code in _of_parts(item))
 
 
-def _is_allowed(code: str, allowed: Allowed) -> bool:
+def _is_allowed(code: str, allowed: CodePermissions) -> bool:
     if code in allowed.names or _is_address(code):
         return code in allowed.names
     file = _file(code)
@@ -208,7 +220,7 @@ def _is_here(file: Path, options: Path) -> bool:
     if not file.is_relative_to(here):
         return False
     if folder == here:
-        return options.name not in WRITTEN
+        return options.name not in GENERATED_FILES
     if folder.is_relative_to(here):
         return not file.is_relative_to(here / folder.relative_to(here).parts[0])
     return not here.is_relative_to(folder)
@@ -239,7 +251,7 @@ def _file(code: str) -> Path | None:
 def _spec(code: str) -> Any:
     """Of the first word: to find a submodule, Python would import what it is in."""
     top = code.partition(".")[0]
-    look_here(top)
+    add_cwd_to_path(top)
     try:
         return importlib.util.find_spec(top)
     except (ValueError, ImportError):
