@@ -222,14 +222,14 @@ def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokeniz
     assert group.trajectories[0].reward is None
 
     class Sorry(Talks):
-        async def cut(self) -> float:
+        async def on_truncated(self) -> float:
             return -0.5
 
     group, _ = conversation(narrow, Sorry, ASKED, ["3"] * 9, max_tokens=20)
     assert group.trajectories[0].turn_rewards[-1] == group.trajectories[0].reward == -0.5
 
     class Lost(Talks):
-        async def cut(self) -> float:
+        async def on_truncated(self) -> float:
             return float("nan")
 
     with pytest.raises(pg.EngineError, match="reward = nan: give a finite number"):
