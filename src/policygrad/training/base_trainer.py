@@ -151,7 +151,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
 
     @property
     def sharded_state(self) -> ShardedState[P] | None:
-        """How several processes save what they share; None = `encode_value` has it all."""
+        """How several processes save what they share; None = `pack` has it all."""
         return None
 
     @abstractmethod

@@ -231,7 +231,7 @@ async def _generated(sampler: LocalSampler, asked: list[Request]) -> object:
 
 
 def _drawn(trial: CalibrationWorkload) -> Workload:
-    """The work of `measure_decoding`: completions of one length."""
+    """The work of `drawn`: completions of one length."""
     samples = trial.workload.samples_per_prompt
     return Workload(
         max(1, trial.decode_rows[1] // samples),

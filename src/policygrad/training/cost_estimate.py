@@ -64,7 +64,7 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
 
 
 def compute_plannable_cost(algorithm: Algorithm) -> AlgorithmCost:
-    """As `compute_algorithm_cost`, of an algorithm that a plan counts whole.
+    """As `asks`, of an algorithm that a plan counts whole.
 
     Raises:
         ConfigError: it moves the weights in another way than by gradient steps.

@@ -61,7 +61,7 @@ class GuardHistory:
 
 @dataclass(frozen=True)
 class GuardDecision:
-    """On one step. spikes, flat: what is odd, in words by name; `flatten_config` is that no reward tells one answer from another."""
+    """On one step. spikes, flat: what is odd, in words by name; `flat` is that no reward tells one answer from another."""
 
     spikes: Mapping[str, str] = field(default_factory=dict)
     constant_rewards: str | None = None

@@ -47,7 +47,7 @@ def export_merged(
 ) -> Path:
     """W + (α/r)·B·A for W, added in float32 and rounded once; the folder, which loads without PEFT.
 
-    model: a run's folder, or an adapter's. output: None = `merge_adapters` in the run's folder. dtype: fp32, bf16;
+    model: a run's folder, or an adapter's. output: None = `merged` in the run's folder. dtype: fp32, bf16;
     None = what the run computed in.
 
     Raises:
@@ -81,7 +81,7 @@ def export_merged(
 def export_stopped(
     run: Path, *, trust_remote_code: bool = False, phase: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """`RUN/model-step-N`: the model as the newest intact checkpoint of a run of `train_control` or `sft` has it. The run goes on as before.
+    """`RUN/model-step-N`: the model as the newest intact checkpoint of a run of `train` or `sft` has it. The run goes on as before.
 
     Raises:
         RunError: no such run, no checkpoint, one of another model; ConfigError: a model with code of its own that is not allowed;

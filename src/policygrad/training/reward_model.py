@@ -85,7 +85,7 @@ class PreferenceBatch:
     weights: list[float]
 
     def micro_batches(self, tokens: int) -> Iterator[list[int]]:
-        """Micro-batches of at most so many tokens, or one pair: places in `format_pairs`, the longest first."""
+        """Micro-batches of at most so many tokens, or one pair: places in `pairs`, the longest first."""
         return micro_batches([max(map(len, pair)) for pair in self.pairs], tokens // 2)
 
     def count_tokens(self, some: Sequence[int]) -> int:

@@ -379,7 +379,7 @@ def _left_behind(run: Path) -> Callable[[str, list[str]], set[str]]:
 def resolve_resume_folder(
     resume: str | None, kind: str, config: Any, note: Callable[[str], None] = print
 ) -> str | None:
-    """The folder to go on in: the run's own, `resume`, or a copy of it where `config.output` is another. Raises as `copy_run`."""
+    """The folder to go on in: the run's own, `resume`, or a copy of it where `config.output` is another. Raises as `copied`."""
     if resume is None or config.output is None or Path(config.output).resolve() == Path(resume).resolve():
         return resume
     return str(copy_run(Path(resume), Path(config.output), kind, config, note))

@@ -35,7 +35,7 @@ def build_completion_rows(
     The reward is what was said of the completion, whether it takes part or a filter left it out; None = it could not be judged,
     or nobody asked for that (`scored`). Where several say something of it, `rewards` has each one's, before its weight.
     Where answers are looked at in steps, also each step's [tokens up to its end, advantage]; where an environment answers, `turns`,
-    and what `describe_exit` the episode; where the template wrote an episode's conversation anew, the texts that it is read as, `branches`.
+    and what `ended` the episode; where the template wrote an episode's conversation anew, the texts that it is read as, `branches`.
     """
     batch, rollout = done.batch, done.rollout
     advantages = done.psi[:, 0].tolist() if done.psi.shape[1] else [0.0] * len(rollout.completions)

@@ -244,7 +244,7 @@ def train(
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
 ) -> TrainingResult[float | None]:
-    """Trains as `describe_run` says, or goes on with the run in the folder `resume`.
+    """Trains as `run` says, or goes on with the run in the folder `resume`.
 
     stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed. overwrite:
     begin anew in an output folder that holds a run, which is deleted once the new one begins. allow: modules, files or folders

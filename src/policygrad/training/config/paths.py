@@ -194,7 +194,7 @@ def _part(part: str, directory: Path) -> str:
 
 
 def _saved(name: str, directory: Path) -> str:
-    """A file, or a folder that `load_dataset_table` has saved, perhaps with a split behind it."""
+    """A file, or a folder that `datasets` has saved, perhaps with a split behind it."""
     path = _there(name, directory)
     if path != name and Path(path).is_file():
         return path

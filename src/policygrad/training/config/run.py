@@ -366,7 +366,7 @@ class RunOptions:
     task: Annotated[Any, named_arg("NAME|FILE", str)] = "embedded"
     """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     With levels of difficulty: curriculum:NAME. A taskset of verifiers: verifiers:ID.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
     Several are mixed by weight: 0.7*a.jsonl+0.3*b.jsonl.
     From Python also rows, each a dict with `prompt`."""
     row_map: Annotated[Any, named_arg("FILE:NAME", str, "none")] = None

@@ -31,7 +31,7 @@ class PartChange:
 
 @dataclass(frozen=True)
 class SettingChange:
-    """One setting of a part that stayed; `slice_box` is its class, or "" for the algorithm's own."""
+    """One setting of a part that stayed; `part` is its class, or "" for the algorithm's own."""
 
     part: str
     name: str
@@ -54,7 +54,7 @@ class RunName:
 
     @property
     def name(self) -> str:
-        """`grpo+ClippedImportance`, `grpo-KLToReference`; plain where only settings differ."""
+        """`grpo+WeightCap`, `grpo-KLToReference`; plain where only settings differ."""
         marks, kept = [mark for swap in self.part_changes for mark in _marks(swap)], list[str]()
         for mark in marks:
             if len("".join([self.base, *kept, mark])) > _LONGEST:

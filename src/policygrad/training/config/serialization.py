@@ -1,7 +1,7 @@
 """A run's configuration as TOML, both ways. An unknown key is an error that names the nearest known one.
 
-A part of the algorithm is a table whose `slice_box` names its class (`Clip`, or `module:Class`, `path/to/file.py:Class` of one's own);
-without `slice_box` the table changes fields of the part that is there. "none" stands for no part.
+A part of the algorithm is a table whose `part` names its class (`Clip`, or `module:Class`, `path/to/file.py:Class` of one's own);
+without `part` the table changes fields of the part that is there. "none" stands for no part.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 
 
 def list_parts(place: str | None = None) -> list[str]:
-    """policygrad's own parts by class name, sorted; `split_location` = those that go into that field of an algorithm."""
+    """policygrad's own parts by class name, sorted; `place` = those that go into that field of an algorithm."""
     found = []
     for name in policygrad.__all__:
         kind = getattr(policygrad, name)
@@ -313,7 +313,7 @@ def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> 
         if isinstance(there, tuple):
             if not isinstance(item, list):
                 raise ConfigError(
-                    f"{where}: {place!r} is a list of parts: write [[{place}]] and a `slice_box` for each"
+                    f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each"
                 )
             changes[key] = tuple(parse_part(None, one, where, place) for one in item)
         elif isinstance(there, (str, int)):
@@ -326,7 +326,7 @@ def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> 
 
 
 def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
-    """Build the part that a name, or a table of a `slice_box` and its settings, describes; None for the word `none`.
+    """Build the part that a name, or a table of a `part` and its settings, describes; None for the word `none`.
 
     Args:
         current: the part that stands there: settings that are left out keep its values where it is of the same class.
@@ -340,7 +340,7 @@ def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
     value = {"part": value} if isinstance(value, str) else dict(_table(value, where, dotted))
     name = value.pop("part", None)
     if name is None and current is None:
-        raise ConfigError(f"{where}: {dotted!r} needs a `slice_box`, the class it is made of, e.g. part = 'Clip'")
+        raise ConfigError(f"{where}: {dotted!r} needs a `part`, the class it is made of, e.g. part = 'Clip'")
     kind = type(current) if name is None else load_part_class(name, where, dotted)
     check_part_field(kind, where, dotted)
     known = {f.name for f in fields(kind)}

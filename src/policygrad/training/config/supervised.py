@@ -39,7 +39,7 @@ class SupervisedConfig:
     """The command's name, which is also that of the configuration file in the folder."""
 
     data: Annotated[str, optional_arg("FILE", "required")] = ""
-    """The training data, .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    """The training data, .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", "none")] = None
     """A function that is given each row, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
     skip_bad_rows: bool = False
