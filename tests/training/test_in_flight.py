@@ -77,7 +77,7 @@ def once(done: list[StepResult]) -> bool:
 
 
 class Waiting(pg.Callback):
-    """After step `with_state`, until the rollout of the step after the next is begun: then that of the next is whole."""
+    """After step `at`, until the rollout of the step after the next is begun: then that of the next is whole."""
 
     def __init__(self, made: list[InFlight], at: int) -> None:
         self.made, self.with_state = made, at
