@@ -50,7 +50,7 @@ _OWN = "the run's, or "
 
 
 def _short(name: str, flag: str) -> object:
-    """The option as `train_control` calls it, and a shorter word for it."""
+    """The option as `train` calls it, and a shorter word for it."""
     return tyro.conf.arg(name=name, aliases=[flag])
 
 
@@ -66,7 +66,7 @@ class EvalOptions:
     """Code that the run's own run.toml may name and have imported; what the command names itself needs no leave."""
     task: Annotated[str, optional_arg("NAME|FILE", f"{_OWN}embedded")] = ""
     """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_OWN}none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False

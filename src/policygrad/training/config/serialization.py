@@ -233,8 +233,8 @@ def _parse_value(value: Any, hint: Any, where: str, dotted: str) -> Any:
     kinds = [kind for kind in (typing.get_args(hint) if is_union else (hint,)) if kind is not NoneType]
     if isinstance(value, str) and value.startswith(OBJECT_PREFIX):
         raise ConfigError(
-            f"{where}: {dotted!r} was a {value.removeprefix(OBJECT_PREFIX)} object given in Python, which a file cannot hold: resume "
-            "from Python, pg.train(run, resume=folder) with the same object, or write a name here"
+            f"{where}: {dotted!r} was a {value.removeprefix(OBJECT_PREFIX)} object given in Python, which no file can hold: "
+            "resume from Python, pg.train(run, resume=folder) with the same object, or write a name here"
         )
     for kind in kinds:
         kind = str if kind is Any else kind  # a name here, where Python may give an object
