@@ -173,7 +173,7 @@ def test_an_environment_that_raises_costs_its_episode_alone(tokenizer: Tokenizer
     environment.waits = waits
     group = played(tokenizer, environment)
     (lost, kept), judged = judged_alone(group)
-    assert (lost.reward, lost.ended, kept.reward) == (None, "failed", 1.0)
+    assert (lost.reward, lost.stop_reason, kept.reward) == (None, "failed", 1.0)
     assert judged.failed == 1
     (message,) = judged.messages
     assert message.startswith("the environment's Fails")
@@ -276,7 +276,7 @@ def every_turn(text):
     return (pg.ToolCall("surrogate", {"word": "\\udfff"}),)
 
 
-HALVES = pg.ToolUse((surrogate,), lambda answer, example: 1, describe=False, max_turns=2, form=every_turn)
+HALVES = pg.ToolUse((surrogate,), lambda answer, example: 1, tools_in_prompt=False, max_turns=2, parser=every_turn)
 """
 
 
@@ -512,7 +512,7 @@ def test_within_is_over_whatever_the_work_does() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (42, r"Observation\.content is text or a list of chat messages, not int 42 \(sums\.jsonl:7\)"),
+        (42, r"Observation\.content must be text or a list of chat messages, not int 42 \(sums\.jsonl:7\)"),
         (({"content": "hello"},), r"message 1 of an Observation has no role: \{'content': 'hello'\}"),
         (({"role": "user", "content": "a"}, "hello"), r"message 2 of an Observation has no role: 'hello'"),
     ],
@@ -543,7 +543,7 @@ def test_a_metric_named_as_one_of_ours_is_refused(tokenizer: Tokenizer, name: An
         async def step(self, action: pg.Action) -> pg.Step:
             return pg.Step(reward=1.0, metrics={name: 2.0})
 
-    with pytest.raises(pg.EngineError, match=rf"Odd\.step: Step\.metrics has {name!r}: .*environment/turns"):
+    with pytest.raises(pg.EngineError, match=rf"Odd\.step: Step\.metrics has the name {name!r}: .*environment/turns"):
         played(tokenizer, Odd)
 
 
@@ -552,7 +552,7 @@ def test_a_step_of_something_else_than_an_observation_is_refused(tokenizer: Toke
         async def step(self, action: pg.Action) -> pg.Step:
             return pg.Step("again")  # type: ignore[arg-type]
 
-    with pytest.raises(pg.EngineError, match=r"Odd\.step: Step\.observation is an Observation .* not str"):
+    with pytest.raises(pg.EngineError, match=r"Odd\.step: Step\.observation must be an Observation .* not str"):
         played(tokenizer, Odd)
 
 

@@ -223,8 +223,8 @@ def split_train_eval(rows: Sequence[Example]) -> tuple[Sequence[Example], Sequen
     chosen = choose_eval_rows(rows)
     if chosen is None:
         return rows, ()
-    train, held_out = ([i for i, out in enumerate(chosen) if out is side] for side in (False, True))
-    return Subset(rows, train), Subset(rows, held_out)
+    train, evaluated = ([i for i, out in enumerate(chosen) if out is side] for side in (False, True))
+    return Subset(rows, train), Subset(rows, evaluated)
 
 
 def sort_by_hash(rows: Sequence[Example]) -> Subset:
