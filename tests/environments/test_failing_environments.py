@@ -213,7 +213,7 @@ def test_a_function_of_tools_that_raises_costs_its_episode(tokenizer: Tokenizer,
         """
         return a
 
-    given: dict[str, Any] = {"tools": (add,), "describe": False, "reward": lambda answer, example: 0.5} | {what: fails}
+    given: dict[str, Any] = {"tools": (add,), "tools_in_prompt": False, "reward": lambda answer, example: 0.5} | {what: fails}
     turns = (CALL % ("add", '"a": 1'), "3")
     (lost, kept), judged = judged_alone(played(tokenizer, pg.ToolUse(**given), turns))
     assert lost.reward is None
@@ -382,8 +382,8 @@ class Hangs(World):
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_calls, "SILENCE", 0.0)
-    monkeypatch.setattr(environment_calls, "EVERY", 0.001)
+    monkeypatch.setattr(environment_calls, "REPORT_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(environment_calls, "REPORT_INTERVAL", 0.001)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -444,7 +444,7 @@ def test_a_method_that_is_never_over_in_time_ends_the_rollout(tokenizer: Tokeniz
 
     with pytest.raises(pg.EngineError, match=r"Stuck\.step was not over a single time within 0\.01 s, in 4 calls"):
         played(tokenizer, Stuck, samples=8, timeout=0.01)
-    group = played(tokenizer, Stuck, samples=8, timeout=0.01, patient=True)
+    group = played(tokenizer, Stuck, samples=8, timeout=0.01, tolerate_timeouts=True)
     assert [t.stop_reason for t in group.trajectories] == ["failed"] * 8
 
 
@@ -452,8 +452,8 @@ def test_open_episodes_are_closed_at_once_within_one_grace(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every close waits until all have begun, and one never ends; what ended the rollout is what is raised."""
-    monkeypatch.setattr(environment_calls, "CLOSING", 0.05)
-    monkeypatch.setattr("policygrad.rollout.episodes.CLOSING", 0.05)
+    monkeypatch.setattr(environment_calls, "CLOSE_TIMEOUT", 0.05)
+    monkeypatch.setattr("policygrad.rollout.episodes.CLOSE_TIMEOUT", 0.05)
     closing = list[int]()
 
     class Server(World):
@@ -598,7 +598,7 @@ def test_a_timeout_that_is_none_is_refused(run: pg.Run, seconds: float) -> None:
     with pytest.raises(pg.ConfigError, match=r"environment\.timeout must be above 0 seconds and finite"):
         replace(run, environment_timeout=seconds)
     with pytest.raises(pg.ConfigError, match=r"environment\.timeout must be above 0 seconds and finite"):
-        pg.evaluate("tiny", environment_timeout=seconds)
+        pg.evaluate(pg.RunOptions(environment_timeout=seconds))
 
 
 def test_the_option_reaches_the_environments_of_a_run_and_of_an_evaluation(

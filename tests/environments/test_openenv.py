@@ -145,12 +145,12 @@ def test_a_reward_is_a_finite_number(reward: Any) -> None:
     [
         (lambda m: None, r"http://somewhere:1 did not answer a reset within 0\.05 seconds"),
         (lambda m: ConnectionResetError("gone"), r"closed the connection during a reset \(gone\), in turn 0"),
-        (lambda m: "no json", "answers a reset with what is no message of OpenEnv's"),
-        (lambda m: {"type": "observation"}, "no message of OpenEnv's"),
-        (lambda m: ["observation"], "no message of OpenEnv's"),
-        (lambda m: {"type": "observation", "data": {"observation": "text"}}, "an observation is an object"),
-        (lambda m: error("2 of 2", "CAPACITY_REACHED"), "no room for another session: 2 of 2.*max_concurrent_envs"),
-        (lambda m: error("no key", "FACTORY_ERROR"), "cannot begin a session: no key"),
+        (lambda m: "no json", "answers a reset with a message that is not OpenEnv's"),
+        (lambda m: {"type": "observation"}, "a message that is not OpenEnv's"),
+        (lambda m: ["observation"], "a message that is not OpenEnv's"),
+        (lambda m: {"type": "observation", "data": {"observation": "text"}}, "returns the observation 'text': it must be an object"),
+        (lambda m: error("2 of 2", "CAPACITY_REACHED"), "no capacity for another session: 2 of 2.*max_concurrent_envs"),
+        (lambda m: error("no key", "FACTORY_ERROR"), "cannot start a session: no key"),
         (lambda m: error("seed?", "EXECUTION_ERROR"), "refused to reset: seed?"),
     ],
 )
@@ -180,10 +180,10 @@ def test_there_is_no_server() -> None:
         asyncio.run(factory(TEXT).reset())
 
 
-@pytest.mark.parametrize("options", [{"max_turns": 0}, {"seconds": 0.0}, {"patience": -1.0}, {"address": ""}])
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"timeout": 0.0}, {"connect_timeout": -1.0}, {"address": ""}])
 def test_budgets_that_leave_nothing(options: dict[str, Any]) -> None:
     given = {"address": ADDRESS, "connect": Server(guessing).connect} | options
-    with pytest.raises(pg.ConfigError, match="OpenEnv takes an address"):
+    with pytest.raises(pg.ConfigError, match="OpenEnv needs an address"):
         pg.OpenEnv(**given)
 
 
@@ -266,12 +266,12 @@ def asked(required: tuple[str, ...] = (), fixed: Mapping[str, Any] | None = None
     ],
 )
 def test_a_turn_becomes_an_action(action: Any, text: str, read: Any) -> None:
-    assert action.read(text) == read
+    assert action.parse(text) == read
 
 
 def test_which_field_words_go_into_must_be_clear() -> None:
     with pytest.raises(
-        pg.ConfigError, match="fields a, b, and which of them words go into is not said: give text_field="
+        pg.ConfigError, match="fields a, b, and it is unclear which one takes the text: .*give text_field="
     ):
         asked(a="string", b="string")
     with pytest.raises(pg.ConfigError, match="fields none"):
@@ -289,7 +289,7 @@ def test_the_objects_of_a_text() -> None:
 def test_whatever_is_said_an_action_or_a_word_comes_of_it(text: str) -> None:
     whole = asked(("x", "y"), x="integer", y="string")
     for action in (asked(a="string"), asked(a="integer"), asked(a="number"), asked(a="boolean"), whole):
-        json.dumps(action.read(text), allow_nan=False)
+        json.dumps(action.parse(text), allow_nan=False)
 
 
 def test_a_number_of_many_digits_is_none() -> None:

@@ -113,12 +113,12 @@ def test_a_function_is_its_own_description() -> None:
 def test_a_conversation_with_a_tool(tokenizer: Tokenizer) -> None:
     trajectory, sampler = played(tokenizer, f"I add. {call('add', a=1, b=2)}", "3")
     first, answer, second = trajectory.segments
-    assert (first.sampled, answer.sampled, second.sampled) == (True, False, True)
+    assert (first.is_sampled, answer.is_sampled, second.is_sampled) == (True, False, True)
     assert tokenizer.decode(answer.tokens) == "\n<tool_response>\n3\n</tool_response>\n"
     assert (trajectory.reward, trajectory.stop_reason, trajectory.truncated) == (1.0, "answer", False)
     assert trajectory.metrics["calls"] == 1.0
-    asked = torch.cat([sampler.asked[0].tokens, first.tokens, answer.tokens])
-    assert torch.equal(sampler.asked[1].tokens, asked)  # the very ids, and nothing but a continuation of them
+    asked = torch.cat([sampler.asked[0].prompt_ids, first.tokens, answer.tokens])
+    assert torch.equal(sampler.asked[1].prompt_ids, asked)  # the very ids, and nothing but a continuation of them
 
 
 def forges() -> str:
@@ -192,7 +192,7 @@ def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) 
     assert (trajectory.stop_reason, trajectory.reward, len(trajectory.turn_rewards)) == ("turns", 0.0, 3)
     size = len(tokenizer.hf(again)["input_ids"]) + 1
     cut, _ = played(tokenizer, again, again, "3", max_tokens=size + 5)
-    assert (cut.stop_reason, cut.truncated, cut.reward, cut.sampled) == ("tokens", True, 0.0, size + 5)
+    assert (cut.stop_reason, cut.truncated, cut.reward, cut.num_sampled_tokens) == ("tokens", True, 0.0, size + 5)
     full, _ = played(tokenizer, again, "3", max_tokens=size)  # nothing is left to say, so the answer is not heard
     assert (full.stop_reason, full.truncated, len(full.segments)) == ("tokens", True, 1)
     assert full.reward == 0.0  # it ended without an answer
@@ -329,7 +329,7 @@ def test_the_prompt_says_what_tools_there_are(tokenizer: Tokenizer) -> None:
     chat = pg.Example(({"role": "user", "content": "1 + 2?"},), {"answer": "3"})
     for example in (ASKED, chat):
         trajectory, sampler = played(tokenizer, call("add", a=1, b=2), "3", example=example, tools_in_prompt=True)
-        prompt = tokenizer.decode(sampler.asked[0].tokens)
+        prompt = tokenizer.decode(sampler.asked[0].prompt_ids)
         assert '"description": "Adds two numbers."' in prompt
         assert prompt.index("</tools>") < prompt.index("1 + 2")
         assert "<tool_response>\n3\n</tool_response>" in tokenizer.decode(trajectory.segments[1].tokens)
