@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "a trust region": (
         lambda: replace(pg.LUFFY, update_rule=pg.TrustRegion()),
-        ["TrustRegion measures", "own samples", "update_rule=GradientSteps()"],
+        ["TrustRegion measures", "the policy's samples", "update_rule=GradientSteps()"],
     ),
     "steps": (
         lambda: replace(pg.GRPO_PROCESS, gate=pg.PolicyShaping()),
@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "refill before a demonstration joins": (
         lambda: replace(pg.LUFFY, filters=(pg.DropZeroVariance(),)),
-        ["DropZeroVariance samples other prompts", "before a demonstration joins", "mode='drop'"],
+        ["DropZeroVariance replaces groups", "before a demonstration joins", "mode='drop'"],
     ),
     "shaping beside rewards one by one": (
         lambda: replace(pg.GDPO, shaping=(pg.SoftOverlong(),)),

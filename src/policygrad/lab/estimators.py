@@ -47,7 +47,7 @@ class WeightedSteps:
 
 
 def count_multisets(n: int, size: int) -> int:
-    """How many multisets of `parse_size` out of n."""
+    """How many multisets of `size` out of n."""
     return math.comb(n + size - 1, size)
 
 
@@ -193,7 +193,7 @@ def _distinct(kind: Tensor, steps: WeightedSteps) -> tuple[Tensor, Tensor, Tenso
 
 def _kinds(algorithm: Algorithm, book: Batch) -> Tensor:
     """[R] int64: rows of the book are of one kind if no part that sees a whole step can tell them apart."""
-    parts = [part for name, part in algorithm.parts() if name in STEPWISE_FIELDS]
+    parts = [part for key, part in algorithm.named_parts() if key.partition(".")[0] in STEPWISE_FIELDS]
     read = {"mask", "reward", "truncated", "values"}.union(*(part.needs for part in parts))
     fields = [getattr(book, name) for name in (*PER_TOKEN, *PER_COMPLETION) if name in read]
     columns = [f.double().reshape(len(book.mask), -1) for f in fields if f is not None]
@@ -335,7 +335,7 @@ def _coefficients(
 
 
 def select_step_tokens(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, size: int) -> Batch:
-    """The batch with what a part chooses among all tokens of a step, step by step: `parse_size` completions each."""
+    """The batch with what a part chooses among all tokens of a step, step by step: `size` completions each."""
     if algorithm.token_selector is None:
         return batch
     chosen, given = [], {f.name: getattr(out, f.name) for f in fields(out)}
