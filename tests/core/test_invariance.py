@@ -123,7 +123,7 @@ def test_a_share_is_not_asked_to_choose_for_the_update() -> None:
     assert not torch.equal(torch.cat(by_halves), batch.selected)  # or the choice would not depend on the update
     with pytest.raises(pg.ConfigError, match="Loudest and Loudest each select tokens"):
         replace(algorithm, corrections=(Loudest(), Loudest()))
-    with pytest.raises(pg.ConfigError, match="Loudest chooses among the tokens of one gradient step, and TrustRegion"):
+    with pytest.raises(pg.ConfigError, match="Loudest selects tokens of one gradient step, and TrustRegion"):
         replace(pg.TRPO, corrections=(Loudest(),))
 
 
