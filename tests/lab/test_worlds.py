@@ -13,7 +13,6 @@ from policygrad.lab.policies import Bigram, Experts, TabularPolicy, Transformer
 from policygrad.lab.sequences import (
     PrefixTree,
     World,
-    count_completions,
     derivative,
     perturb_policy,
     reward_min_length,
@@ -132,9 +131,9 @@ def test_the_tree_holds_every_completion_once(vocabulary: int, length: int) -> N
     brute = {
         tuple(itertools.takewhile(bool, word)) for word in itertools.product(range(vocabulary), repeat=length)
     }  # cut at the first EOS
-    assert len(tree.words) == len(set(tree.words)) == count_completions(vocabulary, length)
-    assert set(tree.words) == brute
-    for word, tokens, states, n in zip(tree.words, tree.tokens, tree.state, tree.lengths, strict=True):
+    assert len(tree.completions) == len(set(tree.completions)) == sum((vocabulary - 1) ** n for n in range(length + 1))
+    assert set(tree.completions) == brute
+    for word, tokens, states, n in zip(tree.completions, tree.tokens, tree.state, tree.lengths, strict=True):
         for t in range(int(n)):
             assert tree.prefixes[int(states[t])] == word[:t]
             assert int(tokens[t]) == (word[t] if t < len(word) else 0)
