@@ -338,7 +338,7 @@ class ByZero(pg.Advantage):
 
 
 def test_an_advantage_that_makes_nan_ends_the_run_by_its_name_and_the_learning_rate_is_not_blamed(run: pg.Run) -> None:
-    with pytest.raises(pg.NumericsError, match=r"^ByZero in psi\.0 returned NaN") as caught:
+    with pytest.raises(pg.NumericsError, match=r"^ByZero in advantage\.0 returned NaN") as caught:
         pg.train(replace(run, algorithm=replace(pg.GRPO, advantage=(ByZero(),))), display=False)
     (note,) = caught.value.__notes__
     assert note.endswith("so correct ByZero first")
