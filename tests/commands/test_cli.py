@@ -22,7 +22,7 @@ import pytest
 import policygrad as pg
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.catalog import PAPERS
+from policygrad.catalog import CATALOG
 from policygrad.commands import STOPPED, render
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.engine import EngineOptions
@@ -140,7 +140,7 @@ def test_algorithms_plain_and_json(run_command: Any) -> None:
     assert len(out.splitlines()) == 1 + len(ALGORITHMS)
     rows = json.loads(run_command("algorithms", "--json")[1])
     assert list(rows) == list(ALGORITHMS)
-    assert all(row["departs"] == PAPERS[name].deviations for name, row in rows.items())
+    assert all(row["departs"] == CATALOG[name].deviations for name, row in rows.items())
     assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
 
 
