@@ -214,17 +214,7 @@ def _pool(chosen: tuple[Reward, ...], needed: Needed) -> RewardScorer:
     asked = needed.rewards
     if needed.pool is not None:
         return needed.pool(chosen, asked, needed.phase)
-    return RewardPool(
-        chosen,
-        num_workers=asked.num_workers,
-        timeout=asked.timeout,
-        memory=asked.memory,
-        sandbox=asked.sandbox,
-        environment=asked.environment,
-        show_output=asked.show_output,
-        progress=needed.phase,
-        tolerate_unresponsive=not asked.max_failed_steps,
-    )
+    return RewardPool.from_config(chosen, asked, needed.phase)
 
 
 def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
