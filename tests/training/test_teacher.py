@@ -93,8 +93,8 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("distill",), "distill learns from a teacher, and none is named: give --teacher"),
-        (("dapo", "--teacher", "tiny"), "reference.model is 'tiny', and no part of dapo reads a reference"),
+        (("distill",), "distill learns from a teacher: set --teacher"),
+        (("dapo", "--teacher", "tiny"), "reference.model is 'tiny', but no part of dapo uses a reference"),
         (("iterative_grpo", "--teacher", "tiny"), "Reference.model = 'tiny' stays what it is"),
         (
             ("dapo", "--algorithm.reference", "none", "--teacher", "x"),
