@@ -310,7 +310,7 @@ def test_a_held_out_file_takes_its_prompts_out_of_training(config: pg.RewardMode
     assert measured == {row["prompt"] for row in PAIRS[:4]}
     assert not trained & measured
     assert objective.run_facts["left out"].startswith("4 pairs")
-    with pytest.raises(DataError, match="holds every prompt"):
+    with pytest.raises(DataError, match="contains every prompt"):
         PreferenceObjective(replace(config, eval_data=config.data).resolve())
 
 
