@@ -66,7 +66,7 @@ def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, 
 def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> None:
     said = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
     assert (
-        "set otherwise than at the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
+        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
         in said
     )
     assert "no longer bit for bit" in said
@@ -96,7 +96,7 @@ def test_every_changed_option_is_noted(run: pg.Run, change: dict[str, Any], said
     run = replace(run, algorithm=pg.DAPO, lr=0.01, output=f"{run.output}-dapo")
     pg.train(run, stop_after=1, display=False)
     found = go_on(run, **change)
-    assert f"set otherwise than at the checkpoint: {said}" in found
+    assert f"changed since the checkpoint: {said}" in found
     assert ("bit for bit" in found) is (not {"steps", "checkpoint", "rewards"} & set(change))
 
 
@@ -130,7 +130,7 @@ def test_changed_versions_and_device_are_noted(run: pg.Run, tmp_path: Path) -> N
     before = fingerprint_run(run, "cuda")
     old = {**before, "versions": {**before["versions"], "torch": "1.0", "gone": "2"}}
     (said,) = compare_fingerprints(old, fingerprint_run(run, "cpu"), run, tmp_path)
-    assert "another than at the checkpoint: torch 1.0 -> " in said
+    assert "versions changed since the checkpoint: torch 1.0 -> " in said
     assert "device cuda -> cpu" in said
     assert "gone" not in said
     assert compare_fingerprints(before, fingerprint_run(run, "cuda"), run, tmp_path) == []
@@ -151,7 +151,7 @@ def test_an_empty_configuration_is_refused(
     (tmp_path / file).write_text(text)
     code, _, err = run_command(command, "--resume", str(tmp_path), "--dry-run")
     assert code == 2
-    assert f"{file} is empty, so nobody knows what the run was: put a copy of it back, or write it anew" in err
+    assert f"{file} is empty, so the run's options are lost: put a copy of it back, or write it anew" in err
 
 
 def test_a_truncated_configuration_is_refused_wherever_it_ends(run: pg.Run, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_file_changes_the_base_configuration(tmp_path: Path) -> None:
         ('algorithm = "gprpo"', "unknown algorithm 'gprpo': did you mean 'grpo'?"),
         ("algorithm = 3", "'algorithm' is a table, not 3"),
         ("[algorithm]\ngat = 3", "unknown key 'algorithm.gat': did you mean 'gate'?"),
-        ('[algorithm]\npsi = "GroupMean"', "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]"),
+        ('[algorithm]\nadvantage = "GroupMean"', "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]"),
         ("[[algorithm.advantage]]\nddof = 1", "'algorithm.advantage' needs a `part`"),
         ('[algorithm]\ngate = "Clipp"', "algorithm.gate: no part is called 'Clipp': did you mean 'Clip'?"),
         ('[algorithm]\ngate = "grpo"', "algorithm.gate: no part is called 'grpo'"),
@@ -141,7 +141,7 @@ def test_a_file_changes_the_base_configuration(tmp_path: Path) -> None:
         ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
         ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),
         ("samples_per_prompt = 1", "set samples_per_prompt to 2 or more"),
-        ('[algorithm]\ngate = "os:path"', "names code of its own, os, which this command has not"),
+        ('[algorithm]\ngate = "os:path"', "names code of its own, os, which the command line does not"),
         ('[algorithm]\ngate = "no.such.module:Part"', "cannot import the part 'no.such.module:Part'"),
         ("steps = ", "is not valid TOML: "),
         ("steps = 1\nsteps = 2", "is not valid TOML: "),
@@ -166,7 +166,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
 
 
 def test_token_budget_and_decode_rows_are_checked() -> None:
-    with pytest.raises(ValueError, match="tokens must be at least 1, or left out for no budget, not 0"):
+    with pytest.raises(ValueError, match="tokens must be at least 1, not 0; leave it out for no budget"):
         Run(tokens=0)
     with pytest.raises(ValueError, match="decode_rows must be at least 1, not 0"):
         pg.SamplingParams(decode_rows=0)
@@ -178,7 +178,7 @@ def test_a_rollout_has_no_more_minibatches_than_prompts() -> None:
     """A minibatch is whole groups. What runs then is in the configuration, and what was asked for is said."""
     small = Run(algorithm=pg.DAPO, prompts_per_step=4)
     assert "dapo splits a rollout into 16 minibatches" in small.minibatch_warning
-    assert "4 prompts a step make 4" in small.minibatch_warning
+    assert "4 prompts per step make only 4" in small.minibatch_warning
     assert "raise prompts_per_step to 16" in small.minibatch_warning
     run = small.resolve()
     assert run.algorithm.update_rule == pg.GradientSteps(minibatches=4)
@@ -222,7 +222,7 @@ def test_refresh_after_stall_needs_evaluations() -> None:
     waiting = replace(pg.PRORL, reference=pg.Reference(refresh_after_stall=3, reset_optimizer=True))
     with pytest.raises(ValueError, match=r"Reference.refresh_after_stall = 3 .* set evaluation.every"):
         Run(algorithm=waiting)
-    with pytest.raises(ValueError, match=r"evaluation.problems\) above 0, or stall to 0"):
+    with pytest.raises(ValueError, match=r"evaluation.problems\) above 0, or refresh_after_stall to 0"):
         Run(algorithm=waiting, evaluation=pg.EvaluationConfig(every=5, problems=0))
     assert Run(algorithm=waiting, evaluation=pg.EvaluationConfig(every=5)).algorithm is waiting
 
@@ -250,7 +250,7 @@ def test_an_open_field_stays_open_where_the_named_algorithm_has_a_value(tmp_path
 
 
 def test_names_in_place_of_objects_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pg\.algorithm\('dapo'\)"):
+    with pytest.raises(ValueError, match=r"pg\.get_algorithm\('dapo'\)"):
         pg.Run(algorithm="dapo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"reward=\('math',\)"):
         pg.Run(reward="math")  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ def test_the_default_warns_and_leaves_the_run_unchanged(run: pg.Run, tmp_path: P
     record = Record()
     pg.train(run, learner=spiking(4), display=record)
     assert "step 4: grad_norm is " in record.said
-    assert "(the run goes on; --guard.action does something about it)" in record.said
+    assert "(training continues; --guard.action changes that)" in record.said
     assert [row["guard/alarms"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [0, 0, 0, 1, 0, 0]
     away = replace(run, guard=GuardConfig(grad_norm=0), output=str(tmp_path / "away"))
     record = Record()
@@ -178,7 +178,7 @@ def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwis
     record = Record()
     pg.train(run, learner=spiking(4), display=record)
     whole, pieces = tmp_path / "run", tmp_path / "pieces"
-    assert "step 4: back to the weights of step 2, at a lower rate" in record.said
+    assert "step 4: restored the weights of step 2, at a lower learning rate" in record.said
     assert same(learned(whole, 2), learned(whole, 4))
     assert bool(saved(whole, 2).state["carried"]) is waits
     assert not saved(whole, 4).state["carried"]

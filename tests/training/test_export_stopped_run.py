@@ -34,7 +34,7 @@ def test_the_export_equals_a_run_of_that_many_steps(run: pg.Run, tmp_path: Path,
     assert same(found, load_model(str(two.output)).state_dict())
     card = (stopped / "model-step-2" / "README.md").read_text()
     assert "| steps | 2 |" in card
-    assert "It was not measured." in card
+    assert "The model was not evaluated." in card
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
     assert same(weights(pg.train(resume=stopped, allow_code=("/",), display=False).output), weights(whole.output))
     code, _, err = run_command("export", str(stopped))  # which is over now

@@ -57,7 +57,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.R
     assert said.startswith("no sample of the first step has a reward: reward ")
     assert "ValueError: the judge is away" in said
     assert (
-        f"Step 1 is saved: policygrad train --resume {run.output} --allow-code {mine(run)} goes on once the reward works"
+        f"Step 1 is saved: policygrad train --resume {run.output} --allow-code {mine(run)} resumes once the reward works"
         in said
     )
     (Path(str(run.output)).parent / "mended").touch()

@@ -156,7 +156,7 @@ def test_a_run_killed_before_its_configuration_leaves_the_folder_usable(small: p
     run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
     assert pg.train(run, display=False).steps == 1
     (tmp_path / "run" / LOCK_FILE).write_text("who it was")
-    with pytest.raises(RunError, match="is not empty: go on with it by --resume"):
+    with pytest.raises(RunError, match="is not empty: resume the run in it by --resume"):
         pg.train(run, display=False)
     assert (tmp_path / "run" / LOCK_FILE).read_text() == "who it was"
 

@@ -20,14 +20,14 @@ from policygrad.training.trainer import train
     [
         (
             {"algorithm": pg.ITERATIVE_GRPO},
-            ["Reference.refresh_every = 100", "16 steps", "--steps above 100", "every at 4"],
+            ["Reference.refresh_every = 100", "16 steps", "--steps above 100", "refresh-every to 4"],
         ),
         ({"algorithm": pg.ITERATIVE_GRPO, "steps": 101}, []),
         ({"algorithm": pg.PRORL}, ["Reference.refresh_every = 200", "--steps above 200"]),
         ({"algorithm": pg.PRORL, "steps": 200}, ["Reference.refresh_every = 200"]),
         ({"algorithm": pg.PRORL, "steps": 400}, []),
         ({"algorithm": pg.VAPO, "steps": 100}, []),
-        ({"algorithm": pg.VAPO, "steps": 20}, ["Critic.pretrain = 20", "stands still", "--algorithm.critic.pretrain"]),
+        ({"algorithm": pg.VAPO, "steps": 20}, ["Critic.pretrain = 20", "is not trained", "--algorithm.critic.pretrain"]),
         ({"algorithm": pg.GRPO, "steps": 1}, []),
     ],
 )
@@ -61,7 +61,7 @@ def test_the_report_is_correct(small: Run, tmp_path: Path, every: int, acts: boo
     metrics = rows(found.output / "metrics.jsonl")
     assert [m["step"] for m in metrics if m.get("reference/refreshed")] == [every]
     assert same(weights(never.output), weights(found.output)) is not acts
-    assert any("never acts in this run" in note for note in record.notes) is not acts
+    assert any("never takes effect in this run" in note for note in record.notes) is not acts
 
 
 def test_a_dry_run_reports_idle_schedules(
@@ -69,7 +69,7 @@ def test_a_dry_run_reports_idle_schedules(
 ) -> None:
     code, said, _ = run_command("train", "prorl", "--dry-run")
     assert code == 0
-    assert "# Note: Reference.refresh_every = 200 never acts" in said
+    assert "# Note: Reference.refresh_every = 200 never takes effect" in said
     (tmp_path / "run.toml").write_text(said)
     code, again, _ = run_command("train", "--config", str(tmp_path / "run.toml"), "--steps", "300", "--dry-run")
     assert code == 0

@@ -369,7 +369,7 @@ def test_an_output_folder_that_is_not_empty_is_refused(bench: Bench) -> None:
     folder = bench.folder / "run"
     folder.mkdir()
     (folder / "precious").write_text("data")
-    with pytest.raises(RunError, match="is not empty: go on with it by --resume"):
+    with pytest.raises(RunError, match="is not empty: resume with it by --resume"):
         bench.go()
     assert (folder / "precious").read_text() == "data"
 

@@ -17,7 +17,7 @@ CONFIG = {
     "seed": 3,
     "sampling": {"max_tokens": 64, "temperature": 0.7},
     "learner": {"lora": "rank=4"},
-    "evaluation": {"problems": 32, "samples": 8},
+    "evaluation": {"problems": 32, "samples_per_prompt": 8},
     "algorithm": {"name": "dapo", "gate": {"part": "Clip", "low": 0.2}, "terms": [], "critic": "none"},
 }
 
@@ -57,7 +57,7 @@ def test_a_local_base_model_is_not_linked_to_the_hub() -> None:
     text = render_model_card("sft", "a", CONFIG | {"model": "/home/me/secret/base", "algorithm": {}}, {}, {})
     assert "base_model:" not in text
     assert "| base model | base |" in text
-    assert "It was not measured." in text
+    assert "The model was not evaluated." in text
 
 
 def test_a_run_writes_a_card_beside_its_model(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_the_new_run_equals_one_in_an_empty_folder(run: pg.Run, tmp_path: Path) -> None:
     old = pg.train(run, display=False)
     (old.output / "report.html").write_text("of the old one")
-    with pytest.raises(RunError, match=r"is not empty: go on .*; --overwrite deletes the run that is in it"):
+    with pytest.raises(RunError, match=r"is not empty: resume .*; --overwrite deletes the run that is in it"):
         pg.train(run, display=False)
     new = replace(run, seed=1, steps=1)
     pg.train(new, overwrite=True, display=False)
@@ -63,7 +63,7 @@ def test_a_stop_while_loading_leaves_the_old_run(run: pg.Run, monkeypatch: pytes
         patch.setattr(Trainer, "build", stopped)
         found = pg.train(replace(run, seed=1), overwrite=True, display=record)
     assert found.interrupted
-    assert f"the run that was in {old} is there as it was" in record.said
+    assert f"the run that was in {old} is unchanged" in record.said
     assert files(old) == before
     assert pg.train(resume=old, allow_code=("/",), display=False).steps == 2
 
@@ -86,7 +86,7 @@ def test_folders_with_other_files_are_not_overwritten(run: pg.Run, tmp_path: Pat
     old = pg.train(run, stop_after=1, display=False).output
     (old / "notes.md").write_text("what I saw")
     before = files(old)
-    with pytest.raises(RunError, match=r"more than a run leaves \(notes\.md\)"):
+    with pytest.raises(RunError, match=r"files that no run writes \(notes\.md\)"):
         pg.train(run, overwrite=True, display=False)
     assert files(old) == before
 
@@ -103,7 +103,7 @@ def test_overwriting_survives_a_kill_at_any_moment(run: pg.Run) -> None:
         pg.train(run, display=False)
     (old / "run.toml").write_text("seed = 1\n")  # of the new one
     with pytest.raises(
-        RunError, match=r"killed before it began: begin it again with --overwrite; or, .*move what is in"
+        RunError, match=r"killed before it started: start it again with --overwrite; or, .*move the contents of"
     ):
         pg.train(resume=old, display=False)
     with pytest.raises(ModelError):
@@ -124,7 +124,7 @@ def test_every_file_of_a_run_is_a_known_one(run: pg.Run) -> None:
 def test_overwrite_needs_output_and_excludes_resume(
     run: pg.Run, tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    with pytest.raises(ConfigError, match="--overwrite is for the folder that --output names"):
+    with pytest.raises(ConfigError, match="--overwrite replaces the run in the folder of --output"):
         pg.train(replace(run, output=None), overwrite=True, display=False)
     with pytest.raises(ConfigError, match="leave one of them out"):
         pg.train(run, resume=tmp_path, overwrite=True, display=False)

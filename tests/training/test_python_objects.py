@@ -59,7 +59,7 @@ def test_a_run_of_objects_resumes_from_python_only(run: pg.Run, tmp_path: Path) 
     record = Record()
     pg.train(objects(run), stop_after=1, display=record)
     folder = tmp_path / "run"
-    assert record.summary["go on with"] == f"pg.train(run, resume={str(folder)!r})"
+    assert record.summary["resume with"] == f"pg.train(run, resume={str(folder)!r})"
     with pytest.raises(pg.ConfigError, match=r"run\.toml: 'model' was a LlamaForCausalLM object given in Python"):
         load_config(folder / "run.toml", pg.Run())
     with pytest.raises(pg.ConfigError, match=r"pg\.train\(run, resume=folder\) with the same object"):
@@ -253,7 +253,7 @@ def test_resume_requires_the_same_kind_of_environment(run: pg.Run) -> None:
     record = Record()
     stopped = pg.train(run, environment=Chat, stop_after=1, display=record)
     assert "environment given as objects" in record.said
-    assert record.summary["go on with"].startswith("pg.train(run, resume=")
+    assert record.summary["resume with"].startswith("pg.train(run, resume=")
     with pytest.raises(pg.RunError, match=r"the run was given an environment from Python.*resume=.*environment="):
         pg.train(resume=stopped.output, display=False)
     assert pg.train(run, environment=Chat, resume=stopped.output, display=False).steps == 3

@@ -114,7 +114,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
     result = train(replace(small, output=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=100)), display=record)
     assert result.model is None
     assert 2 <= result.steps <= 3
-    assert "--resume" in record.summary["go on with"]
+    assert "--resume" in record.summary["resume with"]
     assert train(resume=tmp_path / "run").steps == small.steps
     whole = train(replace(small, output=str(tmp_path / "whole")))
     assert same(weights(whole.output), weights(tmp_path / "run"))

@@ -93,7 +93,7 @@ def test_a_signal_in_any_phase_is_resumable(
     assert [signal.getsignal(s) for s in ALL] == handlers
     assert (result.steps, result.model, result.interrupted) == (done, None, True)
     said = given["display"]
-    assert "go on with" in said.summary or "go on with: " in said.said
+    assert "resume with" in said.summary or "resume with: " in said.said
     assert (folder / "run.toml").exists()
     assert newest_step(folder / "checkpoints") == done  # else it would begin anew, and come to the same later
     again = pg.train(run, resume=folder, display=False)
@@ -365,7 +365,7 @@ def test_a_signal_during_print_is_safe(
     result = pg.train(replace(run, output=str(tmp_path / "run")), display=PlainTracker(stream))
     assert stream.sent == 1
     assert (result.steps, result.interrupted) == (1, True)
-    assert "go on with" in stream.getvalue()
+    assert "resume with" in stream.getvalue()
 
 
 def test_nohup_is_respected() -> None:

@@ -114,7 +114,7 @@ def test_a_rollback_restores_the_checkpoint_at_a_lower_rate_and_resume_is_bitwis
     whole, pieces = tmp_path / "run", tmp_path / "pieces"
     record, spoiling = Record(), Spoiling(4, 1e6)
     train(config, display=record, callbacks=[spoiling])
-    assert "step 4: back to the weights of step 2, at a lower rate" in record.said
+    assert "step 4: restored the weights of step 2, at a lower learning rate" in record.said
     assert same(learned(whole, 2), learned(whole, 4))
     assert spoiling.rates == pytest.approx([1e-3] * 4 + [0.25e-3] * 2)
     train(replace(config, output=str(pieces)), stop_after=4, display=False, callbacks=[Spoiling(4, 1e6)])

@@ -389,7 +389,7 @@ def test_invalid_files_models_and_folders_are_refused(config: pg.RewardModelConf
     refused(r"equal.jsonl:\d+: 'chosen' and 'rejected' are equal in token ids", data=special)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(RunError, match="is not empty: go on with it by --resume"):
+    with pytest.raises(RunError, match="is not empty: resume with it by --resume"):
         pg.train_reward_model(replace(config, output=str(tmp_path / "full")))
     with pytest.raises(RunError, match="holds no run of `policygrad reward-model`"):
         pg.train_reward_model(resume=tmp_path / "full")

@@ -132,7 +132,7 @@ def test_value_pretraining_is_noted_at_start_and_end(small: Run, tmp_path: Path)
     told = [note for note in record.notes if "value pre-training" in note]
     assert [note.partition(",")[0] for note in told] == [
         "step 1: value pre-training",
-        "step 3: value pre-training is over",
+        "step 3: value pre-training is finished",
     ]
     explained = record.steps[2][1]["explained_variance"]
     assert f"{explained:.0%} of the returns' variance" in told[1]
