@@ -93,9 +93,9 @@ def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
     assert found.metrics["completions/sampled_per_trained"].value == 12 / 8
     other = collect(refilled(), position=2)  # 2 … 7, 0, 1 and then 2, 3, 4, 5, of which two are over
     assert [int(g.prompt_ids) for g in other.leftover_groups] == [4, 5]
-    assert {name: other.metrics[f"dynamic/{name}"].value for name in ("unfilled", "carried", "discarded")} == {
+    assert {name: other.metrics[f"dynamic/{name}"].value for name in ("unfilled", "leftover", "discarded")} == {
         "unfilled": 0,
-        "carried": 0,
+        "leftover": 0,
         "discarded": 0,
     }
 
@@ -172,7 +172,7 @@ def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[StepR
         done += watcher.done
         if pieces:
             tensors, values = serialization.pack_rollouts(progress.leftover_groups, progress.queued_rollouts)
-            values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
+            values = decode_json(json.loads(json.dumps(encode_json(values, "leftover_groups"))))
             groups, ahead = serialization.unpack_rollouts(tensors, values, player.examples)
             progress = replace(progress, leftover_groups=groups, queued_rollouts=ahead)
     return done
@@ -268,7 +268,7 @@ def test_every_field_of_a_group_comes_back() -> None:
     tensors, values = serialization.pack_rollouts([group, other], [])
     mine, rest = serialization.split_tensors(tensors | {"weights/a": torch.ones(1)})
     assert list(rest) == ["weights/a"]
-    values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "leftover_groups"))))
     found, ahead = serialization.unpack_rollouts(mine, values, lambda i: Example(str(i), {"a": 1}))
     assert ahead == ()
     assert [g.spec.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
@@ -303,7 +303,7 @@ def test_every_field_of_a_group_comes_back() -> None:
 def test_every_field_of_a_rollout_comes_back(algorithm: pg.Algorithm) -> None:
     there = collect(algorithm, prompts=PROMPTS - 1)
     tensors, values = serialization.pack_rollouts((), [there, there])
-    values = decode_json(json.loads(json.dumps(encode_json(values, "ahead"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "queued_rollouts"))))
     _, (_, back) = serialization.unpack_rollouts(tensors, values, rollouter(sampler()).examples)
     for field in fields(there.batch):
         one, other = getattr(there.batch, field.name), getattr(back.batch, field.name)

@@ -61,7 +61,7 @@ def test_resuming_with_another_filter_discards_leftover_groups(refilling: Run, t
     folder = tmp_path / "run"
     run = replace(refilling, output=str(folder))
     train(run, stop_after=1, display=False)
-    while not (saved := checkpoints.load_latest(folder / "checkpoints", warn=pytest.fail)).state["carried"]:
+    while not (saved := checkpoints.load_latest(folder / "checkpoints", warn=pytest.fail)).state["leftover_groups"]:
         train(resume=folder, stop_after=1, display=False)
     assert {name for name in saved.tensors if name.startswith("carried/")}
     record = Record()

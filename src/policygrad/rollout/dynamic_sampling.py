@@ -84,7 +84,7 @@ def sample_until_full(
         scoring |= ScoringResult(messages=(note,))
     counts = {
         "unfilled": missing,
-        "carried": num_carried_over,
+        "leftover": num_carried_over,
         "discarded": len(good) - min(len(good), room) - len(surplus),
     }
     metrics: Metrics = {f"dynamic/{name}": Sum(float(n)) for name, n in counts.items()} if refilling else {}

@@ -57,7 +57,7 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
             "broken off between turns, or name reward functions"
         )
         judged = ScoringResult(failed=failed, messages=(*lost, *((said,) if silent else ())))
-        return _with(groups, [{"parts": (reward,)} for reward in own], ((ENVIRONMENT_REWARD, 1.0),)), judged
+        return _with(groups, [{"reward_parts": (reward,)} for reward in own], ((ENVIRONMENT_REWARD, 1.0),)), judged
     scores = _scored(groups, score)
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in zip(scores.total, own, strict=True)]
     known = {name: [x for x in part if x is not None] for name, part in scores.parts.items()}
@@ -66,7 +66,7 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
     messages = (*lost, *scores.messages)
     judged = ScoringResult(merge(failure_metrics(scores), parts), messages, sum(x is None for x in total))
     names, columns = _columns(scores, own)
-    changes = [{"reward": r, "parts": said} for r, said in zip(total, zip(*columns, strict=True), strict=True)]
+    changes = [{"reward": r, "reward_parts": said} for r, said in zip(total, zip(*columns, strict=True), strict=True)]
     return _with(groups, changes, names), judged
 
 
@@ -143,7 +143,7 @@ def score_reasoning_steps(
     }
     sizes = [len(found.ends) for found in marks if found is not None]
     count: Metrics = {"steps/mean": Mean(float(sum(sizes)), float(len(sizes)))} if sizes else {}
-    changes: list[dict[str, Any]] = [{"reward": None} if found is None else {"marks": found} for found in marks]
+    changes: list[dict[str, Any]] = [{"reward": None} if found is None else {"step_marks": found} for found in marks]
     return _with(groups, changes), ScoringResult(merge(failure_metrics(scores), means, count), tuple(scores.messages))
 
 
