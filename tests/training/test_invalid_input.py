@@ -112,7 +112,7 @@ def changed_model(random_model: Path, tmp_path: Path) -> Callable[..., str]:
     ("name", "reason", "says"),
     [
         ("raises", "raised", "raised ZeroDivisionError"),
-        ("hangs", "timeout", "took more than its budget of 0.3 s"),
+        ("hangs", "timeout", "took more than its timeout of 0.3 s"),
         ("dies", "crashed", "exit"),
         ("nan", "nan", "returned nan"),
         ("inf", "inf", "returned inf"),
