@@ -316,7 +316,7 @@ def test_a_damaged_model_is_refused(bench: Bench, changed_model: Callable[..., s
         bench.go(model=str(model))
     weights.write_bytes(whole)
     (model / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json is no JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
         bench.go(model=str(model))
 
 

@@ -310,7 +310,7 @@ def test_eval_data_prompts_are_excluded_from_training(config: pg.RewardModelConf
     assert measured == {row["prompt"] for row in PAIRS[:4]}
     assert not trained & measured
     assert objective.run_facts["left out"].startswith("4 pairs")
-    with pytest.raises(DataError, match="holds every prompt"):
+    with pytest.raises(DataError, match="contains every prompt"):
         PreferenceObjective(replace(config, eval_data=config.data).resolve())
 
 

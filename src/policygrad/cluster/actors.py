@@ -406,11 +406,13 @@ class EnvironmentActor:
             episode.responses.append(await _call_environment(episode.world, action))
         return episode.responses
 
-    async def cut(self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> float | None:
-        """As `Cut.on_truncated` after these calls, where the world has one."""
+    async def on_truncated(
+        self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]
+    ) -> float | None:
+        """As `SupportsTruncation.on_truncated` after these calls, where the world has one."""
         await self.call(code, number, example, seed, calls)
-        cut = getattr(self._episodes[number].world, "cut", None)
-        return None if cut is None else await cut()
+        on_truncated = getattr(self._episodes[number].world, "on_truncated", None)
+        return None if on_truncated is None else await on_truncated()
 
     async def close(self, number: int) -> None:
         """Lets go of an episode."""
@@ -495,8 +497,8 @@ class RayEnvironment:
         return await self._advance(action)  # type: ignore[no-any-return]
 
     async def on_truncated(self) -> float | None:
-        """As `Cut.on_truncated`; None where the world has none."""
-        return await self._call("cut")  # type: ignore[no-any-return]
+        """As `SupportsTruncation.on_truncated`; None where the world has none."""
+        return await self._call("on_truncated")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """Lets go of it."""

@@ -16,14 +16,13 @@ import torch
 
 from policygrad.errors import ConfigError, ModelError
 from policygrad.models.classifier import (
-    classifier_context_length,
     encode_for_scoring,
     load_classifier,
     load_classifier_tokenizer,
     read_num_labels,
     score,
 )
-from policygrad.models.loading import check_model_name, locate_model
+from policygrad.models.loading import check_model_name, context_length, locate_model
 from policygrad.models.lora_config import is_model_folder
 from policygrad.models.tokenizer import check_vocabulary
 
@@ -61,7 +60,7 @@ class ModelReward:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> Sequence[float | Exception]:
         """Return a score per completion, or the error in place of one that cannot be scored."""
         model, tokenizer = _load_model(self.path)
-        context = classifier_context_length(model)
+        context = context_length(model)
         texts: dict[int, list[int]] = {}
         scores: list[float | Exception] = [0.0] * len(completions)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
