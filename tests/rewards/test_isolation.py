@@ -153,7 +153,7 @@ def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyP
 
     (said,) = score([needs], ["a"]).messages
     assert "raised KeyError: 'MY_API_KEY'" in said
-    assert "do not get the environment variable MY_API_KEY: --rewards.environment MY_API_KEY gives it" in said
+    assert "do not get the environment variable MY_API_KEY: add --rewards.environment MY_API_KEY" in said
     assert "secret" not in said
 
     @reward(prepare=lambda: os.environ["MY_API_KEY"])

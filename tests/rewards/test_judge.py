@@ -60,9 +60,7 @@ def test_scores_are_asked_for_once_and_kept(rubric: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("form", ["{}", "0.5*{} within 0..1 if format"])
 def test_a_wall_without_network_is_refused_before_anybody_is_asked(rubric: Path, form: str) -> None:
     with judging(lambda text, before: (200, said(5), {})) as asked:
-        with pytest.raises(
-            ConfigError, match=r"'judge:.* calls a server, and --rewards.sandbox auto has no network"
-        ):
+        with pytest.raises(ConfigError, match=r"'judge:.* calls a server, and --rewards.sandbox auto has no network"):
             RewardPool([form.format(spec(rubric, asked))], num_workers=1, sandbox="auto")
         assert not asked.bodies
 

@@ -322,7 +322,7 @@ def test_policies_of_ones_own_by_name():
     assert resolve_reward("gsm8k:boxed").function([""], ["#### 5"], answer=["5"]) == [0.0]
     with pytest.raises(ConfigError, match="unknown extraction policy 'box'; choose from answer, hashes"):
         resolve_reward("gsm8k:box")
-    with pytest.raises(ConfigError, match="no extraction policy is named"):
+    with pytest.raises(ConfigError, match="no extraction policy is given"):
         resolve_reward("math:")
 
 

@@ -120,7 +120,14 @@ def test_endless_patience_and_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_failed_fraction": 1.0}, {"max_failed_fraction": -0.1}, {"max_failed_steps": -1}, {"memory": "x"}, {"environment": ("=",)}]
+    "options",
+    [
+        {"max_failed_fraction": 1.0},
+        {"max_failed_fraction": -0.1},
+        {"max_failed_steps": -1},
+        {"memory": "x"},
+        {"environment": ("=",)},
+    ],
 )
 def test_impossible_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"rewards\.{next(iter(options))}"):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_learner import TabularLearner
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.checkpoint.manifest import decode_json, encode_json
@@ -48,8 +49,8 @@ def rollouter(of: TabularSampler) -> Rollouter:
 
 
 def collect(algorithm: pg.Algorithm, flat: int = 2, prompts: int = PROMPTS, **changed: Any) -> Rollout:
-    return rollouter(sampler(flat)).collect(
-        algorithm, pg.SamplingParams(max_tokens=3), prompts_per_step=prompts, samples_per_prompt=16, **changed
+    return collect_rollout(
+        rollouter(sampler(flat)), algorithm, pg.SamplingParams(max_tokens=3), prompts=prompts, samples=16, **changed
     )
 
 
@@ -102,7 +103,7 @@ def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
 
 def test_what_is_carried_goes_first_and_less_is_sampled() -> None:
     first = collect(refilled(), position=2)
-    second = collect(refilled(), position=first.position, step=2, carried=first.leftover_groups)
+    second = collect(refilled(), position=first.position, step=2, leftover_groups=first.leftover_groups)
     assert second.groups[:2] == first.leftover_groups
     assert torch.equal(second.batch.tokens[:32], batch_groups(first.leftover_groups).tokens)
     assert second.position == first.position + 6 + 5  # 6, 7, 0, 1, 2, 3 leave two missing: (2 + √⅔)/⅔ = 4.2
@@ -115,7 +116,9 @@ def test_without_carrying_what_is_over_is_thrown_away_and_counted() -> None:
     found = collect(refilled(carry=False), position=2)
     assert found.leftover_groups == ()
     assert found.metrics["dynamic/discarded"].value == 2
-    given_some = collect(refilled(carry=False), position=2, carried=collect(refilled(), position=2).leftover_groups)
+    given_some = collect(
+        refilled(carry=False), position=2, leftover_groups=collect(refilled(), position=2).leftover_groups
+    )
     assert torch.equal(given_some.batch.tokens, found.batch.tokens)
 
 
@@ -124,7 +127,7 @@ def test_a_step_samples_at_most_its_rounds_and_at_least_a_prompt() -> None:
     assert found.position == 3 * PROMPTS
     assert found.metrics["dynamic/unfilled"].value == PROMPTS
     waiting = collect(refilled(), flat=0).groups
-    full = collect(refilled(), flat=0, carried=waiting, step=2)
+    full = collect(refilled(), flat=0, leftover_groups=waiting, step=2)
     assert full.groups[:-1] == waiting[:-1]
     assert full.position == 1
 
@@ -134,7 +137,7 @@ def test_other_algorithms_are_as_they_were() -> None:
     assert found.position == PROMPTS
     assert not [name for name in found.metrics if name.startswith("dynamic/")]
     assert found.metrics["completions/sampled_per_trained"].value == 1.0
-    assert collect(pg.GRPO, carried=found.groups).groups[0] is not found.groups[0]
+    assert collect(pg.GRPO, leftover_groups=found.groups).groups[0] is not found.groups[0]
 
 
 # --- one step stale

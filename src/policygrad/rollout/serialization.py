@@ -1,4 +1,4 @@
-"""Convert episode groups and rollouts that wait for a later step to and from a checkpoint: tensors, and values that JSON can hold."""
+"""Convert the groups and rollouts that wait for a later step to tensors and plain values for a checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from policygrad.tasks.base import Example
 
 LEFTOVER_PREFIX, QUEUED_PREFIX = "leftover/", "queued/"
 """First part of the names of tensors that belong to leftover groups, and to queued rollouts."""
-RAGGED_FIELDS = ("prompts", "prompt_experts")
+RAGGED_FIELDS = ("prompts", "prompt_routed_experts")
 """Batch fields that are tuples of tensors."""
 PackedState = tuple[dict[str, Tensor], dict[str, Any]]
 """(tensors by name, plain values)."""
@@ -66,7 +66,9 @@ def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list
     }
     optional = {
         "prefixes": [g.spec.prefix for g in groups if g.spec.prefix is not None],
-        "routed_experts": [s.routed_experts for t in trajectories for s in t.branch_ends if s.routed_experts is not None],
+        "routed_experts": [
+            s.routed_experts for t in trajectories for s in t.branch_ends if s.routed_experts is not None
+        ],
         "new_tokens": [s.new_tokens for s in segments if s.new_tokens is not None],
     }
     tensors |= {name: torch.cat(parts) for name, parts in optional.items() if parts}
