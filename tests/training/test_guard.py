@@ -180,8 +180,8 @@ def test_a_rollback_takes_the_last_checkpoint_and_a_lower_rate_and_resumes_bit_f
     whole, pieces = tmp_path / "run", tmp_path / "pieces"
     assert "step 4: back to the weights of step 2, at a lower rate" in record.said
     assert same(learned(whole, 2), learned(whole, 4))
-    assert bool(saved(whole, 2).state["carried"]) is waits
-    assert not saved(whole, 4).state["carried"]
+    assert bool(saved(whole, 2).state["leftover_groups"]) is waits
+    assert not saved(whole, 4).state["leftover_groups"]
     rates = [row["lr"] for row in rows(whole / "metrics.jsonl")]
     assert rates == pytest.approx([3e-3] * 4 + [0.75e-3] * 2)
     pg.train(replace(run, output=str(pieces)), learner=spiking(4), stop_after=4, display=False)

@@ -67,7 +67,7 @@ def drawing(made: list[InFlight], **how: Any) -> Drawing:
 def there(folder: Path) -> int:
     """The last step whose rollout a resumed run has, or draws before it learns."""
     saved = load_latest(folder / "checkpoints", warn=lambda text: None)
-    return 1 if saved is None else saved.step + max(1, len(saved.state["ahead"]))
+    return 1 if saved is None else saved.step + max(1, len(saved.state["queued_rollouts"]))
 
 
 def once(done: list[StepResult]) -> bool:
@@ -114,7 +114,7 @@ def test_a_checkpoint_between_two_versions_of_an_answer_gives_them_back_and_noth
     assert (result.steps, result.model) == (2, None)
     saved = load_latest(folder / "checkpoints", warn=lambda text: None)
     assert saved is not None
-    assert len(saved.state["ahead"]) == 1
+    assert len(saved.state["queued_rollouts"]) == 1
     after, _ = trained(run, sampler=drawing(made, alone=there(folder)), resume=folder)
     first, second = made
     assert sorted(first.asked) == [1, 2, 3, 4]

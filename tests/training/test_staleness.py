@@ -14,7 +14,7 @@ from torch import nn
 
 import policygrad as pg
 from doubles.algorithms import runnable
-from doubles.empty_rollouts import empty
+from doubles.rollouts import empty
 from doubles.failing import FailingSampler, learner_cut_short
 from doubles.files import rows, same, untimed, weights
 from policygrad.core.batch import Batch

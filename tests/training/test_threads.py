@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from doubles.empty_rollouts import empty
+from doubles.rollouts import empty
 from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
 from policygrad.training.trainer import SMALL_MODEL_PARAMETERS, limit_torch_threads
