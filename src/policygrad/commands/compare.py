@@ -195,7 +195,7 @@ def describe_measurement(run: Run) -> dict[str, Any]:
     return {
         "model": run.model,
         "task": run.task,
-        "eval/reward": run.eval_data or "",
+        "eval_data": run.eval_data or "",
         "reward": ", ".join(run.reward),
         "max_tokens": run.sampling.max_tokens,
         "temperature": run.sampling.temperature,

@@ -47,7 +47,7 @@ _OWN = "the run's, or "
 
 
 def _short(name: str, flag: str) -> object:
-    """The option as `train_control` calls it, and a shorter word for it."""
+    """The option as `train` calls it, and a shorter word for it."""
     return tyro.conf.arg(name=name, aliases=[flag])
 
 
@@ -63,7 +63,7 @@ class EvalOptions:
     """Code that the run's own run.toml may name and have imported; what the command names itself needs no leave."""
     task: Annotated[str, optional_arg("NAME|FILE", f"{_OWN}embedded")] = ""
     """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_OWN}none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
@@ -80,7 +80,7 @@ class EvalOptions:
     """Data of held-out problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
     """How many held-out problems."""
-    samples: Annotated[int, _short("evaluation.samples_per_prompt", "--samples")] = 8
+    samples: Annotated[int, _short("evaluation.samples-per-prompt", "--samples")] = 8
     """k, completions per problem."""
     threshold: float = 1.0
     """A completion with at least this score is correct, for pass@k."""
@@ -94,7 +94,7 @@ class EvalOptions:
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
     dtype: Annotated[str, _short("learner.dtype", "--dtype")] = "fp32"
     """fp32 or bf16."""
-    reward_timeout: Annotated[float, _short("rewards.timeout", "--budget")] = 10.0
+    reward_timeout: Annotated[float, _short("rewards.timeout", "--timeout")] = 10.0
     """Seconds per sample for a reward."""
     rewards: Isolation = field(default_factory=Isolation)
     """The reward workers."""
@@ -111,7 +111,7 @@ class EvalOptions:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
         check_completion_count("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.reward_timeout < math.inf:
-            raise ConfigError(f"--budget must be above 0 seconds and finite, not {self.reward_timeout}")
+            raise ConfigError(f"--timeout must be above 0 seconds and finite, not {self.reward_timeout}")
         if not math.isfinite(self.threshold):
             raise ConfigError(f"--threshold must be finite, not {self.threshold}")
         check_seed(self.seed)
@@ -131,9 +131,9 @@ def evaluate(args: list[str]) -> int:
         "reward",
         "environment",
         "environment_timeout",
-        "eval/reward",
+        "eval_data",
         "budget",
-        "map",
+        "row_map",
         "skip_bad_rows",
         "trust_remote_code",
     )
@@ -286,7 +286,7 @@ def build_report(task: str, held_out: str | None, samples: int, threshold: float
     """What --json prints: of one model its numbers; of several a list of those, and the first model less each other.
 
     held_out: the file whose problems were measured; None = a part of the task itself."""
-    data = {"task": task, "eval/reward": held_out}
+    data = {"task": task, "eval_data": held_out}
     rows = [_row(model, data, samples, threshold, outcome) for model, outcome in found.items()]
     if note := _unreachable_threshold(threshold, found):
         rows[0]["notes"].append(note)
@@ -359,7 +359,7 @@ def print_table(told: Mapping[str, Any], found: Outcomes, show: int, *, as_json:
     rows = told.get("models", [told])
     first = rows[0]
     names = ", ".join(row["model"] for row in rows)
-    data = first["eval/reward"] or first["task"]
+    data = first["eval_data"] or first["task"]
     print(f"{names} on {data}: {first['problems']} problems × {first['samples']} samples\n")
     if len(rows) == 1:
         _print_one(first, found[first["model"]], show)

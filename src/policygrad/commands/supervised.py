@@ -25,7 +25,7 @@ from policygrad.training.run_folder import check_resumable
 AnyConfig = TypeVar("AnyConfig", bound=SupervisedConfig)
 _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_FIXED = ("data", "map", "skip_bad_rows", "eval/reward", "model", "epochs", "batch_size", "seed")
+_FIXED = ("data", "row_map", "skip_bad_rows", "eval_data", "model", "epochs", "batch_size", "seed")
 """What a resumed run cannot change: its rows, their order, its weights, its folder."""
 
 

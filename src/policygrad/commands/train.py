@@ -284,7 +284,7 @@ def _check_resumable(before: UncheckedRun, run: UncheckedRun, folder: str) -> No
             f"--resume {folder} goes on with the run's own weights, so --model would mean nothing: leave it out, or train anew "
             f"with --config {folder}/run.toml --model {folder}/model --output DIR"
         )
-    for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "eval/reward", "reward", "environment"):
+    for name in ("tokenizer", "task", "row_map", "skip_bad_rows", "decontaminate", "eval_data", "reward", "environment"):
         if name in others:
             flag = _NAMES.get(name, name.replace("_", "-"))
             raise ConfigError(

@@ -216,7 +216,7 @@ def _models(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype)
     return {
         "weights": base,
         "adapters": adapters * trained * 4,
-        **{name: counted[name] for name in ("gradients", "optimiser", "copy of the state")},
+        **{name: counted[name] for name in ("gradients", "optimizer", "copy of the state")},
         "other models": adapters * (frozen - named) * 4 + parameters * named * weight,
     }
 
