@@ -32,7 +32,7 @@ def test_it_says_what_a_run_takes(run_command: Any) -> None:
         "Qwen3-1.7B with grpo on 8 × H100",
         "It fits",
         "Memory of one device, GiB",
-        "the policy, whole",
+        "full policy",
         "keys and values, while drawing",
         "drawing completions",
         "Other numbers of devices",
@@ -88,7 +88,7 @@ def test_what_others_have_measured_can_be_planned_with_an_engine(run_command: An
         words += ("--samples-per-prompt", "32", "--completion", str(completion), "--gradient-checkpointing", "--engine")
         found = json.loads(run_command(*words, "--json")[1])["plan"]
         assert found["fits"], model
-        assert "the policy, whole" not in found["memory"]["learner"]["always"]
+        assert "full policy" not in found["memory"]["learner"]["static"]
     out = run_command(*words)[1]
     assert "this library's engines do neither yet" in " ".join(out.lower().split())
     assert not json.loads(run_command(*words[:-1], "--json")[1])["plan"]["fits"]

@@ -99,8 +99,8 @@ class PlanOptions:
             raise ConfigError(f"--price must be at least 0 and finite, not {self.price:g}")
         if self.context <= self.prompt:
             raise ConfigError(
-                f"--context {self.context} leaves no room for a completion after prompts of {self.prompt} tokens. Raise it, or lower "
-                "--prompt."
+                f"--context {self.context} leaves no room for a completion after prompts of {self.prompt} tokens. Raise it, or "
+                "lower --prompt."
             )
 
 
@@ -184,8 +184,8 @@ def make_plan(options: PlanOptions) -> CapacityPlan:
         raise ConfigError("--max-staleness needs separate samplers, but --samplers is 0. Omit one of them.")
     if options.tensor_parallel > 1 and not layout.is_disaggregated and layout.keeps_full_policy:
         raise ConfigError(
-            f"--tensor-parallel {options.tensor_parallel} needs an engine or separate samplers, but all devices sample and learn in "
-            "turns. Add --samplers, --max-staleness or --engine."
+            f"--tensor-parallel {options.tensor_parallel} needs an engine or separate samplers, but all devices sample and learn "
+            "in turns. Add --samplers, --max-staleness or --engine."
         )
     return find_best_split(request, layout) if find_split else CapacityPlan(request, layout)
 

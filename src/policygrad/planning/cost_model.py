@@ -66,8 +66,8 @@ class ParallelLayout:
             )
         if self.sampling_devices % self.tensor_parallel:
             raise ConfigError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.sampling_devices} sampling devices. Use one of "
-                "its divisors."
+                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.sampling_devices} sampling devices. Use a "
+                "divisor."
             )
 
     @property
@@ -117,7 +117,7 @@ class AlgorithmCost:
     stale_scoring_passes: int = 0
     """Further forward passes when samples are older than the weights: log π_old, for the correction."""
     recomputes_head: bool = False
-    """Logits are computed again in the backward pass, because the gradient with respect to log π is not known in the forward pass."""
+    """Logits are computed again in the backward pass: the gradient of log π is not known in the forward pass."""
     samples_per_prompt: int = 8
     """G, the algorithm's default number of completions per prompt."""
     uncounted: tuple[str, ...] = ()
@@ -453,7 +453,7 @@ class TimeModel:
         return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
 
     def sampler_speed(self, workload: Workload) -> SamplerSpeed:
-        """Return the speed of one sampler: each token for n completions reads the weights once, and every completion's cache."""
+        """Return the speed of one sampler: a token for n completions reads the weights once, and every completion's cache."""
         shape, tensor = self.shape, self.layout.tensor_parallel
         number, bandwidth = self.layout.bytes_per_number, self.device.bandwidth * tensor
         rate = self.device.rate(number) * tensor

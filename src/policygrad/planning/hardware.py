@@ -165,8 +165,8 @@ class Calibration:
         """
         if device.name != self.device.name:
             raise ConfigError(
-                f"--calibration was measured on {self.device.name}, but --gpus names {device.name}. Calibrate on that device, or omit "
-                "--calibration."
+                f"--calibration was measured on {self.device.name}, but --gpus names {device.name}. Calibrate on that device, or "
+                "omit --calibration."
             )
         if dtype != self.dtype:
             raise ConfigError(

@@ -163,8 +163,8 @@ def read_shape(file: Path, name: str) -> ModelShape:
     kind = config["model_type"]
     if kind not in MODEL_TYPES:
         raise ConfigError(
-            f"--model {name}: plans support dense models of the Llama family ({', '.join(MODEL_TYPES)}), not {kind}. Plan with one of "
-            "these of the same size."
+            f"--model {name}: plans support dense models of the Llama family ({', '.join(MODEL_TYPES)}), not {kind}. Plan with one "
+            "of these of the same size."
         )
     try:
         return replace(_parse_config(config, kind, name), source=str(file))

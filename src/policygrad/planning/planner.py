@@ -330,10 +330,8 @@ def _add_devices(plan: CapacityPlan) -> Iterator[Suggestion]:
     gpus = plan.layout.gpus * 2
     while gpus <= MAX_DEVICES:
         layout = replace(plan.layout, gpus=gpus)
-        if layout.is_disaggregated:
-            changed = find_best_split(plan.request, layout)
-        else:
-            changed = CapacityPlan(plan.request, layout)
+        plan_layout = find_best_split if layout.is_disaggregated else CapacityPlan
+        changed = plan_layout(plan.request, layout)
         if changed.fits:
             yield Suggestion(f"--gpus {plan.request.device.name}:{gpus}", "more devices", changed)
             return

@@ -139,8 +139,8 @@ def list_assumptions(plan: CapacityPlan) -> list[str]:
         f"{device.name}: {format_gib(device.memory)} GiB, {device.bandwidth / 1e12:.3g} TB/s, "
         f"{device.rate(layout.bytes_per_number) / 1e12:.4g} Tflop/s in {layout.dtype} ({device.source}).",
         f"Efficiency, {'measured' if efficiency != Efficiency() else 'assumed'}: {efficiency.training:.0%} training, "
-        f"{efficiency.scoring:.0%} scoring, {efficiency.sampling:.0%} sampling; {efficiency.layer_overhead * 1e6:.0f} µs of overhead "
-        "per layer and sampled token.",
+        f"{efficiency.scoring:.0%} scoring, {efficiency.sampling:.0%} sampling; {efficiency.layer_overhead * 1e6:.0f} µs "
+        "overhead per layer and sampled token.",
         "Completion lengths follow a policy that ends with equal probability at every token, cut off at the maximum; rollouts are "
         "equal.",
         "Rewards, evaluations and checkpoints take no time; nothing fails.",
