@@ -95,7 +95,7 @@ def parse_devices(text: str, measured: Device | None = None) -> tuple[Device, in
     key = match.group(1).lower()
     if key not in names:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-        hint = f"did you mean {names[near[0]]}?" if near else f"available: {', '.join(devices)}"
+        hint = f"did you mean {names[near[0]]}?" if near else f"available: {', '.join(devices)}."
         raise ConfigError(
             f"--gpus {text}: there are no figures for {match.group(1)!r}; {hint} Measure your own device with --calibrate."
         )
