@@ -199,7 +199,7 @@ def try_part(trial: PartTrial, spec: str, size: int) -> None:
         measure_algorithm(algorithm, replace(setting, old=setting.theta), enumerate_steps(setting, min(size, 4)))
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)
-        kinds = [type(part) for _, part in algorithm.parts()]
+        kinds = [type(part) for part in algorithm.parts()]
         files = {inspect.getfile(kind) for kind in kinds if not kind.__module__.startswith("policygrad.")}
         custom = [frame for frame in at if frame.filename in files]
         if isinstance(error, PolicygradError) and not custom:

@@ -18,7 +18,7 @@ import tyro
 
 import policygrad
 from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.catalog import PAPERS
+from policygrad.catalog import CATALOG
 from policygrad.commands.render import (
     EQUATION,
     EQUATION_COLUMNS,
@@ -205,7 +205,7 @@ def describe_part(part: Any, width: int = 80) -> list[StyledLine]:
     if built is not None and isinstance(built, Part):
         lines += [(("Equation", HEAD),), *_equation(built, width), ()]
     lines += _text(kind, width)
-    users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for _, p in a.parts())]
+    users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for p in a.parts())]
     return [*lines, *wrap_styled((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]
 
 
@@ -323,7 +323,7 @@ def algorithms(args: list[str]) -> int:
     options = tyro.cli(MatrixOptions, args=args, prog="policygrad algorithms", config=(tyro.conf.FlagCreatePairsOff,))
     if options.json:
         rows = {
-            name: {**algorithm_to_dict(a), "departs": PAPERS[name].deviations if name in PAPERS else ""}
+            name: {**algorithm_to_dict(a), "departs": CATALOG[name].deviations if name in CATALOG else ""}
             for name, a in ALGORITHMS.items()
         }
         print(json.dumps(rows, indent=1, ensure_ascii=False))
