@@ -382,7 +382,8 @@ def _row_limit(workload: Workload, layout: ParallelLayout) -> int:
 #             that; recomputed activations: one more forward pass
 # bytes       outside matrix products: numbers that norms, positions, gates and residuals read and write
 # one token for each of n completions
-#             ( weights / bandwidth + n · ( keys and values / bandwidth + operations / peak rate ) ) / efficiency + layers · overhead
+#             ( weights / bandwidth + n · ( keys and values / bandwidth + operations / peak rate ) )
+#             / efficiency + layers · overhead
 
 BACKWARD_PASSES = 2
 """Cost of a backward pass, in forward passes."""
