@@ -36,7 +36,7 @@ def test_a_rollout_as_rows() -> None:
     assert again.finished == pytest.approx((0.5 + 0.6 + 0.7,))
 
 
-def test_whole_episodes_start_afresh_and_end() -> None:
+def test_full_episodes_start_new_and_are_finished() -> None:
     environments = Scripted(SCRIPT)
     found = Collector(environments, seed=0)(zeros, 3, whole=True)
     assert found.batch.lengths.tolist() == [2, 3, 4]
