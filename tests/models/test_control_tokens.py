@@ -52,7 +52,7 @@ def test_tool_output_is_escaped_too(name: str) -> None:
 @pytest.mark.parametrize("name", ["embedded", "chatml", "phi3"])
 @settings(max_examples=50, deadline=None)
 @given(pieces=PIECES)
-def test_any_combination_of_parts_is_unbiased(name: str, pieces: list[str]) -> None:
+def test_any_combination_of_pieces_has_no_control_tokens(name: str, pieces: list[str]) -> None:
     own, text = tokenizer(name), "".join(pieces)
     assert controls(own, goes_on(own, "user", f"a{text}b")) == controls(own, goes_on(own, "user", "ab"))
     ids = encode_continuation(own, "1 +", " 1", text)

@@ -85,7 +85,7 @@ def test_refusals(odd: object) -> None:
     for name, words in {
         "CartPol-v1": "did you mean CartPole-v1",
         "OddEndless-v0": "has no time limit.*--max-episode-steps",
-        "OddTuple-v0": "observes Tuple.*FlattenObservation",
+        "OddTuple-v0": "has observations in Tuple.*FlattenObservation",
     }.items():
         with pytest.raises(ValueError, match=words):
             GymEnvironments(name, 1)

@@ -91,7 +91,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert cli.main([*words, "--output", str(file)]) == 0
     said = capsys.readouterr().out
     assert "mean return of 3 fresh episodes" in said
-    assert "actions drawn from the policy" in said
+    assert "sampled actions" in said
     assert said.count("steps/s") == 2
     assert cli.main([*words, "--json"]) == 0
     printed, written = json.loads(capsys.readouterr().out), json.loads(file.read_text())
