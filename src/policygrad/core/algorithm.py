@@ -34,7 +34,7 @@ from policygrad.core.metrics import Metric, Metrics, merge
 from policygrad.core.outputs import check_per_token, check_same_batch, explain_nonfinite, is_finite
 from policygrad.core.terms import describe_policy_share, scale_by_policy_share
 from policygrad.core.updates import GradientSteps
-from policygrad.core.validation import ROLES, reject_unread_demonstrations, check_rewards, validate_algorithm
+from policygrad.core.validation import ROLES, check_rewards, reject_unread_demonstrations, validate_algorithm
 from policygrad.errors import ConfigError, NumericsError
 
 
