@@ -209,7 +209,7 @@ def test_a_run_can_be_repeated_from_another_folder(
         ("task", "data", "data"),  # a folder that `datasets` has not saved is no data
         ("task", "saved:train", "{}/saved:train"),
         ("task", "hf:org/data:main", "hf:org/data:main"),
-        ("eval/reward", "data/held.jsonl", "{}/data/held.jsonl"),
+        ("eval_data", "data/held.jsonl", "{}/data/held.jsonl"),
         ("map", "mine.py:kept", "{}/mine.py:kept"),
         ("map", "mine:kept", "mine:kept"),
         ("environment", "calculator", "calculator"),
