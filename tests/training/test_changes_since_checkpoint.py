@@ -65,10 +65,7 @@ def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, 
 
 def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> None:
     said = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
-    assert (
-        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
-        in said
-    )
+    assert "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16" in said
     assert "no longer bit for bit" in said
     mine = tmp_path / "mine.py"
     mine.write_text(mine.read_text() + "\n# mended\n")
@@ -141,7 +138,9 @@ def test_inputs_without_a_file_have_no_hash(run: pg.Run) -> None:
         assert fingerprint_run(replace(run, task=task, eval_data=None), "cpu")["files"] == {}
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# complete only wi", '# complete only with its last line, "# end"\n# end\n'])
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "# complete only wi", '# complete only with its last line, "# end"\n# end\n']
+)
 @pytest.mark.parametrize(
     ("command", "file"), [("train", "run.toml"), ("sft", "sft.toml"), ("reward-model", "reward-model.toml")]
 )
