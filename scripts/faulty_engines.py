@@ -163,10 +163,10 @@ def keeping(weights: Path, folder: Path) -> Iterator[int]:
         while not (name := llama_server.read_current_name(weights)):
             time.sleep(0.005)
         shutil.copytree(weights / name, folder / name)
-        words = [f"--file={folder / name / llama_server.FILE}", f"--name={name}", f"--port={port}", "--threads=1"]
-        words += [f"--parallel={PARALLEL}", f"--context={CONTEXT}", f"--parent={os.getpid()}"]
+        argv = [f"--file={folder / name / llama_server.MODEL_FILE}", f"--name={name}", f"--port={port}", "--threads=1"]
+        argv += [f"--max-concurrency={PARALLEL}", f"--context-length={CONTEXT}", f"--parent={os.getpid()}"]
         with (folder / "log").open("wb") as log:
-            command = [sys.executable, "-P", llama_server.__file__, "serve", *words]
+            command = [sys.executable, "-P", llama_server.__file__, "serve", *argv]
             children.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     threading.Thread(target=serve, daemon=True).start()

@@ -142,7 +142,7 @@ def throughput(venv: str, folder: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer("tiny", model)
     tokenizer.hf.save_pretrained(folder / "tokenizer")
     found: dict[str, list[float]] = {"policygrad": [], "vllm bench serve": []}
-    with serving(venv, folder, parallel=PARALLEL) as url, asyncio.Runner() as runner:
+    with serving(venv, folder, max_concurrency=PARALLEL) as url, asyncio.Runner() as runner:
         config = SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START, max_concurrency=PARALLEL)
         sampler = VllmSampler(model, tokenizer, config, folder / "weights")
         sampler.http = http = Endless(config.timeout)

@@ -28,7 +28,8 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.lab.report import EXPERIMENTS
 from policygrad.planning.hardware import DEVICES
 from policygrad.rewards import list_rewards
-from policygrad.samplers.config import ADAPTER, AUTO, BY_FOLDER, ENGINES, LOCAL, NCCL, WHOLE
+from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
+from policygrad.samplers.engines.registry import ENGINES
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
 from policygrad.training.config.serialization import list_parts
@@ -46,7 +47,7 @@ SCRIPT = """# tab completion of policygrad; written by `policygrad completion {s
             train) words={train}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
             sft|reward-model) words={supervised} ;;
             eval) words={evaluate}; [ "$COMP_CWORD" -eq 2 ] && words="$words tiny" ;;
-            engine) words={engine}; [ "$COMP_CWORD" -eq 2 ] && words="$words llama_cpp vllm sglang check" ;;
+            engine) words={engine}; [ "$COMP_CWORD" -eq 2 ] && words="$words {engines} check" ;;
             export) words={export} ;;
             compare) words={compare}" "{algorithms} ;;
             plan) words={plan}; [ "$COMP_CWORD" -eq 2 ] && words="$words "{algorithms} ;;
@@ -86,7 +87,7 @@ function __policygrad
                         set found {compare}" "{algorithms}
                     case engine
                         set found {engine}
-                        test (count $words) -eq 2; and set found $found" llama_cpp vllm sglang check"
+                        test (count $words) -eq 2; and set found $found" {engines} check"
                     case export
                         set found {export}
                     case plan
@@ -168,7 +169,8 @@ def generate_script(shell: str) -> str:
         algorithms=_quoted(ALGORITHMS),
         supervised=_quoted([*supervised_flags(SFTConfig), "--help"]),
         evaluate=_quoted([*evaluate_flags(), "--help"]),
-        engine=_options(EngineOptions, "what", "url"),
+        engine=_options(EngineOptions, "target", "url"),
+        engines=" ".join(ENGINES),
         export=_options(ExportOptions, "run"),
         compare=_options(CompareOptions, "rows"),
         plan=_options(PlanOptions),
@@ -205,8 +207,8 @@ def _values() -> dict[str, list[str]]:
             "--optimizer.schedule": ["constant", "linear", "cosine"],
             "--sampler.engine": [LOCAL, *ENGINES],
             "--cluster": list(ADDRESSES),
-            "--sampler.lora-sync": [AUTO, WHOLE, ADAPTER],
-            "--sampler.weight-transport|--transfer": [BY_FOLDER, NCCL],
+            "--sampler.lora-sync": [*LORA_SYNCS],
+            "--sampler.weight-transport|--weight-transport": [*WEIGHT_TRANSPORTS],
         }
     )
 

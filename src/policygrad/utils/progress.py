@@ -1,10 +1,11 @@
-"""How a program reports its progress: a callback that is given a text, how much is done, and of how much."""
+"""The callback by which long operations report their progress. It stands below all rooms because rewards, samplers and training
+report through it."""
 
 from collections.abc import Callable
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Told what happens now, and how far it is: answers so far, of how many. "" = it is over."""
+"""(description, done, total); an empty description ends the report."""
 
 
-def ignore_progress(text: str, done: int, total: int) -> None:
-    """Told, and says nothing."""
+def ignore_progress(description: str, done: int, total: int) -> None:
+    """Do nothing."""
