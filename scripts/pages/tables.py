@@ -1,4 +1,4 @@
-"""docs/tables.md: the family side by side. Every cell is computed from an algorithm's parts, or is its entry in ABOUT."""
+"""docs/tables.md: the family side by side. Every cell is computed from an algorithm's parts, or is its entry in CATALOG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pages import probe
 from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS, GRPO, PPO
-from policygrad.catalog import ABOUT
+from policygrad.catalog import CATALOG
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import Reference
 
@@ -45,7 +45,7 @@ STATES_NOTE = (
     "Policies are kept as log-probabilities of the tokens that were sampled, not as models: only π_θ and π_ref are weights "
     "in memory. While every rollout feeds one update and is drawn with the weights as they are, π_old is π_θ and every ratio is 1. "
     "Tokens that older weights drew are corrected for by π_old/μ (`TruncatedIS`, unless the algorithm has corrections), or, with "
-    "`resolve_old_policy='sampler'`, μ is taken as π_old."
+    "`old_policy='sampler'`, μ is taken as π_old."
 )
 MEMORY = (
     "Counted in copies of the policy's parameters P, in full precision: a model trained by AdamW costs 4 (weights, gradient, "
@@ -103,7 +103,7 @@ def states() -> list[tuple[str, ...]]:
             "with every load of new weights; differs from π_old by rounding or staleness",
             "`logp_sampler`",
             _names("logp_sampler")
-            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `resolve_old_policy='sampler'` takes it as π_old, and it is "
+            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `old_policy='sampler'` takes it as π_old, and it is "
             "else compared with π_old",
         ),
     ]
@@ -175,7 +175,7 @@ def gates() -> list[tuple[str, ...]]:
 
 
 def units() -> list[tuple[str, ...]]:
-    """Lever 1 and lever 2 in a line each, from the parts; failures from ABOUT."""
+    """Lever 1 and lever 2 in a line each, from the parts; failures from CATALOG."""
     rows = []
     for name, a in ALGORITHMS.items():
         length = f"{probe.length_handling(a)} (`{type(a.aggregation).__name__}`)"
@@ -186,7 +186,7 @@ def units() -> list[tuple[str, ...]]:
                 probe.advantage_unit(a),
                 probe.ratio_unit(a),
                 length,
-                ABOUT[name].failure_modes,
+                CATALOG[name].failure_modes,
             )
         )
     return rows

@@ -45,7 +45,7 @@ class Guess:
         await asyncio.sleep(0)
         worth = float(sum(c.isdigit() for c in action.text)) + 0.25 * len(action.text) + self.draw.random()
         if self.turns == 3:
-            return pg.Step(reward=worth, ended="guessed")
+            return pg.Step(reward=worth, stop_reason="guessed")
         return pg.Step(pg.Observation(f" no, {self.draw.randrange(100)}: "), worth / 2)
 """
 

@@ -22,7 +22,7 @@ import pytest
 import policygrad as pg
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.catalog import PAPERS
+from policygrad.catalog import CATALOG
 from policygrad.commands import STOPPED, render
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.engine import EngineOptions
@@ -140,7 +140,7 @@ def test_algorithms_plain_and_json(run_command: Any) -> None:
     assert len(out.splitlines()) == 1 + len(ALGORITHMS)
     rows = json.loads(run_command("algorithms", "--json")[1])
     assert list(rows) == list(ALGORITHMS)
-    assert all(row["departs"] == PAPERS[name].deviations for name, row in rows.items())
+    assert all(row["departs"] == CATALOG[name].deviations for name, row in rows.items())
     assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
 
 
@@ -182,7 +182,7 @@ def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
     assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
     assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 16
     out = run_command("train", "dapo", "--prompts-per-step", "4", "--dry-run")[1]
-    assert out.startswith("# dapo splits a rollout into 16 minibatches of whole groups, and 4 prompts a step make 4")
+    assert out.startswith("# dapo splits a rollout into 16 minibatches of whole groups, but 4 prompts per step make only 4")
     assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 4
 
 
@@ -274,7 +274,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
     ("command", "says"),
     [
         ("trian", "did you mean 'train'"),
-        ("nosuch", "there are train, sft"),
+        ("nosuch", "available: train, sft"),
         ("train gprpo", "did you mean 'grpo'"),
         ("train --dry-run gprpo", "did you mean 'grpo'"),
         ("train grpo dapo", "one algorithm too many"),
@@ -299,7 +299,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train --temperature 0", "set sampling.temperature above 0"),
         ("train reinforce --temperature 0", "set --temperature above 0"),
         ("train --top-p 0.9", "Leave top_p = 1"),
-        ("train grpo --algorithm.reference none", "a KL term without a reference"),
+        ("train grpo --algorithm.reference none", "needs a reference, and reference is None"),
         ("train reinforce --algorithm.update-rule.epochs 2", "one update per rollout"),
         ("train grpo --algorithm.terms.kl-to-reference.form k1", "zero expected gradient"),
         ("train rloo --algorithm.shaping.kl-in-reward.form k3", "KLInReward takes k1 only"),
@@ -340,11 +340,11 @@ def test_resume_refuses_what_it_would_ignore(run_command: Any, tmp_path: Path) -
     (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
     code, _, err = run_command("train", "--resume", str(tmp_path), "--model", "elsewhere")
     assert code == 2
-    assert "--model would mean nothing" in err
+    assert "--model has no effect" in err
     for flag, value in (("--task", "gcd"), ("--reward", "math"), ("--eval-data", "other.jsonl")):
         code, _, err = run_command("train", "--resume", str(tmp_path), flag, value)
         assert code == 2
-        assert f"another {flag} would compare before and after on different things" in err
+        assert f"with another {flag} would make evaluations before and after incomparable" in err
 
 
 def test_eval_of_an_unfinished_run(run_command: Any, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def length(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
 
 def test_refusals(tmp_path: Path) -> None:
     dense = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**BASE))
-    with pytest.raises(pg.ModelError, match="LlamaForCausalLM chooses no experts"):
+    with pytest.raises(pg.ModelError, match="LlamaForCausalLM has no experts"):
         LocalLearner(dense, pg.GRPO, lr=0.0, steps=1, config=REPLAY)
     model = built("mixtral")
     with pytest.raises(pg.ConfigError, match=r"TrustRegion looks at policies.*routing_replay to false"):

@@ -61,7 +61,7 @@ def everywhere(data: bytes) -> None:
 
 
 @linux
-def test_a_pickle_in_the_pipe_is_not_executed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_pickle_in_the_pipe_is_not_executed(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     bomb = pickle.dumps(Bomb(f"touch {mark}"))
 
@@ -70,28 +70,28 @@ def test_a_pickle_in_the_pipe_is_not_executed_and_the_run_goes_on(tmp_path: Path
             everywhere(struct.pack(">Q", len(bomb)) + bomb)
         return [1.0]
 
-    scores = score([throws], ["a", "bomb", "b", "bomb", "c"], workers=1)
+    scores = score([throws], ["a", "bomb", "b", "bomb", "c"], num_workers=1)
     assert not mark.exists()
     assert scores.total == [1.0, None, 1.0, None, 1.0]
     assert scores.failures == {"crashed": 2}
     (said,) = {re.sub(r" \(completion.*", "", message) for message in scores.messages}
-    assert said.startswith("reward 'throws' said something that is no answer (it does not begin as this worker's do)")
+    assert said.startswith("reward 'throws' sent an invalid reply (wrong nonce)")
     pickle.loads(bomb)  # which is one
     assert mark.exists()
 
 
-def test_bytes_without_an_end_do_not_hold_up_the_others() -> None:
+def test_endless_bytes_do_not_block_other_workers() -> None:
     def floods(prompts: Any, completions: Any, **_: Any) -> list[float]:
         while completions[0] == "flood":
             everywhere(b"\0" * 65536)
         return [1.0]
 
-    scores = score([floods], ["a", "flood", "b"], workers=2)
+    scores = score([floods], ["a", "flood", "b"], num_workers=2)
     assert scores.total == [1.0, None, 1.0]
     assert scores.failures == {"crashed": 1}
 
 
-def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
+def test_a_forged_reply_counts_for_its_own_call_only() -> None:
     """A function that has all of the worker's memory finds the nonce too; what it says twice, it says to the next call."""
 
     def forges(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -105,13 +105,13 @@ def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
             os.write(service.sink, encode_reply(service.nonce, PendingCall(service.calls, (5,)), [SampleResult(9.0)]))
         return [1.0]
 
-    scores = score([forges], ["a", "forge", "b", "c"], workers=1)
+    scores = score([forges], ["a", "forge", "b", "c"], num_workers=1)
     assert scores.total == [1.0, 9.0, None, 1.0]
-    assert "it is to call 1, and call 2 was asked" in scores.messages[0]
+    assert "reply to call 1 instead of call 2" in scores.messages[0]
 
 
 @linux
-def test_programs_that_a_reward_starts_do_not_get_the_pipes() -> None:
+def test_child_programs_do_not_inherit_the_pipes() -> None:
     def looks(prompts: Any, completions: Any, **_: Any) -> list[float]:
         found = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
         own = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
@@ -121,19 +121,19 @@ def test_programs_that_a_reward_starts_do_not_get_the_pipes() -> None:
     assert 0 < score([looks], ["a"]).total[0] < 100
 
 
-def test_a_worker_that_says_nonsense_while_it_loads_is_named() -> None:
+def test_an_invalid_first_message_names_the_functions() -> None:
     @reward(prepare=lambda: everywhere(b"x" * 100))
     def loud(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [1.0]
 
-    with pytest.raises(RewardError, match=r"said something that is no answer .* while it loaded loud"):
+    with pytest.raises(RewardError, match=r"sent an invalid reply .* while it loaded loud"):
         score([loud], ["a"])
 
 
 # --- the environment
 
 
-def test_a_few_variables_are_given_and_others_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_variables_are_passed_and_others_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MY_API_KEY", "MY_PORT", "HF_TOKEN", "NVIDIA_API_KEY", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
 
@@ -145,7 +145,7 @@ def test_a_few_variables_are_given_and_others_by_name(monkeypatch: pytest.Monkey
     assert score([reads], names, environment=("MY_API_KEY", "HF_TOKEN")).total == [1, 0, 1, 0, 1, 1]
 
 
-def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_variable_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "secret")
 
     def needs(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -153,7 +153,7 @@ def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyP
 
     (said,) = score([needs], ["a"]).messages
     assert "raised KeyError: 'MY_API_KEY'" in said
-    assert "do not get the environment variable MY_API_KEY: --rewards.environment MY_API_KEY gives it" in said
+    assert "do not get the environment variable MY_API_KEY: add --rewards.environment MY_API_KEY" in said
     assert "secret" not in said
 
     @reward(prepare=lambda: os.environ["MY_API_KEY"])
@@ -164,7 +164,7 @@ def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyP
         score([loads], ["a"])
 
 
-def test_names_of_variables() -> None:
+def test_variable_names() -> None:
     assert parse_names("A, B_C,") == ("A", "B_C")
     assert parse_names("none") == ()
     given = {"PATH": "/bin", "LC_ALL": "C"}
@@ -174,13 +174,13 @@ def test_names_of_variables() -> None:
     assert filter_environment({**given, **others}, ("http_proxy",)) == {**given, **threads, "http_proxy": "x"}
     assert explain_missing_variable("raised KeyError: 'NO_SUCH_VARIABLE_IS_SET'", ()) == ""
     for wrong in ("A=1", "", "1A"):
-        with pytest.raises(ConfigError, match="no name of an environment variable"):
+        with pytest.raises(ConfigError, match="not the name of an environment variable"):
             RewardPool(["format"], environment=(wrong,))
     with pytest.raises(ConfigError, match=r"write \('A',\)"):
         RewardPool(["format"], environment="A")
 
 
-def test_the_page_lists_what_is_given() -> None:
+def test_docs_list_the_passed_variables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
     listed_there = page.partition("<!-- given: begin -->")[2].partition("<!-- given: end -->")[0]
     assert re.findall(r"`(.+?)`", listed_there) == list(PASSED_VARIABLES)
@@ -200,17 +200,17 @@ def test_the_page_lists_what_is_given() -> None:
         ("none", None),
     ],
 )
-def test_sizes(text: str, count: int | None) -> None:
+def test_parse_size(text: str, count: int | None) -> None:
     assert parse_size(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "much", "4 potatoes", "-1GiB", "1e9", "5B", "0", "inf", "1" * 400, 4])
-def test_what_is_no_size(text: Any) -> None:
-    with pytest.raises(ConfigError, match=r"no size|not between|a text such as"):
+def test_invalid_sizes(text: Any) -> None:
+    with pytest.raises(ConfigError, match=r"not a size|not between|a text such as"):
         parse_size(text)
 
 
-def test_sizes_in_words() -> None:
+def test_format_size() -> None:
     assert [format_size(n) for n in (4 << 30, 64 << 20, 3 << 29)] == ["4 GiB", "64 MiB", "1.5 GiB"]
 
 
@@ -220,8 +220,8 @@ def leaks(prompts: Any, completions: Any, **_: Any) -> list[float]:
 
 
 @linux
-def test_a_worker_that_leaks_is_replaced_before_it_is_too_large() -> None:
-    scores = score([leaks], [str(i) for i in range(12)], workers=2, memory="64MiB")
+def test_a_leaking_worker_is_replaced() -> None:
+    scores = score([leaks], [str(i) for i in range(12)], num_workers=2, memory="64MiB")
     assert scores.failures == {}
     calls = [scores.total.count(pid) for pid in set(scores.total)]
     assert sum(calls) == 12
@@ -229,16 +229,16 @@ def test_a_worker_that_leaks_is_replaced_before_it_is_too_large() -> None:
 
 
 @linux
-def test_a_call_that_takes_too_much_fails_with_the_options_name() -> None:
+def test_a_call_beyond_the_memory_limit_names_the_option() -> None:
     def takes(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(len(bytearray(int(completions[0]) * MIB)))]
 
-    scores = score([takes], ["1", "4096", "2"], workers=1, memory="64MiB")
+    scores = score([takes], ["1", "4096", "2"], num_workers=1, memory="64MiB")
     assert scores.total == [MIB, None, 2 * MIB]
     assert scores.failures == {"raised": 1}
     assert "raised MemoryError" in scores.messages[0]
-    assert "a worker may take 64 MiB beyond what it has when it is loaded (--rewards.memory)" in scores.messages[0]
-    assert score([takes], ["128"], workers=1).total == [128 * MIB]  # the default is larger
+    assert "a worker may use 64 MiB beyond what it has after loading (--rewards.memory)" in scores.messages[0]
+    assert score([takes], ["128"], num_workers=1).total == [128 * MIB]  # the default is larger
 
 
 class Unspeakable(Exception):
@@ -246,19 +246,19 @@ class Unspeakable(Exception):
         raise ValueError
 
 
-def test_errors_of_memory_by_other_names() -> None:
+def test_memory_errors_of_other_types() -> None:
     def refused(prompts: Any, completions: Any, **_: Any) -> list[float]:
         kinds = {"start": OSError(12, "Cannot allocate memory"), "torch": RuntimeError("Cpu: can't allocate memory: 5")}
         raise kinds.get(completions[0], OSError(2, "No such file"))
 
     scores = score(
-        [Reward("f", refused), Reward("fine", lambda p, c, **_: [1.0])], ["start", "torch", "file"], workers=1
+        [Reward("f", refused), Reward("fine", lambda p, c, **_: [1.0])], ["start", "torch", "file"], num_workers=1
     )
     assert ["--rewards.memory" in message for message in scores.messages] == [True, True, False]
 
 
 @linux
-def test_a_reward_of_its_own_worker_has_no_limit_and_all_go_before_the_trainer() -> None:
+def test_dedicated_workers_have_no_limit_and_all_are_killed_before_the_trainer() -> None:
     def limit(prompts: Any, completions: Any, **_: Any) -> list[float]:
         import resource
 
@@ -273,7 +273,7 @@ def test_a_reward_of_its_own_worker_has_no_limit_and_all_go_before_the_trainer()
         Reward("shared", limit),
         Reward("turn", turn),
     ]
-    scores = score(rewards, ["a"], workers=1, memory="1GiB")
+    scores = score(rewards, ["a"], num_workers=1, memory="1GiB")
     assert scores.parts == {"alone": [0.0], "shared": [1.0], "turn": [1000.0]}
     assert score([Reward("shared", limit)], ["a"], memory="none").total == [0.0]
 
@@ -316,7 +316,7 @@ def orphaned(prompts: Any, completions: Any, **_: Any) -> list[float]:
 
 @linux
 @pytest.mark.parametrize("function", [plain_daemon, hidden_daemon])
-def test_a_daemon_is_gone_with_the_pool(function: Callable[..., list[float]]) -> None:
+def test_daemons_end_with_the_pool(function: Callable[..., list[float]]) -> None:
     with RewardPool([function], num_workers=1) as pool:
         (pid,) = pool.score(["p"], ["c"], {}).total
         assert pid is not None
@@ -326,17 +326,17 @@ def test_a_daemon_is_gone_with_the_pool(function: Callable[..., list[float]]) ->
 
 
 @linux
-def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worker(
+def test_closing_many_workers_takes_one_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[int] = []
-    processes = process._processes
+    processes = process._list_processes
 
     def counted() -> list[int]:
         looks[-1] += 1
         return processes()
 
-    monkeypatch.setattr(process, "_processes", counted)
+    monkeypatch.setattr(process, "_list_processes", counted)
     for workers in (1, 4):
         pool = RewardPool(["exact_match"], num_workers=workers)
         leaders = [slot.worker.pid for slot in pool._slots if slot.worker]
@@ -348,21 +348,21 @@ def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worke
 
 
 @linux
-def test_a_daemon_of_a_worker_that_has_died_is_gone_too() -> None:
-    scores = score([orphaned], ["a", "die", "b"], workers=1)
+def test_daemons_of_a_dead_worker_are_killed() -> None:
+    scores = score([orphaned], ["a", "die", "b"], num_workers=1)
     assert scores.failures == {"crashed": 1}
     assert all(_gone(int(pid)) for pid in scores.total if pid is not None)
 
 
 @linux
-def test_a_worker_full_of_ended_children_is_replaced() -> None:
+def test_a_worker_with_many_zombies_is_replaced() -> None:
     def leaves(prompts: Any, completions: Any, **_: Any) -> list[float]:
         ended = "import os\nfor _ in range(70):\n    if os.fork() == 0: os._exit(0)"  # adopted, and never waited for
         if completions[0] == "leave":
             subprocess.run([sys.executable, "-c", ended], check=True)
         return [float(os.getpid())]
 
-    one, leaver, other = score([leaves], ["a", "leave", "b"], workers=1).total
+    one, leaver, other = score([leaves], ["a", "leave", "b"], num_workers=1).total
     assert one == leaver != other
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import ProcessScores, RewardScores
 from policygrad.rollout.rollouter import Rollouter
@@ -66,7 +67,7 @@ def test_steps_within_one_token_add_up_and_the_last_token_always_ends_one() -> N
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from("a1 é€😀"), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_any_split_of_any_text_into_tokens(text: str, random: Any) -> None:
-    """The first token by which the bytes of the first `kill_trees` characters are there."""
+    """The first token by which the bytes of the first `end` characters are there."""
     data = text.encode()
     cuts = sorted({0, len(data), *(random.randrange(len(data) + 1) for _ in range(6))})
     pieces = [data[a:b] for a, b in itertools.pairwise(cuts)]
@@ -93,8 +94,8 @@ def steps(prompts: Any, texts: Sequence[str], columns: Any) -> ProcessScores:
 
 
 def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:
-    return rollouter(2, outcome, score_steps).collect(
-        algorithm, SamplingParams(max_tokens=3), prompts_per_step=2, samples_per_prompt=16
+    return collect_rollout(
+        rollouter(2, outcome, score_steps), algorithm, SamplingParams(max_tokens=3), prompts=2, samples=16
     )
 
 
@@ -150,10 +151,8 @@ def test_dynamic_sampling_looks_at_the_outcome_alone() -> None:
     def alike(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
         return RewardScores([0.0] * len(texts), {})
 
-    batch = (
-        rollouter(1, alike, steps)
-        .collect(algorithm, SamplingParams(max_tokens=3), prompts_per_step=1, samples_per_prompt=16)
-        .batch
-    )
+    batch = collect_rollout(
+        rollouter(1, alike, steps), algorithm, SamplingParams(max_tokens=3), prompts=1, samples=16
+    ).batch
     assert batch.token_reward.abs().sum() > 0
     assert algorithm.coefficients(batch).abs().sum() == 0

@@ -632,7 +632,7 @@ def test_invalid_sampler_options_are_refused(options: dict[str, Any], words: str
 
 def test_engine_and_python_sampler_conflict(small: pg.Run, tmp_path: Path) -> None:
     run = replace(small, sampler=SamplerConfig(engine="llama_cpp"), output=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"sampler= was given, and sampler.engine is llama_cpp"):
+    with pytest.raises(ConfigError, match=r"sampler= is given and sampler.engine is llama_cpp"):
         pg.train(run, sampler=lambda model, tokenizer: pg.LocalSampler.from_tokenizer(model, tokenizer), display=False)
 
 

@@ -122,14 +122,14 @@ def test_trust_region_names_the_nonfinite_gradient(small: pg.Run, random_model: 
     model.get_parameter(name).register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2, 3]), NAN))
     run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.get_algorithm("trpo"), lr=None, steps=1)
     pg.train(replace(run, output=str(tmp_path / "run")), display=record)
-    where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights as they were"
+    where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights unchanged"
     assert f"step 1: the trust region met numbers that are {where}" in record.said
 
 
 def test_trust_region_names_a_nonfinite_fisher_product(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
     """The gradient is finite, what comes after it is not, from the first product on or from the third."""
     name = "model.layers.1.mlp.up_proj.weight"
-    for good, kept in ((1, "left the weights as they were"), (3, "took a shorter step")):
+    for good, kept in ((1, "left the weights unchanged"), (3, "took a shorter step")):
         model, record, seen = load_model(str(random_model)), Record(), count()
 
         def spoiled(gradient: Tensor, seen: Iterator[int] = seen, good: int = good) -> Tensor:

@@ -3,7 +3,7 @@
 A checkpoint is a folder `step-000123/` with `tensors.safetensors`, `state.json` and `manifest.json` (format version, size
 and sha256 of the others). It is written under a temporary name, every file fsynced, the manifest last, and renamed
 into place, so a name `step-N` always means a complete checkpoint. One process writes to a directory; any number may read.
-Where several processes hold the state, each writes a file of its own beside these (see `split_episodes`), and one of them the rest.
+Where several processes hold the state, each writes a file of its own beside these (see `pieces`), and one of them the rest.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def recover_checkpoints(directory: Path) -> None:
 
 
 def prune_quietly(directory: Path, step: int, keep: int, every: int = 1, *, finished: bool = False) -> None:
-    """What `save_shard` deletes after checkpoint `step`, where it was killed before it did."""
+    """What `save` deletes after checkpoint `step`, where it was killed before it did."""
     with contextlib.suppress(OSError):  # nothing is lost by it, and the next save deletes too
         prune_checkpoints(directory, step, keep, every, finished=finished)
 
@@ -172,7 +172,7 @@ def save_checkpoint(
 
 
 class CheckpointWriter:
-    """A checkpoint on its way to the disk: `begin` makes `writable_folder`, where others may write shares; `finish` writes the rest."""
+    """A checkpoint on its way to the disk: `begin` makes `folder`, where others may write shares; `finish` writes the rest."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class CheckpointWriter:
         suffix: str = "",
         every: int = 1,
     ) -> None:
-        """As `save_shard`. mark: an end of the temporary name, that no other process takes.
+        """As `save`. mark: an end of the temporary name, that no other process takes.
 
         Raises:
             CheckpointError: what cannot be stored, named.
@@ -216,7 +216,7 @@ class CheckpointWriter:
             self.folder.mkdir()
 
     def finish(self, wait_for_shards: Callable[[], Sequence[ShardFile]] = tuple) -> Path:
-        """written: waits for what others write into `writable_folder`, each under the name of its place in the list.
+        """written: waits for what others write into `folder`, each under the name of its place in the list.
 
         Raises:
             CheckpointError: it cannot be written, or another could not.
@@ -262,7 +262,7 @@ def load_latest(
     keep_on_meta: Callable[[str], bool] = lambda name: False,
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None when there is none; `warn` hears of each damaged one passed over.
-    check: raises CheckpointError for one that is intact and lacks something. leave: as for `load_reward_model`.
+    check: raises CheckpointError for one that is intact and lacks something. leave: as for `load`.
 
     Raises CheckpointError when there are checkpoints but none verifies.
     """
@@ -306,7 +306,7 @@ def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda nam
 
 
 def open_tensors(path: Path) -> ShardedTensors:
-    """The tensors of a checkpoint that `load_reward_model` has verified, to read boxes of them.
+    """The tensors of a checkpoint that `load` has verified, to read boxes of them.
 
     Raises:
         CheckpointError: what cannot be read.

@@ -32,7 +32,7 @@ MAX_SNAPSHOT_BYTES = 2**30
 
 
 class Checkpointer(Generic[P]):
-    """Saves what `encode_value` makes of the progress, the global random state beside it."""
+    """Saves what `pack` makes of the progress, the global random state beside it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Checkpointer(Generic[P]):
         resume: the command that goes on, for messages. keeps: bytes of state, at most, of which a copy is
         kept at every step, so that what fails can be undone. check: raises CheckpointError for a checkpoint that lacks
         something, so that the one before it is taken. spread: how several processes save what they share;
-        None = `encode_value` has it all."""
+        None = `pack` has it all."""
         self._max_snapshot_bytes, self._check, self._sharded = max_snapshot_bytes, check, sharded
         self._pending: BackgroundSave | None = None
         self.folder, self.every, self.keep = folder / "checkpoints", every, keep

@@ -90,7 +90,7 @@ def check_regular_file(path: Path) -> None:
 
 
 def verify_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """`check_run`, and read every byte against its sha256. Raises CheckpointError that names the damaged file."""
+    """`check`, and read every byte against its sha256. Raises CheckpointError that names the damaged file."""
     files = check_manifest(folder, names)
     for name, entry in files.items():
         try:
@@ -143,7 +143,7 @@ def encode_json(value: Any, where: str) -> Any:
 
 
 def decode_json(value: Any) -> Any:
-    """The inverse of `encode_for_scoring`."""
+    """The inverse of `encode`."""
     if isinstance(value, list):
         return [decode_json(item) for item in value]
     if not isinstance(value, dict):

@@ -2,7 +2,7 @@
 
 The files are in the format of safetensors, https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the
 header in JSON, the numbers. They are written here, in one pass that also takes the sha256 and leaves other threads their turn;
-safetensors reads them. The checkpoint's `state.json` says under `ratio_std` which box of which tensor is in which file.
+safetensors reads them. The checkpoint's `state.json` says under `spread` which box of which tensor is in which file.
 """
 
 from __future__ import annotations

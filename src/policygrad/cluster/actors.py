@@ -9,11 +9,9 @@ import pickle
 import subprocess
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import cloudpickle
 import torch
@@ -28,10 +26,10 @@ from policygrad.learners.fsdp.processes import WorkerLauncher
 from policygrad.learners.fsdp.sharding import ModelSkeleton
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
-from policygrad.rewards import ProcessScores, Reward, RewardPool, RewardScores
+from policygrad.rewards import Reward, RewardPool
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers.messages import SampleResult
-from policygrad.rewards.workers.pool import IncrementalScoring, combine_scores, combine_steps
+from policygrad.rewards.workers.pool import IncrementalScoring, RewardScorer
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.base import gather_or_cancel
 from policygrad.samplers.engines.http import ServerUnavailableError
@@ -292,9 +290,6 @@ def _on_cpu(tensors: Any) -> dict[str, Tensor]:
 
 # Completions judged by actors, each of which holds a `RewardPool`: its workers can be killed, its budgets and walls hold there.
 
-JudgementTable = list[list[SampleResult]]
-"""By reward, then by completion."""
-
 
 class RewardActor:
     """The actor."""
@@ -309,27 +304,18 @@ class RewardActor:
     def begin(self, rewards: bytes, how: RewardConfig) -> None:
         """Starts the workers, once."""
         if self._pool is None:
-            self._pool = RewardPool(
-                pickle.loads(rewards),
-                num_workers=how.num_workers,
-                timeout=how.timeout,
-                memory=how.memory,
-                environment=how.environment,
-                sandbox=how.sandbox,
-                show_output=how.show_output,
-                tolerate_unresponsive=not how.max_failed_steps,
-            )
+            self._pool = RewardPool.from_config(pickle.loads(rewards), how)
 
-    def judge(
-        self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], of_steps: bool
-    ) -> JudgementTable:
-        """As `RewardPool.run_rewards`."""
-        assert self._pool is not None  # it is asked once it is ready
-        return self._pool.run_rewards(prompts, completions, columns, process_rewards=of_steps)[1]
+    def run_rewards(
+        self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], process_rewards: bool
+    ) -> list[list[SampleResult]]:
+        """Return the results by reward, then by completion."""
+        assert self._pool is not None  # it is called once it is ready
+        return self._pool.run_rewards(prompts, completions, columns, process_rewards=process_rewards)[1]
 
 
-class RayRewardPool:
-    """As `RewardPool`. What an actor was asked when it died is asked again, as a whole: no judgement of it has been told."""
+class RayRewardPool(RewardScorer):
+    """Scores completions by actors. A call that was lost with its actor is repeated: none of its results had arrived."""
 
     def __init__(
         self, actors: ActorFactory, count: int, rewards: Sequence[Reward], how: RewardConfig, tell: ProgressCallback
@@ -343,50 +329,22 @@ class RayRewardPool:
         self._pool = ActorPool(handles, self._ready, actors.config.timeout, REWARDS, tell)
         self._wait = AsyncRunner()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._wait(self._pool.servers.close())
         self._wait.close()
         self._pool.close()
 
-    def score(
+    def run_rewards(
         self,
         prompts: Sequence[Any],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
+        *,
+        process_rewards: bool,
         incremental: IncrementalScoring | None = None,
-    ) -> RewardScores:
-        """As `RewardPool.score`."""
-        chosen = [reward for reward in self.rewards if not reward.process_reward]
-        return combine_scores(chosen, self._table(prompts, completions, columns, chosen), completions)
-
-    def score_steps(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> ProcessScores:
-        """As `RewardPool.score_steps`."""
-        chosen = [reward for reward in self.rewards if reward.process_reward]
-        return combine_steps(chosen, self._table(prompts, completions, columns, chosen))
-
-    def is_overlap_worthwhile(self, count: int) -> bool:
-        """Never: what is over is sent when all is."""
-        return False
-
-    def score_incrementally(
-        self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
-    ) -> AbstractContextManager[IncrementalScoring]:
-        """It never pays."""
-        raise NotImplementedError("actors are asked when all completions are there")
-
-    def _table(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        chosen: Sequence[Reward],
-    ) -> JudgementTable:
-        count, of_steps = len(completions), bool(chosen and chosen[0].process_reward)
+    ) -> tuple[list[Reward], list[list[SampleResult]]]:
+        chosen = [reward for reward in self.rewards if reward.process_reward is process_rewards]
+        count = len(completions)
         for name, values in (("prompts", prompts), *columns.items()):
             if len(values) != count:
                 raise DataError(f"{name!r} has {len(values)} values for {count} completions; give one for each")
@@ -395,16 +353,16 @@ class RayRewardPool:
         bounds = [count * i // parts for i in range(parts + 1)]
         calls = [
             self._pool.call(
-                "judge",
+                "run_rewards",
                 list(prompts[a:b]),
                 list(completions[a:b]),
                 {name: list(values[a:b]) for name, values in columns.items()},
-                of_steps,
+                process_rewards,
             )
             for a, b in pairwise(bounds)
         ]
         tables: list[Any] = self._wait(gather_or_cancel(calls))
-        return [[judgement for table in tables for judgement in table[row]] for row in range(len(chosen))]
+        return chosen, [[result for table in tables for result in table[row]] for row in range(len(chosen))]
 
     async def _ready(self, actor: Any) -> None:
         await call_actor(actor, "begin", self._code, self._how)
@@ -448,11 +406,13 @@ class EnvironmentActor:
             episode.responses.append(await _call_environment(episode.world, action))
         return episode.responses
 
-    async def cut(self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> float | None:
-        """As `Cut.on_truncated` after these calls, where the world has one."""
+    async def on_truncated(
+        self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]
+    ) -> float | None:
+        """As `SupportsTruncation.on_truncated` after these calls, where the world has one."""
         await self.call(code, number, example, seed, calls)
-        cut = getattr(self._episodes[number].world, "cut", None)
-        return None if cut is None else await cut()
+        on_truncated = getattr(self._episodes[number].world, "on_truncated", None)
+        return None if on_truncated is None else await on_truncated()
 
     async def close(self, number: int) -> None:
         """Lets go of an episode."""
@@ -537,8 +497,8 @@ class RayEnvironment:
         return await self._advance(action)  # type: ignore[no-any-return]
 
     async def on_truncated(self) -> float | None:
-        """As `Cut.on_truncated`; None where the world has none."""
-        return await self._call("cut")  # type: ignore[no-any-return]
+        """As `SupportsTruncation.on_truncated`; None where the world has none."""
+        return await self._call("on_truncated")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """Lets go of it."""

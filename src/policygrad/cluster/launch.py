@@ -115,7 +115,7 @@ class TrainerActor:
         return self._name
 
     def versions(self) -> dict[str, str]:
-        """As `installed_versions`."""
+        """As `versions`."""
         return installed_versions()
 
     def folder(self, work: TrainJob) -> TrainJob:
@@ -142,7 +142,7 @@ class TrainerActor:
         return self._outcome
 
     def outcome(self) -> Outcome | PolicygradError | None:
-        """What `train_control` came to. Of one that was cancelled Ray says only that."""
+        """What `train` came to. Of one that was cancelled Ray says only that."""
         return self._outcome
 
     def _train(self, work: TrainJob, site: ActorFactory, roles: tuple[ActorGroup, ...]) -> Outcome:

@@ -130,7 +130,7 @@ class ComparisonPlan:
     def from_dict(cls, data: Mapping[str, Any]) -> ComparisonPlan:
         """Raises KeyError, TypeError, ValueError or AttributeError for what is no plan."""
         each: list[dict[str, Any]] = [
-            {k: tuple(v) if k in ("words", "grid") else v for k, v in row.items()} for row in data["rows"]
+            {k: tuple(v) if k in ("argv", "grid") else v for k, v in row.items()} for row in data["rows"]
         ]
         rows = tuple(ComparisonRow(**row) for row in each)
         fields_: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}
@@ -220,7 +220,7 @@ def _differ(existing: ComparisonPlan, plan: ComparisonPlan) -> list[str]:
 
 
 def _requests_more(existing: ComparisonPlan, plan: ComparisonPlan) -> bool:
-    """Whether a run of either plan is the same run in both, and `create_work` has all of those of `there`."""
+    """Whether a run of either plan is the same run in both, and `plan` has all of those of `there`."""
     rows = {row.label: row for row in plan.rows}
     common = [replace(row, grid=rows[row.label].grid) for row in existing.rows if row.label in rows]
     more = all({*row.grid} <= {*rows[row.label].grid} for row in existing.rows if row.label in rows)

@@ -1,7 +1,7 @@
 """A model spread over the processes by FSDP2 (`fully_shard`), and its evaluator.
 
 Each layer is a unit, gathered when it is called and let go after; what is left (embeddings, head) is the root's. The evaluator
-calls a model past its root (see `network`), so the root is a module around the whole evaluation, `CallModule`: what it gathers is there
+calls a model past its root (see `network`), so the root is a module around the whole evaluation, `Call`: what it gathers is there
 for all that happens within. Gradients are summed over the processes, never averaged: coefficients are of the whole update.
 """
 
@@ -49,7 +49,7 @@ class ModelSkeleton:
 
     @classmethod
     def of(cls, model: nn.Module, temperature: float) -> ModelSkeleton:
-        """Of a whole model, which is tried on a made-up group (`build_evaluator`)."""
+        """Of a whole model, which is tried on a made-up group (`probe`)."""
         structure = _pickle_structure(model)
         evaluator: Evaluator = build_evaluator(model, temperature)
         return cls(
@@ -377,7 +377,7 @@ def swap_parameters(slots: Iterable[ParameterSlot], replacement: Replacement) ->
 
 @contextmanager
 def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Iterator[None]:
-    """Within, each unit that is called is `swap_parameters`; processes that call the same units may gather in `other`."""
+    """Within, each unit that is called is `swapped`; processes that call the same units may gather in `other`."""
     handles = list[RemovableHandle]()
     for unit in units:
         handles += _swapping(unit, replacement)

@@ -34,8 +34,8 @@ _DummyPass = Callable[[Pack], object]
 def output_hessian_product(
     logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight: Tensor, sampled: bool
 ) -> Tensor:
-    """[u, V] Σ weight·(diag p − ppᵀ) ż over the tokens [n] that each state predicts (`list_everything` [n] says which), with p =
-    softmax(logits [u, V]), ż = `format_change` [u, V]; `sampled`: (e_a − p)(e_a − p)ᵀ ż in its place, where a is the token taken and
+    """[u, V] Σ weight·(diag p − ppᵀ) ż over the tokens [n] that each state predicts (`index` [n] says which), with p =
+    softmax(logits [u, V]), ż = `change` [u, V]; `sampled`: (e_a − p)(e_a − p)ᵀ ż in its place, where a is the token taken and
     e_a − p the score of its logits."""
     p = logits.softmax(-1)
     mean = (p * change).sum(-1, keepdim=True)
@@ -198,7 +198,7 @@ class Curvature:
     def _jvp(
         self, tangents: Mapping[str, Tensor], f: _Function, x: Any, change: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """f(x) and its change along the parameters' tangents and x's `format_change`."""
+        """f(x) and its change along the parameters' tangents and x's `change`."""
         parameters = self.networks.optimizer.parameters
         with forward_ad.dual_level():
             duals = {n: make_dual(parameters[n].detach(), t) for n, t in tangents.items()}

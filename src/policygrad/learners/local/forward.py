@@ -79,7 +79,7 @@ class Network:
         )
 
     def states_at(self, index: Tensor, call: Inputs) -> Tensor:
-        """[n, ·] the states at the flat positions `list_everything` [n] of what the model is called with."""
+        """[n, ·] the states at the flat positions `index` [n] of what the model is called with."""
         if self.split_head:
             return _hidden_states(get_backbone(self.model), index, call)
         return gather_positions(self._root(**call, use_cache=False).logits, index)
@@ -175,7 +175,7 @@ def compute_exact(
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Log-probabilities under one model. Which short cuts the model allows was measured by `build_evaluator`, not assumed."""
+    """Log-probabilities under one model. Which short cuts the model allows was measured by `probe`, not assumed."""
 
     network: Network
     temperature: float
@@ -258,7 +258,7 @@ class Evaluator:
     def _forward_exact(
         self, part: Pack, states: Tensor, names: Sequence[str], compared: Sequence[Evaluator]
     ) -> list[Tensor]:
-        """logp [n] and what `option_names` says, through the head as a module, over chunks of tokens: a chunk's logits are computed once
+        """logp [n] and what `names` says, through the head as a module, over chunks of tokens: a chunk's logits are computed once
         more on the way back instead of being held."""
         index, head = part.predictor[part.mask], self.network.logits
         with torch.no_grad():

@@ -49,7 +49,7 @@ class TokenPairs:
         return cls(ordered, tokens[order], order)
 
     def chunks(self, states: int, size: int) -> Iterator[tuple[slice, slice]]:
-        """(which states, which pairs), `parse_size` states at a time."""
+        """(which states, which pairs), `size` states at a time."""
         bounds = [*range(0, states, size), states]
         places = torch.searchsorted(self.index, torch.tensor(bounds, device=self.index.device)).tolist()
         for i in range(len(bounds) - 1):
@@ -70,7 +70,7 @@ def fused_log_probability(
     entropy: bool = False,
     expected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log π [n] of `tokens` [n] at the states [u, H] that `list_everything` [n] says, the entropy [n] there where it is asked for), in
+    """(log π [n] of `tokens` [n] at the states [u, H] that `index` [n] says, the entropy [n] there where it is asked for), in
     nats, with graph. expected: [n] the gradient that log π will be given, where it is known."""
     pairs = TokenPairs.of(index, tokens)
     hint = None if expected is None or entropy or not torch.is_grad_enabled() else expected[pairs.order]

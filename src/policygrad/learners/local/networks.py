@@ -119,7 +119,7 @@ class ValueModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
-        """The batch with `parse_gauge` [B, T], float32."""
+        """The batch with `values` [B, T], float32."""
         out, device = torch.zeros(batch.mask.shape), self._device
         for part in self._micro_batches(batch):
             out[part.rows] = self.network(part.to(device)).cpu()
@@ -288,7 +288,7 @@ class TrainedNetworks:
         keep_groups: bool = False,
         dummy_pass: Callable[[Pack], object] | None = None,
     ) -> Iterator[Pack]:
-        """The completions `count_embedding_rows`, or all, in micro-batches: this process's share; `extract_single_line`: of whole groups; `describe_idle_schedules`: a pass like
+        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `idle`: a pass like
         those they are for, on the device, which adds nothing; None = one of the policy alone."""
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         made, budget = (

@@ -95,7 +95,7 @@ class Optimizer:
         return {name: redistribute_like(share, master) for (name, master), share in named}
 
     def pop_flat_gradient(self) -> Tensor:
-        """[P] the gradients that were added up, which are cleared; 0 where there is none. As `split_tensors` takes it."""
+        """[P] the gradients that were added up, which are cleared; 0 where there is none. As `split` takes it."""
         gradients = [local_tensor(torch.zeros_like(m) if m.grad is None else m.grad) for m in self.masters.values()]
         flat = torch.cat([x.flatten() for x in gradients])
         self.adam.zero_grad(set_to_none=True)

@@ -45,7 +45,7 @@ class TokenSequences:
 
     @classmethod
     def of(cls, batch: Batch, rows: Tensor) -> TokenSequences:
-        """Of those completions of `count_embedding_rows` that have a sampled token.
+        """Of those completions of `rows` that have a sampled token.
 
         Raises:
             DataError: a batch without tokens or prompts.
@@ -156,7 +156,7 @@ class Pack:
     predicting_positions: Tensor
     """[u] where these stand first among the S·L places of `paths`."""
     predictor: Tensor
-    """[b, T] which of the `pretrained_kwargs` predicts the token; 0 off the mask."""
+    """[b, T] which of the `reading` predicts the token; 0 off the mask."""
     tokens: Tensor
     """[b, T] the tokens predicted; 0 off the mask."""
     mask: Tensor
@@ -191,7 +191,7 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 
 def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
-    """Micro-batches of at most `budget` nodes (or one completion) covering those completions `count_embedding_rows` that have a sampled token. No
+    """Micro-batches of at most `budget` nodes (or one completion) covering those completions `rows` that have a sampled token. No
     completion is split, also where it is several texts. whole: no group is either, whatever the budget.
 
     Raises:
@@ -324,7 +324,7 @@ class WorkDivision:
         dummy_pass: Callable[[Pack], object],
         tokens: Callable[[T], int] | None = None,
     ) -> Iterator[T]:
-        """This process's share of the micro-batches that are `call_factory` of at most `budget` tokens. idle: a pass that adds nothing, for
+        """This process's share of the micro-batches that are `made` of at most `budget` tokens. idle: a pass that adds nothing, for
         where others have one more. tokens: of a micro-batch; None = the nodes of a `Pack`."""
         return make_packs(budget)
 

@@ -131,7 +131,7 @@ def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _batch_by_length(batch: Batch, rows: Tensor, size: int) -> Iterator[Tensor]:
-    """Completions of about equal length together, `parse_size` at a time."""
+    """Completions of about equal length together, `size` at a time."""
     order = np.argsort(TokenSequences.of(batch, rows).lengths, kind="stable")
     return iter(torch.split(rows[torch.from_numpy(order)], size))
 
