@@ -55,7 +55,7 @@ class Encoder(Protocol):
 
     def decode(self, tokens: Any) -> str: ...
 
-    def encode_answer(self, prompt: Tensor, said: Prompt, text: str, source: str = ...) -> list[int]:
+    def encode_answer(self, prompt_ids: Tensor, prompt: Prompt, text: str, source: str = ...) -> list[int]:
         """Return the ids of a given answer to the prompt, including its end token."""
         ...
 

@@ -179,16 +179,16 @@ def score_while_sampling(
     Single-turn episodes only. Yields the function that returns all scores; None = score in the ordinary way.
     """
     keys = [(*spec.key, sample) for spec in specs for sample in range(samples_per_prompt)]
-    if pool is None or not isinstance(sampler, SupportsStreaming) or not pool.worth_overlapping(len(keys)):
+    if pool is None or not isinstance(sampler, SupportsStreaming) or not pool.is_overlap_worthwhile(len(keys)):
         yield None
         return
     prompts, columns = prompts_and_columns([spec.example for spec in specs for _ in range(samples_per_prompt)])
     indices = {key: i for i, key in enumerate(keys)}
-    with pool.begin_incremental(prompts, columns) as scoring:
+    with pool.score_incrementally(prompts, columns) as scoring:
 
         def add(finished: Sequence[tuple[Request, Tensor]]) -> None:
             completions = {indices[r.key]: decode(tokens) for r, tokens in finished if r.key in indices}
             scoring.add_completions(completions)
 
         with sampler.on_completion(add):
-            yield partial(pool.score, begun=scoring)
+            yield partial(pool.score, incremental=scoring)
