@@ -150,7 +150,7 @@ def unpack_groups(
     def trajectory(value: Mapping[str, Any]) -> Trajectory:
         marks = value["step_marks"]
         return Trajectory(
-            **value
+            **dict(value)
             | {
                 "segments": tuple(segment(s) for s in value["segments"]),
                 "step_marks": None if marks is None else StepMarks(*marks),
