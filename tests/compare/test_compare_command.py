@@ -153,7 +153,7 @@ def test_seeds_that_can_tell_no_rows_apart_are_announced_before_the_runs(
     monkeypatch.chdir(tmp_path)
     _, out, _ = run_command("compare", "grpo", "rloo", "--seeds", str(seeds), "--dry-run")
     if said:
-        assert out.startswith(f"# --seeds {seeds} can tell no two rows apart")
+        assert out.startswith(f"# --seeds {seeds} cannot distinguish any two rows")
         assert said in out
         assert "Take --seeds 4 or more" in out
     else:
@@ -170,7 +170,7 @@ def test_too_few_seeds_are_said_before_the_first_run_begins(
     monkeypatch.setattr(ComparisonRun, "do", begun)
     with pytest.raises(KeyboardInterrupt):
         run_comparison(plan(planned("grpo"), planned("ppo"), seeds=2), tmp_path / "c", CompareOptions())
-    assert "--seeds 2 can tell no two rows apart" in capsys.readouterr().err
+    assert "--seeds 2 cannot distinguish any two rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LADDERS)
@@ -408,7 +408,7 @@ def test_resume_plan_whose_values_name_other_folders_or_words_is_refused(
         (folder / "plan.json").write_text(json.dumps(sent | {field: value}))
     code, _, err = run_command("compare", "--resume", "c")
     assert code != 0
-    assert "is no plan of a comparison" in err
+    assert "is not a plan of a comparison" in err
     assert reason in err
     assert sorted(path.name for path in here.parent.iterdir()) == ["work"]
     assert not (folder / "runs").exists()

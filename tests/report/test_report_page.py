@@ -172,11 +172,11 @@ def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_pa
     empty = run_folder(tmp_path / "empty", [])
     for words, said in (
         ([], "name the folder of a run"),
-        ([str(tmp_path)], "holds no run: give a folder that --output"),
-        ([str(tmp_path / "no")], "is no folder"),
-        ([str(empty)], "has no numbers yet: wait for the run's first step, or --watch"),
-        ([str(empty), str(tmp_path / "no")], "is no folder"),
-        ([str(empty), str(empty / "run.toml")], "has no numbers yet"),
+        ([str(tmp_path)], "holds no run: give the --output folder"),
+        ([str(tmp_path / "no")], "is not a folder"),
+        ([str(empty)], "has no metrics yet: wait for the run's first step, or use --watch"),
+        ([str(empty), str(tmp_path / "no")], "is not a folder"),
+        ([str(empty), str(empty / "run.toml")], "has no metrics yet"),
         ([str(tmp_path), str(file)], "is a run: give folders"),
         ([str(folders[0]), "--port", "1"], "add --watch"),
         ([str(folders[0]), "--watch", "--output", "x.html"], "leave one of them out"),

@@ -1,4 +1,4 @@
-"""The lab's report as one HTML page with interactive plots. It reads the report; nothing of the lab reads it."""
+"""Render the lab's report as one offline HTML page with interactive plots."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from policygrad.lab.measurement import Finding
 from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import LabReport
 from policygrad.pages.render import render_page
-
-# Findings by theme, as the page shows them.
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Baselines and groups": (
@@ -47,18 +45,16 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "How training goes wrong": ("entropy_collapse", "reward_hacking", "length_drift", "k1_in_loss"),
 }
-"""Those of no theme come last."""
+"""Theme -> findings. Findings without a theme come last."""
 
 
 def group_findings(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
-    """Findings by theme."""
+    """Group findings by theme."""
     by_name = {f.name: f for f in findings}
     themes = {title: [by_name.pop(name) for name in names if name in by_name] for title, names in SECTIONS.items()}
     themes["Other findings"] = list(by_name.values())
     return {title: list_ for title, list_ in themes.items() if list_}
 
-
-# The report as one HTML file that asks the network for nothing: text by a template, plots by `web/page.js`.
 
 FAMILIES = ("a mean as baseline", "÷ standard deviation", "a value for each token", "your own")
 FIGURES = {
@@ -75,10 +71,11 @@ FIGURES = {
 def render_lab_page(
     report: LabReport, algorithms: Mapping[str, Algorithm], matrix: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> str:
-    """The page.
+    """Render the page.
 
-    algorithms: those that were measured, by the names in the report.
-    matrix: for each of them its parts by column, in words.
+    Args:
+        algorithms: The measured algorithms, by their names in the report.
+        matrix: Algorithm -> column -> names of its parts.
     """
     findings = [add_custom_gates(f, algorithms) if f.name == "gate_weights" else f for f in report.findings]
     web = files("policygrad.lab") / "web"
@@ -105,11 +102,11 @@ def render_lab_page(
 
 
 def add_custom_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
-    """The weights of the library's gates, and beside them those of gates that are not the library's."""
+    """Add the weights of custom gates to those of the library's gates."""
     library_gates, ratios = (
         [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())],
         finding.curves["ratio"],
-    )  # not all have a hash
+    )  # some are not hashable
     custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
     curves = {
         f"{name} {way}": gate_curve(g, ratios, s)
@@ -120,7 +117,7 @@ def add_custom_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> F
 
 
 def classify_algorithm(name: str, algorithm: Algorithm) -> int:
-    """Which of `FAMILIES`."""
+    """Return the index into `FAMILIES`."""
     if name not in ALGORITHMS:
         return 3
     if algorithm.critic is not None or any(link.samples_values for link in algorithm.advantage):

@@ -1,4 +1,4 @@
-"""What the page draws of each finding's curves: axes, panels, and what the columns are called."""
+"""Plots of the findings' curves: axes, panels, and names of columns."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class Panel:
     """One pair of axes."""
 
     y: str
-    """What is on the axis, with its unit."""
+    """Label of the axis, with its unit."""
     columns: Mapping[str, str]
-    """A column of the finding's curves -> the name of its series; one name in several panels is one entry of the legend."""
+    """Column of the finding's curves -> name of its series. A name in several panels is one entry of the legend."""
     log: bool = False
     low: float | None = None
-    """Where the axis begins, if not where the data does; what lies below is cut off."""
+    """Start of the axis; None = that of the data. Values below are clipped."""
     high: float | None = None
 
 
 @dataclass(frozen=True)
 class FindingPlot:
-    """A finding's figure."""
+    """The plot of a finding."""
 
     x: str
     panels: tuple[Panel, ...]
     log: bool = False
 
     def to_data(self, finding: Finding) -> dict[str, Any]:
-        """The numbers to draw, x ascending; a column that the finding lacks is left out."""
+        """Return the numbers to draw, x ascending, without columns that the finding lacks."""
         curves, first = finding.curves, next(iter(finding.curves))
         order = sorted(range(len(curves[first])), key=curves[first].__getitem__)
         names = list(
@@ -57,7 +57,7 @@ class FindingPlot:
 
 
 def choose_plot(finding: Finding) -> FindingPlot | None:
-    """The finding's figure: the one below, or all columns over the first; None where it has no curves."""
+    """Choose the finding's plot: that of `PLOTS`, or all columns over the first; None without curves."""
     if not finding.curves:
         return None
     if finding.name in PLOTS:
