@@ -120,7 +120,7 @@ def test_the_sentences(tmp_path: Path) -> None:
     differs, limits = " ".join(found.differences), " ".join(found.caveats)
     assert "At 12,000 tokens, which every run reaches, grpo is highest, 0." in found.ranking[0]
     assert found.ranking[0].endswith("not told apart from it: ppo, slow.")  # three seeds cannot do it
-    assert "With 3 seeds each, equal rows are wholly separated in 10% of cases" in limits
+    assert "With 3 seeds each, equal rows are completely separated in 10% of cases" in limits
     assert "Updates per rollout: 1 (grpo, slow), 4 (ppo)." in differs
     assert (
         "Learning rates, where there was a choice each row's best on the tuning seeds: 0.001 (grpo), 0.0003 (ppo, slow)."

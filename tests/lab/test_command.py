@@ -140,8 +140,8 @@ def test_json_holds_everything(run) -> None:
     assert [row["name"] for row in report["algorithms"]] == [
         name for name in ALGORITHMS if name not in ("passk", "trpo_vine")
     ]
-    assert err.startswith("passk is left out: PassAtK(k=2) compares 2-subsets")
-    assert "\ntrpo_vine is left out: trpo_vine trains on single tokens" in err
+    assert err.startswith("passk is omitted: PassAtK(k=2) compares 2-subsets")
+    assert "\ntrpo_vine is omitted: trpo_vine trains on single tokens" in err
     assert report["findings"] == []
     for row in report["algorithms"]:
         for side in ("on_policy", "off_policy"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,7 +13,6 @@ import policygrad as pg
 from policygrad.core.terms import ExactEntropy, ExactKLToOld, ExactKLToReference
 from policygrad.lab.estimators import (
     compute_decisions,
-    count_multisets,
     count_steps,
     enumerate_steps,
     estimate_gradients,
@@ -121,7 +121,7 @@ def test_probabilities_and_counts() -> None:
     for size in (1, 2, 4):
         steps = enumerate_steps(setting, size)
         assert float(steps.weight.sum()) == pytest.approx(1, abs=1e-12)
-        assert len(steps.rows) == count_steps(setting, size) == count_multisets(15, size)
+        assert len(steps.rows) == count_steps(setting, size) == math.comb(15 + size - 1, size)
     both = enumerate_steps(one_prompt(length=2), 2, statistics_only=2)
     assert float(both.weight.sum()) == pytest.approx(1, abs=1e-12)
     assert not make_steps(setting, 8).exact
@@ -230,7 +230,7 @@ def test_the_greedy_completion_is_the_one_of_the_most_probable_tokens() -> None:
             if token == 0:
                 break
             prefix = (*prefix, token)
-        assert world.tree.words[int(greedy[x].int().argmax())] == prefix
+        assert world.tree.completions[int(greedy[x].int().argmax())] == prefix
     baseline = setting.enumerate_batch(pg.REMAX).baseline
     assert baseline is not None
     assert baseline.reshape(world.prompts, -1)[:, 0].tolist() == world.reward[greedy].tolist()

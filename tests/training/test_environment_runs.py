@@ -123,7 +123,7 @@ def test_the_command_takes_an_environment_by_name(
     assert tomllib.loads(Path("out/run.toml").read_text())["environment"] == "mine.py:Guess"
     code, _, err = run_command("train", "--resume", "out", "--environment", "mine.py:LOOKS")
     assert code == 2
-    assert "another --environment would compare before and after on different things" in err
+    assert "with another --environment would make evaluations before and after incomparable" in err
     code, _, err = run_command("train", "--resume", "out")
     assert code == 0, err
     code, out, err = run_command("eval", "out", "--task", str(run.task), "--environment", "mine.py:Guess", "--problems", "2",

@@ -12,7 +12,7 @@ import pytest
 
 import browser as browsers
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.lab import render_lab_page
+from policygrad.commands.lab import build_lab_page
 from policygrad.lab.report import build_lab_report
 from policygrad.lab.setting import supported_algorithms
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("lab") / "lab.html"
-    place.write_text(render_lab_page(build_lab_report(ROWS, 2, names=NAMES), ROWS), encoding="utf-8")
+    place.write_text(build_lab_page(build_lab_report(ROWS, 2, names=NAMES), ROWS), encoding="utf-8")
     return place
 
 
@@ -206,7 +206,7 @@ def test_the_numbers_are_a_table_too(page: Page) -> None:
 
 def test_what_was_sampled_is_not_called_unbiased(chromium: Browser, tmp_path: Path) -> None:
     chosen, place = {name: ALGORITHMS[name] for name in ("rloo", "grpo")}, tmp_path / "sampled.html"
-    place.write_text(render_lab_page(build_lab_report(chosen, 8, names=()), chosen), encoding="utf-8")
+    place.write_text(build_lab_page(build_lab_report(chosen, 8, names=()), chosen), encoding="utf-8")
     page = chromium.new_page()
     page.goto(place.as_uri())
     page.wait_for_selector("#scatter .point")

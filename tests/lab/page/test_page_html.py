@@ -13,7 +13,7 @@ import torch
 
 import policygrad as pg
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.lab import render_lab_page
+from policygrad.commands.lab import build_lab_page
 from policygrad.lab.measurement import Finding
 from policygrad.lab.page import SECTIONS, classify_algorithm, group_findings
 from policygrad.lab.plots import PLOTS, choose_plot
@@ -45,7 +45,7 @@ def found() -> LabReport:
 
 @pytest.fixture(scope="module")
 def text(found: LabReport) -> str:
-    return render_lab_page(found, CHOSEN)
+    return build_lab_page(found, CHOSEN)
 
 
 def embedded(text: str) -> dict:
@@ -113,7 +113,7 @@ def test_what_others_named_is_escaped_and_measured_like_the_rest(text: str) -> N
 def test_numbers_that_are_not_finite_are_none_in_the_page(found: LabReport) -> None:
     on, off = found.rows[0]
     broken = replace(on, figures=replace(on.figures, snr=float("inf")))
-    rows = embedded(render_lab_page(replace(found, rows=((broken, off),), findings=()), CHOSEN))["algorithms"]
+    rows = embedded(build_lab_page(replace(found, rows=((broken, off),), findings=()), CHOSEN))["algorithms"]
     assert rows[0]["sides"][0]["snr"] is None
 
 
