@@ -161,7 +161,7 @@ def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
     assert ppo.summary is None
     assert len(ppo.failed) == 3
     assert len(grpo.runs) == 2
-    assert "of 3 seeds there are grpo 2, ppo 0" in " ".join(found.caveats)
+    assert "of 3 seeds these are finished: grpo 2, ppo 0" in " ".join(found.caveats)
     assert not any("ppo" in (pair.first, pair.second) for pair in found.pairs)
     shown = "\n".join(text(found))
     assert "failed  ppo, seed 0: NaN in the loss" in shown
@@ -200,7 +200,7 @@ def test_the_report_is_json(tmp_path: Path) -> None:
     found = carried_out(tmp_path)
     told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     (grpo, *_) = told["rows"]
-    assert grpo["words"] == "grpo --lr 0.001"
+    assert grpo["command"] == "grpo --lr 0.001"
     assert grpo["runs"][0]["command"] == "policygrad train grpo --lr 0.001 --tokens 12000 --seed 0"
     assert len(grpo["summary"]["curves"]["tokens"]["value"]) == len(told["axes"]["tokens"])
     assert {pair["first"] for pair in told["pairs"]} == {"grpo", "ppo"}

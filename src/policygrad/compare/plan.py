@@ -158,10 +158,10 @@ def _check_values(plan: ComparisonPlan) -> None:
         if not (isinstance(row.label, str) and LABEL_PATTERN.fullmatch(row.label)):
             raise ValueError(f"the label {row.label!r} of a row: letters, digits and . _ + - make one")
         if not (row.argv and all(isinstance(word, str) for word in row.argv)):
-            raise ValueError(f"the row {row.label}: words must be an algorithm and its options, not {row.argv!r}")
+            raise ValueError(f"the row {row.label}: argv must be an algorithm and its options, not {row.argv!r}")
         if row.tuned_option not in ("", *TUNABLE_OPTIONS):
             raise ValueError(
-                f"the row {row.label}: knob must be {' or '.join(TUNABLE_OPTIONS)}, or empty, not {row.tuned_option!r}"
+                f"the row {row.label}: tuned_option must be {' or '.join(TUNABLE_OPTIONS)}, or empty, not {row.tuned_option!r}"
             )
         if not all(_is_number(value) for value in row.grid):
             raise ValueError(f"the row {row.label}: grid must be numbers, not {row.grid!r}")

@@ -174,7 +174,7 @@ def _few(seeds: int) -> str:
     chance = separation_by_chance(seeds, seeds)
     if chance <= 1 - LEVEL:
         return ""
-    return f" With {seeds} seeds each, equal rows are completely separated in {chance:.0%} of cases, so no difference is called clear."
+    return f" With {seeds} seeds each, equal rows are completely separated in {chance:.0%} of cases, so none is clear."
 
 
 def _describe_tuning(report: ComparisonReport) -> Iterable[str]:

@@ -65,8 +65,8 @@ def _checked(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any]
         for key, (is_right, what) in FIELD_CHECKS.items():
             if (value := row.get(key)) is not None and not is_right(value):
                 raise RunError(
-                    f"{file}, a completion of step {row['step']}: {key} is {value!r:.60}, but should be {what}: delete the line, or restore the "
-                    "file from a copy"
+                    f"{file}, a completion of step {row['step']}: {key} is {value!r:.60}, but should be {what}: "
+                    "delete the line, or restore the file from a copy"
                 )
     return checked
 

@@ -84,7 +84,7 @@ def summarise_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def strip_control_chars(text: str) -> str:
-    """Make text safe to print, with a known width: control characters become visible symbols, so they cannot act on the terminal."""
+    """Make text safe to print, with a known width: control characters become visible symbols."""
     out = []
     for char in text.replace("\r\n", "\n").replace("\ufe0f", "").expandtabs(4):
         kind = unicodedata.category(char)
