@@ -33,7 +33,7 @@ def test_the_episodes_by_hand() -> None:
     assert [e.outcome for e in short.episodes] == [0, 0, 1, 0]
     assert short.total().tolist() == pytest.approx([-0.1, 0.5, 0.5 - 0.3 + 1, -0.3])
     assert short.mask.tolist() == [[True, False, False], *[[True, True, False]] * 3]
-    with pytest.raises(pg.ConfigError, match="a length of 7 is no multiple"):
+    with pytest.raises(pg.ConfigError, match="must be a multiple of that, not 7"):
         EpisodeTree(length=7)
 
 

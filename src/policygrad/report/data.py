@@ -125,7 +125,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _versions(folder: Path) -> Mapping[str, str]:
     """Versions stored in the newest checkpoint."""
     for state in _states(folder):
-        fingerprint = state.get("began")
+        fingerprint = state.get("fingerprint")
         versions = fingerprint.get("versions") if isinstance(fingerprint, dict) else None
         if versions and isinstance(versions, dict):
             return {str(name): str(version) for name, version in versions.items()}
@@ -134,7 +134,7 @@ def _versions(folder: Path) -> Mapping[str, str]:
 
 def _changes(folder: Path) -> tuple[str, ...]:
     """Changed options stored in the newest checkpoint, which has all earlier ones too."""
-    changes = next(_states(folder), {}).get("changes")
+    changes = next(_states(folder), {}).get("option_changes")
     each = [c for c in changes if isinstance(c, dict)] if isinstance(changes, list) else []
     return tuple(
         f"after step {c.get('step')}: {', '.join(map(str, c['options']))}"
