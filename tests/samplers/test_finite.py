@@ -123,7 +123,7 @@ def test_trust_region_names_the_nonfinite_gradient(small: pg.Run, random_model: 
     run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.get_algorithm("trpo"), lr=None, steps=1)
     pg.train(replace(run, output=str(tmp_path / "run")), display=record)
     where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights unchanged"
-    assert f"step 1: the trust region met numbers that are {where}" in record.said
+    assert f"step 1: the trust region met values that are {where}" in record.said
 
 
 def test_trust_region_names_a_nonfinite_fisher_product(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_trust_region_names_a_nonfinite_fisher_product(small: pg.Run, random_mod
         run = replace(run, learner=replace(run.learner, micro_tokens=10**6))
         pg.train(replace(run, output=str(tmp_path / str(good))), display=record)
         where = f"in a product with the Fisher matrix, first in {name} (64 of 2048 numbers are not finite) and {kept}"
-        assert f"step 1: the trust region met numbers that are not finite, {where}" in record.said
+        assert f"step 1: the trust region met values that are not finite, {where}" in record.said
 
 
 def test_clipping_equals_torch_bitwise() -> None:
