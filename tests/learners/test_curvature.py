@@ -16,6 +16,7 @@ import policygrad as pg
 from doubles.files import rows, same, untimed, weights
 from doubles.tabular_learner import TabularLearner, TabularProblem
 from doubles.trackers import Record
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local import curvature
 from policygrad.learners.local.learner import LocalLearner
@@ -62,7 +63,9 @@ def make_batch(vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float64)
 
 
 def learner_for(model: nn.Module, algorithm: pg.Algorithm = TRPO, **config: Any) -> LocalLearner:
-    return LocalLearner(model, algorithm, lr=None, steps=4, temperature=TEMPERATURE, config=LearnerConfig(**config))
+    return LocalLearner(
+        model, LearnerSpec(algorithm, lr=None, steps=4, temperature=TEMPERATURE, config=LearnerConfig(**config))
+    )
 
 
 def problem_for(learner: LocalLearner, batch: pg.Batch, algorithm: pg.Algorithm = TRPO) -> LocalProblem:
@@ -427,7 +430,7 @@ def test_a_learning_rate_that_would_drive_nothing_is_refused() -> None:
     assert Run(algorithm=pg.TRPO, optimizer=pg.OptimizerConfig(clip=0.5)).resolve().lr is None
     assert Run(algorithm=pg.GRPO).resolve().lr is not None
     with pytest.raises(ValueError, match="GradientSteps needs a learning rate"):
-        LocalLearner(small_model(), pg.DR_GRPO, lr=None, steps=1)
+        LocalLearner(small_model(), LearnerSpec(pg.DR_GRPO, lr=None, steps=1))
 
 
 @pytest.mark.slow

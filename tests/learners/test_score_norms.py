@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.architectures import CONFIGS, PLAIN, long_batch
 from doubles.batches import make_batch, naive_logp
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.learners.local.learner import LocalLearner
@@ -175,7 +176,7 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
 def test_the_learner_fills_them_when_they_are_needed_and_leaves_no_gradient(random_model: Path) -> None:
     batch = make_batch(4, holes=False)
     for config in (LearnerConfig(), LearnerConfig(gradient_checkpointing=True)):
-        learner = LocalLearner(load_model(str(random_model)), RLOO, lr=1e-3, steps=1, config=config)
+        learner = LocalLearner(load_model(str(random_model)), LearnerSpec(RLOO, lr=1e-3, steps=1, config=config))
         assert learner.norms is not None
         assert learner.norms.batched != config.gradient_checkpointing
         filled = learner.evaluate(batch, RLOO.needs)
@@ -184,7 +185,7 @@ def test_the_learner_fills_them_when_they_are_needed_and_leaves_no_gradient(rand
         assert all(p.grad is None for p in learner.model.parameters())
         assert not learner.model.training
     assert learner.evaluate(batch, frozenset()).grad_logp_sq_norm is None
-    assert LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=1).norms is None
+    assert LocalLearner(load_model(str(random_model)), LearnerSpec(pg.DR_GRPO, lr=1e-3, steps=1)).norms is None
 
 
 def test_a_run_with_exact_norms_resumes_bit_for_bit(random_model: Path, tmp_path: Path) -> None:

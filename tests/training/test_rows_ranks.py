@@ -79,10 +79,10 @@ def both(
     causal = kind == "sft"
     one, whole = (model(weights) if causal else judge(weights) for _ in range(2))
     config = replace(CONFIG, learner=replace(CONFIG.learner, **learner))
-    blueprint = None if causal else ModelSkeleton.without_shortcuts(whole)
-    how = {"lr": config.lr, "steps": 4, "config": config.learner, "optimizer": config.optimizer}
+    skeleton = None if causal else ModelSkeleton.without_shortcuts(whole)
+    spec = pg.LearnerSpec(NULL_ALGORITHM, config.lr, 4, config=config.learner, optimizer=config.optimizer)
     return LocalSupervisedLearner(one, config, 4, causal), FsdpController.of(
-        ranks, whole, NULL_ALGORITHM, blueprint=blueprint, **how
+        ranks, whole, spec, skeleton=skeleton
     )
 
 

@@ -20,6 +20,7 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, RunError
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, recompute_activations
@@ -131,12 +132,8 @@ def build_supervised_learner(
 
     return start_fsdp_learner(
         model,
-        NULL_ALGORITHM,
-        config=config.learner,
-        lr=config.lr,
-        steps=steps,
-        optimizer=config.optimizer,
-        blueprint=None if causal else ModelSkeleton.without_shortcuts(model),
+        LearnerSpec(NULL_ALGORITHM, config.lr, steps, config=config.learner, optimizer=config.optimizer),
+        skeleton=None if causal else ModelSkeleton.without_shortcuts(model),
         folder=Path(config.output) if config.output else None,
     )
 

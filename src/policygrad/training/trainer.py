@@ -21,9 +21,8 @@ from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.core.metrics import Mean, Metrics
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, RewardError, RunError
-from policygrad.learners.base import CloseableLearner, Learner
+from policygrad.learners.base import CheckedLearner, CloseableLearner, Learner, ReferenceLearner, SnapshotLearner
 from policygrad.learners.config import SMALL_MODEL_PARAMETERS
-from policygrad.learners.local.learner import LocalLearner, check_learner_state
 from policygrad.models.adapters import describe_adapters as adapters_words
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
@@ -90,7 +89,7 @@ def describe_run(run: Run, resources: Resources, learner: Learner, folder: Path,
         told["learner"] = f"{run.learner.world_size} processes{shared}"
     if run.sampler.engine != LOCAL:
         told["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
-    if isinstance(learner, LocalLearner) and run.algorithm.reference and run.algorithm.reference.model:
+    if isinstance(learner, ReferenceLearner) and run.algorithm.reference and run.algorithm.reference.model:
         told["reference"] = f"{run.algorithm.reference.model} ({learner.reference_parameters / 1e6:.2f}M parameters)"
     if not resources.has_rewards:
         told["held out"] = (
@@ -400,16 +399,16 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             raise CheckpointError(f"it has no {min(lacking)!r}")
         if not all(isinstance(state[name], int | float) for name in ("position", "tokens", "seconds")):
             raise CheckpointError("its counts are no numbers")
-        if isinstance(self.learner, LocalLearner) or "learner" not in self._python_arguments:
-            check_learner_state(saved.tensors, state["learner"])
+        if isinstance(self.learner, CheckedLearner):
+            self.learner.check_state(saved.tensors, state["learner"])
 
     @property
     def max_snapshot_bytes(self) -> int:
         if self.config.guard.action != "warn":  # which is to undo steps of whatever size
             return sys.maxsize
         return (
-            super().max_snapshot_bytes if isinstance(self.learner, LocalLearner) else 0
-        )  # others may pay dearly for their state
+            super().max_snapshot_bytes if isinstance(self.learner, SnapshotLearner) else 0
+        )  # another learner's state may be expensive
 
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm
