@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import policygrad as pg
@@ -20,8 +21,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     args = parser.parse_args()
     kept = sorted((int(path.name.removeprefix("step-")), path) for path in args.folder.glob("step-*"))
-    sizes = {"problems": args.problems, "samples": args.samples}
-    curve = [[step, pg.evaluate(str(path), "embedded", device="cpu", **sizes).mean] for step, path in kept]
+    sizes = pg.EvaluationConfig(problems=args.problems, samples_per_prompt=args.samples)
+    options = pg.RunOptions(evaluation=sizes, learner=pg.LearnerConfig(device="cpu", dtype="fp32"))
+    curve = [[step, pg.evaluate(replace(options, model=str(path))).mean] for step, path in kept]
     print(MARK + json.dumps({"curve": curve}), flush=True)
 
 

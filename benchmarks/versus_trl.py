@@ -130,7 +130,7 @@ class Versus:
         return record
 
     def learned(self, kept: Path) -> Record:
-        """`compute_band`: [step, held-out accuracy] of the weights that a run has kept, which are then removed.
+        """`curve`: [step, held-out accuracy] of the weights that a run has kept, which are then removed.
 
         Raises:
             SystemExit: they cannot be measured.

@@ -203,7 +203,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def sample(policy: Policy, reference: Policy, groups: int, size: int) -> tuple[Rollout, Tensor, Tensor]:
-    """(rollout, prompts, tokens): `parse_size` completions for each of `groups` prompts."""
+    """(rollout, prompts, tokens): `size` completions for each of `groups` prompts."""
     digits = torch.randint(DIGITS, (groups, LENGTH)).repeat_interleave(size, 0)
     prompts = torch.nn.functional.pad(digits, (0, 1), value=START)
     logp, state = policy(prompts)

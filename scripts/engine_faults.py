@@ -3,7 +3,7 @@
 python scripts/engine_faults.py [--repeats 30] [--kinds killed hangs …] [--max-staleness K] [--folder DIR]
 
 For each kind of fault a run of grpo, whose two servers stand behind a small proxy each. At a random moment (of a rollout, an
-update, a publication) one of them has the fault for a random while, again and again. `unavailable_message` takes both away for longer than the
+update, a publication) one of them has the fault for a random while, again and again. `gone` takes both away for longer than the
 run waits: it has to end, and to go on with what it has saved. Counted are groups that were lost or trained on twice, by their
 keys, and completions that were not drawn by the version that they claim: every one is compared with the learner's own
 log-probabilities under it.
@@ -64,7 +64,7 @@ LONGEST = 1.0
 TIMEOUT, PATIENCE, SHORT = 1.5, 60.0, 1.0
 """Seconds: `sampler.timeout`; `sampler.recovery_timeout`, and that where both servers are gone."""
 LASTS = {"hangs": 2 * TIMEOUT, "gone": 2.0}
-"""Seconds that other faults last, at most; `unavailable_message` beyond thrice `SHORT`."""
+"""Seconds that other faults last, at most; `gone` beyond thrice `SHORT`."""
 WARM = 2
 """Steps without a fault, which say how long one takes."""
 

@@ -19,7 +19,8 @@ from typing import Any
 from policygrad.rollout.scoring import score_groups
 from policygrad.rollout.trajectory import TRAIN, EpisodeSpec
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.setup import Needed, load_resources
+from policygrad.training.config.run import RunOptions
+from policygrad.training.setup import load_resources
 
 PORTION = 64  # problems sampled at a time
 PAIRS = 2  # per problem
@@ -46,7 +47,7 @@ def answers(model: str, problems: int, samples: int, seed: int) -> list[tuple[st
     sampling = SamplingParams()
     out = []
     with ExitStack() as stack:
-        found = load_resources(stack, Needed(model, "embedded", sampling.max_tokens, seed=seed))
+        found = load_resources(stack, RunOptions(model=model, seed=seed, sampling=sampling))
         for start in range(0, problems, PORTION):
             numbers = range(start, min(start + PORTION, problems))
             starts = [

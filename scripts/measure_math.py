@@ -5,7 +5,7 @@ python scripts/measure_math.py [--data ../shared/data]     some three minutes of
 References are GSM8K's 1,319 numbers and the 250 answers of MATH-500 in the data folder. Each is written in other ways that
 leave its value as it is, and changed in ways that do not; nothing is left to chance. An answer that is changed back to its
 reference's text is left out. Each answer stands in one of three sentences, in turn. math-verify reads the completion as its
-README has it: `parse_reward` of the reference between dollar signs and of the completion, then `verify_files`. Results:
+README has it: `parse` of the reference between dollar signs and of the completion, then `verify`. Results:
 docs/results/math_rewards.json; the page is written by scripts/make_docs.py.
 """
 

@@ -86,9 +86,9 @@ class Moment:
 
 
 def moment(draw: random.Random, at: int, steps: int, kills_left: int, pace: Pace, evaluated: int) -> Moment:
-    """A moment to kill a run that goes on from step `interpolate`: within what it starts with, within a step, or after the last one; a
+    """A moment to kill a run that goes on from step `at`: within what it starts with, within a step, or after the last one; a
     fifth of them while it saves, which takes so little of a step that few would fall there, and some while it evaluates, every
-    `summarise_evaluation` steps. The steps that are left are spread over the kills that are left, so that the kills cover the whole run."""
+    `evaluated` steps. The steps that are left are spread over the kills that are left, so that the kills cover the whole run."""
     ahead, share, saving = draw.randint(0, 2 * (steps - at) // max(kills_left, 1)), draw.random(), draw.random() < 0.2
     if draw.random() < AIMED and at < steps:
         return Moment(min(steps, (at // evaluated + 1) * evaluated), share * min(pace.step, pace.end))

@@ -36,7 +36,7 @@ SHOWN = 4
 
 
 def problems() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(trained on, held out): rows with `prompt` and `encode_reply`, no question in both."""
+    """(trained on, held out): rows with `prompt` and `answer`, no question in both."""
     rows: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for a in range(100):
         for b in range(10):

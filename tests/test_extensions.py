@@ -31,7 +31,7 @@ def small(tmp_path: Path, **changes: Any) -> pg.Run:
 
 
 def run_block(name: str, tmp_path: Path, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Executes a block of the page with `pg.train_control` at a small size, by GRPO where it names no algorithm, so that a step is one
+    """Executes a block of the page with `pg.train` at a small size, by GRPO where it names no algorithm, so that a step is one
     update; (what the block defines, what the trainer was given)."""
     given: dict[str, Any] = {}
 

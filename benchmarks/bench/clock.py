@@ -84,8 +84,8 @@ class Moved:
 
 
 def problems(facts: dict[str, Any], steps: int, completions: int, tokens: int | None) -> list[str]:
-    """What is wrong with a worker's run, if it has not done the work: its `describe_run` are lists with an entry per step, and
-    `perturb_policy`, `updates`."""
+    """What is wrong with a worker's run, if it has not done the work: its `facts` are lists with an entry per step, and
+    `moved`, `updates`."""
     found = []
     for name, wanted in (("completions", completions), ("tokens", tokens)):
         if wanted is not None and any(got != wanted for got in facts[name]):

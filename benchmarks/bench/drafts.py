@@ -54,7 +54,7 @@ class Passes:
 
 
 def needed(cost: float, drafted: int) -> float | None:
-    """The acceptance from which on so many drafts pay in a pass that costs `read_cost` passes over one token; None = they never do.
+    """The acceptance from which on so many drafts pay in a pass that costs `cost` passes over one token; None = they never do.
 
     Found by bisection: the mean number of tokens grows from 1 to drafted + 1 with the acceptance.
     """
@@ -68,7 +68,7 @@ def needed(cost: float, drafted: int) -> float | None:
 
 
 def agreement(groups: Sequence[Sequence[Sequence[int]]], words: int = WORDS) -> tuple[float, float]:
-    """(share of the tokens behind whose last `format_size` a sibling has said something, share of those that are what siblings said most
+    """(share of the tokens behind whose last `words` a sibling has said something, share of those that are what siblings said most
     often there): what drafts from them would be, as a token that was drawn knows nothing of its siblings."""
     drafted = right = count = 0
     for group in groups:
@@ -86,7 +86,7 @@ def agreement(groups: Sequence[Sequence[Sequence[int]]], words: int = WORDS) -> 
 
 
 def _behind(tokens: Sequence[int], words: int) -> list[tuple[tuple[int, ...], int]]:
-    """Each token with the `format_size` before it."""
+    """Each token with the `words` before it."""
     padded = [-1] * words + list(tokens)
     return [(tuple(padded[t : t + words]), token) for t, token in enumerate(tokens)]
 

@@ -38,7 +38,7 @@ def row(data: Data, work: str, side: str) -> Row | None:
 
 
 def ratio(work: str, side: str, measure: str) -> Callable[[Data], float | None]:
-    """TRL's over ours; measure: `cpu`, `wall` or `format_memory_note`."""
+    """TRL's over ours; measure: `cpu`, `wall` or `memory`."""
 
     def find(data: Data) -> float | None:
         theirs, ours = row(data, work, TRL), row(data, work, side)

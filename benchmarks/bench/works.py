@@ -82,7 +82,7 @@ def from_dict(values: dict[str, Any]) -> Work:
 
 
 def geometric(first: int, last: int, count: int) -> tuple[int, ...]:
-    """`set_cached_length` lengths in equal ratios from first to last, in an order in which short and long ones alternate."""
+    """`count` lengths in equal ratios from first to last, in an order in which short and long ones alternate."""
     lengths = [round(first * (last / first) ** (i / (count - 1))) for i in range(count)]
     stride = next(s for s in range(round(count * 0.618), count + 2) if math.gcd(s, count) == 1)
     return tuple(lengths[i * stride % count] for i in range(count))

@@ -159,7 +159,7 @@ CASES = (
     ),
     Case(
         "data",
-        "of a folder of `load_dataset_table`",
+        "of a folder of `datasets`",
         (*TRAIN, "--task", "saved", "--reward", "exact_match"),
         files={"saved/dataset_info.json": "{}"},
         before=TABLES,

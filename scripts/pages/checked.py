@@ -16,7 +16,7 @@ BLOCK = re.compile(rf"^```python\n(?P<code>{_LINES})```\n\n```text\n(?P<output>{
 
 
 def run(code: str, where: str, names: dict[str, Any]) -> str:
-    """What the code prints; `option_names` is what it knows, and what it leaves behind."""
+    """What the code prints; `names` is what it knows, and what it leaves behind."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, where, "exec"), names)

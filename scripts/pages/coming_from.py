@@ -22,7 +22,7 @@ def options(library: str) -> str:
 
 
 def supervised(library: str) -> str:
-    """The names for which `policygrad sft` and `reward-model` have another answer than `train_control`."""
+    """The names for which `policygrad sft` and `reward-model` have another answer than `train`."""
     own: Mapping[str, Equivalent] = {name: ours for name, ours in SUPERVISED.items() if name in LIBRARIES[library]}
     rows = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in own.items()]
     return table((library, "`policygrad sft`, `reward-model`", "what differs"), rows)

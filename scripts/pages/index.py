@@ -10,7 +10,7 @@ from policygrad.commands.show import group_by_family
 
 
 def matrix(folder: str) -> str:
-    """The matrix as a Markdown table; names link to their pages in `writable_folder`."""
+    """The matrix as a Markdown table; names link to their pages in `folder`."""
     rows = {name: build_matrix_row(a) for name, a in ALGORITHMS.items()}
     head = ["algorithm", *next(iter(rows.values()))]
     return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))

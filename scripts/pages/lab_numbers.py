@@ -49,7 +49,7 @@ def finding(name: str) -> tuple[bool, str, str]:
 
 
 def quoted(name: str, folder: str) -> str:
-    """A finding as a paragraph under its picture in `writable_folder`."""
+    """A finding as a paragraph under its picture in `folder`."""
     holds, claim, sentence = finding(name)
     return (
         f"![{claim}]({folder}/{name}.svg)\n\n"

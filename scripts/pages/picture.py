@@ -1,4 +1,4 @@
-"""docs/architecture.svg: the way of the data, readable on light and on dark pages."""
+"""docs/architecture.svg: the data flow, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def picture() -> str:
         _room(184, 20, 876, 266, "rollout/  Rollouter.collect", 200),
         _box(24, 76, 124, "Task", "tasks/", given=True),
         _arrow(148, 112, 212, 112, "Example", dy=-8),
-        _box(214, 76, 190, "Environment", "environments/", "one episode's world", given=True),
+        _box(214, 76, 190, "Environment", "environments/", "one episode", given=True),
         _arrow(404, 98, 538, 98, "Observation, Step"),
         _arrow(540, 130, 406, 130, "Action", dy=17),
         _box(540, 76, 166, "episodes", "rollout/episodes.py", "turn by turn, together"),
@@ -65,16 +65,16 @@ def picture() -> str:
         _box(214, 198, 190, "batch", "rollout/batching.py", "filters, tensors"),
         _room(24, 324, 1036, 134, "training/loop.py", 448),
         _arrow(309, 270, 309, 366, "Batch", dx=10, dy=-9),
-        _box(40, 368, 134, "next step", "Progress", "position, memory"),
+        _box(40, 368, 134, "next step", "Progress", "counters, state"),
         _arrow(86, 368, 86, 150, "position", dx=10),
         _box(214, 368, 190, "evaluate", "learners/", "log π_old, log π_ref, V", given=True),
         _arrow(404, 404, 446, 404),
-        _box(448, 368, 150, "advantage Ψ", "core/", "lever 1", given=True),
+        _box(448, 368, 150, "advantage Ψ", "core/", "the chain of links", given=True),
         _arrow(598, 404, 640, 404),
-        _box(642, 368, 168, "objective", "core/", "Σ c·w·Ψ + c·k, lever 2", given=True),
+        _box(642, 368, 168, "objective", "core/", "Σ c·w·Ψ + c·k", given=True),
         _arrow(810, 404, 862, 404),
-        _box(864, 368, 172, "update", "learners/", "by core's UpdateRule", given=True),
-        _arrow(948, 368, 948, 150, "Published", dx=-10, dy=50),
+        _box(864, 368, 172, "update", "learners/", "an UpdateRule", given=True),
+        _arrow(948, 368, 948, 150, "PublishedWeights", dx=-10, dy=50),
         _text(958, 309, "weight_sync/", "where", "start"),
         _arrow(309, 458, 309, 506, "metrics, completions", dx=10, dy=5),
         _box(214, 508, 190, "Tracker", "trackers/", "any number", given=True),
@@ -83,8 +83,8 @@ def picture() -> str:
         _arrow(726, 458, 726, 506, "Progress, state", dx=10, dy=5),
         _box(642, 508, 168, "Checkpointer", "checkpoint/", "atomic, verified"),
         '<rect class="box given" x="866" y="536" width="20" height="14" rx="4"/>',
-        _text(894, 548, "yours to hand in", "small", "start"),
-        _text(866, 568, "violet: what travels", "type", "start"),
+        _text(894, 548, "can be replaced by yours", "small", "start"),
+        _text(866, 568, "violet: types that travel", "type", "start"),
     ]
     tip = (
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -93,7 +93,7 @@ def picture() -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="title">',
-            '<title id="title">The way of the data through policygrad</title>',
+            '<title id="title">Data flow in policygrad</title>',
             f"<style>{STYLE}\n  @media (prefers-color-scheme: dark) {{{DARK}\n  }}\n</style>",
             f"<defs>{tip}</defs>",
             *shapes,

@@ -45,7 +45,7 @@ STATES_NOTE = (
     "Policies are kept as log-probabilities of the tokens that were sampled, not as models: only π_θ and π_ref are weights "
     "in memory. While every rollout feeds one update and is drawn with the weights as they are, π_old is π_θ and every ratio is 1. "
     "Tokens that older weights drew are corrected for by π_old/μ (`TruncatedIS`, unless the algorithm has corrections), or, with "
-    "`resolve_old_policy='sampler'`, μ is taken as π_old."
+    "`old_policy='sampler'`, μ is taken as π_old."
 )
 MEMORY = (
     "Counted in copies of the policy's parameters P, in full precision: a model trained by AdamW costs 4 (weights, gradient, "
@@ -103,7 +103,7 @@ def states() -> list[tuple[str, ...]]:
             "with every load of new weights; differs from π_old by rounding or staleness",
             "`logp_sampler`",
             _names("logp_sampler")
-            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `resolve_old_policy='sampler'` takes it as π_old, and it is "
+            + "; the corrections `TruncatedIS` and `MaskedIS` read it, `old_policy='sampler'` takes it as π_old, and it is "
             "else compared with π_old",
         ),
     ]

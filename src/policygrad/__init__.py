@@ -67,11 +67,11 @@ _HOME = {
     "policygrad.tasks.base": "Example",
     "policygrad.trackers": "RunInfo Tracker",
     "policygrad.training.base_trainer": "Callback",
-    "policygrad.training.config.run": "CheckpointConfig EvaluationConfig Run",
+    "policygrad.training.config.run": "CheckpointConfig EvaluationConfig GuardConfig Run RunOptions SupervisedGuardConfig",
     "policygrad.training.config.supervised": "RewardModelConfig SFTConfig",
     "policygrad.training.evaluation": "collect evaluate",
     "policygrad.training.reward_model": "train_reward_model",
-    "policygrad.training.sft": "sft train_sft",
+    "policygrad.training.sft": "train_sft",
     "policygrad.training.trainer": "Trainer make_local_learner train",
     "policygrad.weight_sync.base": "PublishedWeights",
 }

@@ -19,7 +19,7 @@ NAMES = [(library, name) for library, names in LIBRARIES.items() for name in nam
 
 @pytest.fixture(scope="module")
 def ours() -> set[str]:
-    """Options of `train_control` with the parts of very different algorithms, and of parts that only --algorithm.FIELD puts in."""
+    """Options of `train` with the parts of very different algorithms, and of parts that only --algorithm.FIELD puts in."""
     found = {flag for name in ("grpo", "ppo", "rloo", "dapo", "a2c", "sapo", "vapo") for flag in list_train_flags(name)}
     fields = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
     found |= {f"--algorithm.{field}" for field in fields}
@@ -69,7 +69,7 @@ def test_each_is_refused_by_name(ours: set[str]) -> None:
         ("train actor_rollout_ref.actor.clip_ratio_low=0.2", "here it is --algorithm.gate.low 0.2"),
         ("train grpo +actor_rollout_ref.rollout.n=5", "here it is --samples-per-prompt 5"),
         ("train grpo trainer.project_name=x", "trainer.project_name is verl's, and there is no such option here"),
-        ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first word after `train_control`"),
+        ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first word after `train`"),
         ("train --use-vllm", "--use-vllm is TRL's; here it is --sampler.engine (vllm or sglang"),
         ("train grpo --load_in_4bit", "--load_in_4bit is TRL's; here it is --learner.lora bits=4 (the frozen weights"),
         ("train grpo --log_completions", "--log_completions is TRL's, and there is no such option here (every completion is"),

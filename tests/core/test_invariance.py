@@ -41,7 +41,7 @@ def narrowed(batch: pg.Batch, width: int) -> pg.Batch:
 
 
 def share(batch: pg.Batch, logits: Tensor, psi: Tensor, algorithm: pg.Algorithm, coef: Coefficients, rows: Tensor):
-    """(∂loss/∂θ, objective) of the completions at `count_embedding_rows`, with their padding trimmed."""
+    """(∂loss/∂θ, objective) of the completions at `rows`, with their padding trimmed."""
     part = batch.select(rows)
     used = part.mask.any(0).nonzero()
     width = int(used.max()) + 1 if len(used) else 1

@@ -17,7 +17,7 @@ S = 3**0.5 / 2  # (1 − ½)/std of [1, 1, 0, 0] with ddof 1
 
 
 def batch(ends: list[list[int]], scores: list[list[float]], rewards: list[float], lengths: list[int]) -> pg.Batch:
-    """One group; a completion's steps end at `common_endpoints` with `scores`."""
+    """One group; a completion's steps end at `ends` with `scores`."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     step_end, token_reward = torch.zeros_like(mask), torch.zeros(mask.shape, dtype=torch.float64)
     for row, (at, score) in enumerate(zip(ends, scores, strict=True)):

@@ -74,7 +74,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(rewards: list[float], k: int, no
 
 
 def expected_score(chain: tuple[pg.Advantage, ...], p: float, size: int) -> float:
-    """E[mean_i Ψ_i ∂log π(o_i)/∂p] over all groups of `parse_size` answers that are right with probability p, exactly."""
+    """E[mean_i Ψ_i ∂log π(o_i)/∂p] over all groups of `size` answers that are right with probability p, exactly."""
     total = 0.0
     for rewards in itertools.product([0.0, 1.0], repeat=size):
         chance = math.prod(p if r else 1 - p for r in rewards)

@@ -82,7 +82,7 @@ def test_the_table() -> None:
     text = extras_block(found)
     assert "| `lora` | `a`; `b` | peft 1 | 12 | 4 | refused by its name | works |" in text
     assert (
-        "| `comparison_data` | `a`; `b` | peft 1 | 12 | 4 | policygrad brings it along | works, **not as it should be** |"
+        "| `data` | `a`; `b` | peft 1 | 12 | 4 | policygrad brings it along | works, **not as it should be** |"
         in text
     )
     assert "Not tried by it yet: `math`, `qlora`, `control`," in text

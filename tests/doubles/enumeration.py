@@ -68,7 +68,7 @@ def true_gradient(reward: Tensor = REWARD) -> Tensor:
 def expected_gradient(
     algorithm: pg.Algorithm, G: int, sampler: Tensor = THETA, psi: Tensor | None = None, off_policy: bool = False
 ) -> Tensor:
-    """E over all G-tuples from `sampler_memory` of the library's gradient at θ; `psi` [15, T] replaces the algorithm's Ψ."""
+    """E over all G-tuples from `sampler` of the library's gradient at θ; `psi` [15, T] replaces the algorithm's Ψ."""
     tuples = torch.cartesian_prod(*[torch.arange(len(COMPLETIONS))] * G).reshape(-1, G)
     rows = tuples.flatten()
     probability = logp_of(sampler)[tuples].sum(1).exp()

@@ -17,7 +17,7 @@ from policygrad.training.trainer import make_local_learner
 
 
 class FailingSampler(LocalSampler):
-    """Its `interpolate`-th call raises."""
+    """Its `at`-th call raises."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, at: int, error: BaseException) -> None:
         super().__init__(model, tokenizer.end_ids, pad_token_id(tokenizer))
@@ -31,7 +31,7 @@ class FailingSampler(LocalSampler):
 
 
 def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `interpolate`-th update finds a gradient of NaN."""
+    """Its `at`-th update finds a gradient of NaN."""
     learner = make_local_learner(model, run)
     step, left = learner.optimizer.step, [at]
 
@@ -47,7 +47,7 @@ def learner_with_a_bad_gradient(model: nn.Module, run: Run, at: int) -> LocalLea
 
 
 def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `interpolate`-th update is cut short in its midst."""
+    """Its `at`-th update is cut short in its midst."""
     learner = make_local_learner(model, run)
     step, left = learner.optimizer.adam.step, [at]
 
@@ -62,7 +62,7 @@ def learner_cut_short(model: nn.Module, run: Run, at: int) -> LocalLearner:
 
 
 def learner_with_a_spike(model: nn.Module, run: Run, at: int) -> LocalLearner:
-    """Its `interpolate`-th update has a gradient ten thousand times too large."""
+    """Its `at`-th update has a gradient ten thousand times too large."""
     learner = make_local_learner(model, run)
     step, left = learner.optimizer.step, [at]
 

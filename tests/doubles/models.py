@@ -14,7 +14,7 @@ OUT = object()
 
 
 def changed_copy(model: Path, folder: Path, **files: dict[str, Any]) -> Path:
-    """The model with other entries in its JSON files, in `writable_folder`; OUT takes an entry out."""
+    """The model with other entries in its JSON files, in `folder`; OUT takes an entry out."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     for name, changes in files.items():
         path = folder / f"{name}.json"

@@ -122,7 +122,7 @@ def _listens(head: subprocess.Popen[bytes], port: int) -> bool:
 
 
 class Killer:
-    """Kills an actor, as the kernel would, at the first sight of it at `comparison_title` after the run's step `after`; once."""
+    """Kills an actor, as the kernel would, at the first sight of it at `title` after the run's step `after`; once."""
 
     def __init__(self, cluster: RayCluster, title: str, metrics: Path, after: int) -> None:
         self._cluster, self._title, self._metrics, self._after = cluster, title, metrics, after

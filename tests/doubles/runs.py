@@ -23,7 +23,7 @@ def run_folder(
     lr: float = 0.1,
     result: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A run of `train_control`. steps: (step, metrics), held-out ones with them. result: None = it is not over."""
+    """A run of `train`. steps: (step, metrics), held-out ones with them. result: None = it is not over."""
     with JsonlTracker(folder) as files:
         for step, metrics in steps:
             files.log(step, metrics)

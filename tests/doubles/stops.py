@@ -55,7 +55,7 @@ class AtUpdate(Callback):
 
 
 class AtDecoding(LocalSampler):
-    """Sends a signal at its `interpolate`-th call's second forward pass, and counts what passes there are after it."""
+    """Sends a signal at its `at`-th call's second forward pass, and counts what passes there are after it."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, at: int, number: signal.Signals) -> None:
         super().__init__(model, tokenizer.end_ids, pad_token_id(tokenizer))
@@ -78,7 +78,7 @@ class AtDecoding(LocalSampler):
 
 
 def learner_that_sends(model: nn.Module, run: Run, where: str, at: int, number: signal.Signals) -> LocalLearner:
-    """Sends a signal at the `interpolate`-th call of the learner's `update` or `state`."""
+    """Sends a signal at the `at`-th call of the learner's `update` or `state`."""
     learner = make_local_learner(model, run)
     inner, left = getattr(learner, where), [at]
 

@@ -57,7 +57,7 @@ def hang(where: str, rank: int) -> None:
 
 
 def at_saves(learner: FsdpLearner, rank: int, how: str, at: int) -> None:
-    """Has the `interpolate`-th share of a process go wrong: it is killed before a byte is written, in the midst, or after; or is refused."""
+    """Has the `at`-th share of a process go wrong: it is killed before a byte is written, in the midst, or after; or is refused."""
     saves = 0
 
     def wrong(path: Path, pieces: Mapping[str, TensorShard]) -> ShardFile:

@@ -43,7 +43,7 @@ def tokenizer() -> Tokenizer:
 def played(
     tokenizer: Tokenizer, environment: Any, turns: tuple[str, ...] = ("3",), samples: int = 2, **options: Any
 ) -> EpisodeGroup:
-    """The episodes of one example; the policy says these turns. options: of `EnvironmentCalls`, whose clock stands still."""
+    """The episodes of one example; the policy says these turns. options: of `Calls`, whose clock stands still."""
     sampler = ScriptedSampler(tokenizer, lambda key, context: turns[key[5] if len(key) > 5 else 0])
     work = run_episodes(
         [EpisodeSpec(ASKED, (0, TRAIN, 1, 0), 1500)],
@@ -59,7 +59,7 @@ def played(
 
 
 class World:
-    """One turn, worth 1; `call_factory` says which of the group's episodes it is."""
+    """One turn, worth 1; `made` says which of the group's episodes it is."""
 
     made = 0
 

@@ -32,7 +32,7 @@ ACTION = {
 
 
 class Server:
-    """A server's side of any number of connections: `encode_reply(message)` is the reply, an exception hangs up, None says nothing."""
+    """A server's side of any number of connections: `answer(message)` is the reply, an exception hangs up, None says nothing."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
         self.answer = answer

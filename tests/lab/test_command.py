@@ -97,7 +97,7 @@ class Everything(pg.Aggregation):
 
 @pytest.fixture
 def run(run_command: Any, tmp_path, monkeypatch) -> Any:
-    """`describe_run(*words)` -> (exit code, standard output, standard error), in a folder that holds own_part.py."""
+    """`run(*words)` -> (exit code, standard output, standard error), in a folder that holds own_part.py."""
     (tmp_path / "own_part.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

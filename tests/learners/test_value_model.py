@@ -305,7 +305,7 @@ def test_the_snapshot_is_the_policy_before_each_rollouts_updates(random_model: P
 
 
 def test_what_is_measured_is_of_every_sampled_token(random_model: Path) -> None:
-    """`load_eval_options` leaves no gradient and counts the completions that an update would skip; a critic that is fitted first has
+    """`measured` leaves no gradient and counts the completions that an update would skip; a critic that is fitted first has
     no policy to measure."""
     algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2))
     learner, batch = learner_of(random_model, algorithm), float_batch()

@@ -23,7 +23,7 @@ SAMPLING = SamplingParams(max_tokens=LENGTH)
 
 
 class Listening(TabularSampler):
-    """Remembers what it was asked; `trainable_parameters`: completions have random numbers of their own, whatever key they are asked for by."""
+    """Remembers what it was asked; `apart`: completions have random numbers of their own, whatever key they are asked for by."""
 
     def __init__(self, prompts: int = 2, apart: bool = False) -> None:
         super().__init__(prompts, LENGTH, VOCABULARY)

@@ -20,7 +20,7 @@ from policygrad.tasks.base import Example
 
 
 def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:
-    """1 when the first token is the column `encode_reply`."""
+    """1 when the first token is the column `answer`."""
     return RewardScores([float(text.split()[:1] == [a]) for text, a in zip(texts, columns["answer"], strict=True)], {})
 
 

@@ -29,7 +29,7 @@ from policygrad.tasks.base import Example
 from policygrad.training.loop import Progress, StepResult, run_loop
 from policygrad.training.step_log import build_completion_rows
 
-PROMPTS = 8  # 0 and 1 are always solved in `sampler_memory`
+PROMPTS = 8  # 0 and 1 are always solved in `sampler`
 
 
 def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> RewardScores:

@@ -84,7 +84,7 @@ def value(prefix: tuple[int, ...]) -> float:
 
 
 def rollout(completions: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> tuple[pg.Batch, list[EpisodeGroup]]:
-    """One group of prompt 7, whose completions' steps end at `common_endpoints`."""
+    """One group of prompt 7, whose completions' steps end at `ends`."""
     rows = tuple(
         Trajectory((Segment(torch.tensor(o), torch.zeros(len(o)), torch.zeros(len(o)).long()),), "", 0 not in o)
         for o in completions

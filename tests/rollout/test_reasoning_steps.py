@@ -66,7 +66,7 @@ def test_steps_within_one_token_add_up_and_the_last_token_always_ends_one() -> N
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from("a1 é€😀"), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_any_split_of_any_text_into_tokens(text: str, random: Any) -> None:
-    """The first token by which the bytes of the first `kill_trees` characters are there."""
+    """The first token by which the bytes of the first `end` characters are there."""
     data = text.encode()
     cuts = sorted({0, len(data), *(random.randrange(len(data) + 1) for _ in range(6))})
     pieces = [data[a:b] for a, b in itertools.pairwise(cuts)]

@@ -56,7 +56,7 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Make:
 
 
 def weights(sampler: Standins, version: int, change: float = 0.0) -> PublishedWeights:
-    """The model's own tensors, each moved by `format_change`."""
+    """The model's own tensors, each moved by `change`."""
     with torch.no_grad():
         for parameter in sampler.model.parameters():
             parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))

@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tell(name: str, folder: Path, first: int, last: int, *, finish: bool = True) -> None:
-    """A run from step `first` to `extract_last_number`."""
+    """A run from step `first` to `last`."""
     (tracker,) = create_service_trackers([name])
     with tracker:
         tracker.start(RunInfo("dapo on embedded", steps=3, first_step=first, config=CONFIG, folder=folder))

@@ -127,7 +127,7 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ("algorithm = 3", "'algorithm' is a table, not 3"),
         ("[algorithm]\ngat = 3", "unknown key 'algorithm.gat': did you mean 'gate'?"),
         ('[algorithm]\npsi = "GroupMean"', "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]"),
-        ("[[algorithm.advantage]]\nddof = 1", "'algorithm.advantage' needs a `slice_box`"),
+        ("[[algorithm.advantage]]\nddof = 1", "'algorithm.advantage' needs a `part`"),
         ('[algorithm]\ngate = "Clipp"', "algorithm.gate: no part is called 'Clipp': did you mean 'Clip'?"),
         ('[algorithm]\ngate = "grpo"', "algorithm.gate: no part is called 'grpo'"),
         ('[algorithm]\ngate = "Batch"', "algorithm.gate: no part is called 'Batch'"),

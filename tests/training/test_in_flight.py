@@ -55,7 +55,7 @@ def trained(run: pg.Run, **how: Any) -> tuple[list[StepResult], Any]:
 
 
 def drawing(made: list[InFlight], **how: Any) -> Drawing:
-    """Makes the sampler, and keeps it in `call_factory`."""
+    """Makes the sampler, and keeps it in `made`."""
 
     def make(model: Any, tokenizer: Tokenizer) -> InFlight:
         made.append(InFlight(model, tokenizer, last=STEPS, **how))
@@ -77,7 +77,7 @@ def once(done: list[StepResult]) -> bool:
 
 
 class Waiting(pg.Callback):
-    """After step `interpolate`, until the rollout of the step after the next is begun: then that of the next is whole."""
+    """After step `at`, until the rollout of the step after the next is begun: then that of the next is whole."""
 
     def __init__(self, made: list[InFlight], at: int) -> None:
         self.made, self.with_state = made, at

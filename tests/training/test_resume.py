@@ -121,7 +121,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
 
 
 def failing(where: str, at: int) -> dict[str, Any]:
-    """What makes a run fail: its `interpolate`-th update finds a gradient of NaN, or is cut short; or a rollout fails."""
+    """What makes a run fail: its `at`-th update finds a gradient of NaN, or is cut short; or a rollout fails."""
     if where in ("rollout", "interrupt"):
         error = KeyboardInterrupt() if where == "interrupt" else OSError("no workers")
         return {"sampler": lambda model, tokenizer: FailingSampler(model, tokenizer, at, error)}

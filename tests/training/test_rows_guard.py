@@ -40,7 +40,7 @@ def kind(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> 
 
 
 class Spoiling(pg.Callback):
-    """Multiplies the gradient of step `interpolate`, as often as that step comes."""
+    """Multiplies the gradient of step `at`, as often as that step comes."""
 
     def __init__(self, at: int, by: float) -> None:
         self.at, self.by = at, by

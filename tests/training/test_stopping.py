@@ -114,7 +114,7 @@ def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, 
 
 
 class Here:
-    """A reward that no process can be sent, so that it runs in this one; it sends a signal at its `interpolate`-th call."""
+    """A reward that no process can be sent, so that it runs in this one; it sends a signal at its `at`-th call."""
 
     def __init__(self, at: int = 0) -> None:
         self.lock, self.left = threading.Lock(), at

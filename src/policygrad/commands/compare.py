@@ -239,18 +239,18 @@ def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> 
 
 def list_permission_flags(plan: ComparisonPlan, folder: Path) -> list[str]:
     """The words that let `policygrad compare --resume` run what a plan in `writable_folder` names; none where it needs no permission."""
-    missing = _missing(plan, folder, CodePermissions(), elsewhere=True)
+    missing = _missing(plan, folder, CodePermissions(), new_process=True)
     asks = any(TRUST_FLAG in option_names(row.argv) for row in plan.rows)
     return [*([ALLOW, *missing] if missing else []), *([TRUST_FLAG] if asks else [])]
 
 
-def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, elsewhere: bool = False) -> list[str]:
+def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, new_process: bool = False) -> list[str]:
     """What the rows name and may not have, row by row, as a row's `--directory` is its own. A row's --allow-code allows nothing by
     itself."""
     found = set[str]()
     for row in plan.rows:
         found |= set(option_values(row.argv, ALLOW)) - set(allowed.names)
-        found |= set(filter_unpermitted(code_in_argv(row.argv), folder / PLAN_FILE, allowed, elsewhere=elsewhere))
+        found |= set(filter_unpermitted(code_in_argv(row.argv), folder / PLAN_FILE, allowed, new_process=new_process))
         for place in option_values(row.argv, SENT_TO):
             found |= set(find_remote_targets({"sampler": {"folder": place}}, folder / PLAN_FILE, allowed))
     return sorted(found)

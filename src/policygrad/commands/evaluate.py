@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,16 +18,19 @@ from policygrad.commands.render import wrap_paragraphs
 from policygrad.compare.statistics import LEVEL, Estimate, paired_difference
 from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError, RewardError
+from policygrad.learners.config import LearnerConfig
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.lora_config import is_model_folder
 from policygrad.rewards import resolve_reward
-from policygrad.rewards.config import Isolation
+from policygrad.rewards.config import Isolation, RewardConfig
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.trackers.console import format_number, to_one_line
 from policygrad.trackers.jsonl import convert_write_errors
 from policygrad.training.config.run import (
+    EvaluationConfig,
+    RunOptions,
     UncheckedRun,
     check_completion_count,
     check_environment_timeout,
@@ -47,7 +50,7 @@ _OWN = "the run's, or "
 
 
 def _short(name: str, flag: str) -> object:
-    """The option as `train_control` calls it, and a shorter word for it."""
+    """The option as `train` calls it, and a shorter word for it."""
     return tyro.conf.arg(name=name, aliases=[flag])
 
 
@@ -63,7 +66,7 @@ class EvalOptions:
     """Code that the run's own run.toml may name and have imported; what the command names itself needs no leave."""
     task: Annotated[str, optional_arg("NAME|FILE", f"{_OWN}embedded")] = ""
     """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_OWN}none")] = None
     """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
@@ -126,28 +129,10 @@ def evaluate(args: list[str]) -> int:
     from policygrad.training.evaluation import evaluate as measure
 
     folder = None if options.output is None else make_output_folder(options.output)
-    sampled = ("problems", "samples", "sampling", "seed", "device", "dtype")
-    data = (
-        "reward",
-        "environment",
-        "environment_timeout",
-        "eval/reward",
-        "budget",
-        "map",
-        "skip_bad_rows",
-        "trust_remote_code",
-    )
-    given = {name: getattr(options, name) for name in (*sampled, *data)}
-    isolated = {name: getattr(options.rewards, name) for name in ("memory", "sandbox", "show_output")}
     found = {}
     for model in options.model:
         found[model] = outcome = measure(
-            model,
-            options.task,
-            **given,
-            **isolated,
-            engine=options.sampler,
-            reward_environment=options.rewards.environment,
+            _to_run_options(options, model),
             progress=_count(model if len(options.model) > 1 else ""),
             phase=_waits(),
         )
@@ -161,6 +146,18 @@ def evaluate(args: list[str]) -> int:
         save_results(folder, told, found)
     print_table(told, found, options.show, as_json=options.json)
     return 0
+
+
+def _to_run_options(options: EvalOptions, model: str) -> RunOptions:
+    same = {name: getattr(options, name) for name in (*EVAL_OPTIONS, "sampler")}
+    isolation = {f.name: getattr(options.rewards, f.name) for f in fields(Isolation)}
+    return RunOptions(
+        **same,
+        model=model,
+        learner=LearnerConfig(device=options.device, dtype=options.dtype),
+        rewards=RewardConfig(**isolation, timeout=options.reward_timeout),
+        evaluation=EvaluationConfig(problems=options.problems, samples_per_prompt=options.samples),
+    )
 
 
 def parse_options(args: list[str]) -> EvalOptions:

@@ -62,7 +62,7 @@ TRACKER = Equivalent("--track", "wandb, tensorboard, mlflow, trackio; every run 
 LORA = Equivalent("--learner.lora rank=16,alpha=32,targets=all-linear", "one option, of which any part may be left out")
 REWARD_MODEL = Equivalent("--reward model:DIR", "a reward model that `policygrad reward-model` trained")
 METHOD = Equivalent(
-    "ALGORITHM, the first word after `train_control`",
+    "ALGORITHM, the first word after `train`",
     "`policygrad algorithms` lists them; --algorithm.FIELD changes a part",
 )
 RESUME = Equivalent("--resume RUN")
@@ -155,9 +155,9 @@ OPENRLHF = {
 }
 
 
-# The same names where `policygrad sft` and `reward-model` say something else than `train_control`.
+# The same names where `policygrad sft` and `reward-model` say something else than `train`.
 
-SUPERVISED = {  # where `policygrad sft` and `reward-model` say something else than `train_control`
+SUPERVISED = {  # where `policygrad sft` and `reward-model` say something else than `train`
     "num_train_epochs": Equivalent("--epochs"),
     "max_epochs": Equivalent("--epochs"),
     "per_device_train_batch_size": Equivalent(

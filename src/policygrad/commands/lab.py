@@ -227,7 +227,7 @@ class LabOptions:
     base: str = "dr_grpo"
     """The algorithm that a part is put into."""
     all: bool = False
-    """With `slice_box`: measure all algorithms and run all experiments beside it, as without one."""
+    """With `part`: measure all algorithms and run all experiments beside it, as without one."""
     group_size: int = 4
     """G, completions per group."""
     kl: float = 0.05

@@ -103,7 +103,7 @@ def list_settings(part: Any) -> list[tuple[str, Any]]:
 
 
 def format_part(part: Any, *, names: bool = False, changed: bool = False) -> str:
-    """`Clip(0.2, 0.28)`, with names `Clip(low=0.2, high=0.28)`; `find_changed_options` leaves the values out where they are the defaults."""
+    """`Clip(0.2, 0.28)`, with names `Clip(low=0.2, high=0.28)`; `changed` leaves the values out where they are the defaults."""
     kind = type(part)
     if changed and list_settings(part) == list_settings(replace(part, **_defaults(kind))):
         return kind.__name__
@@ -142,7 +142,7 @@ def wrap_styled(lead: StyledLine, text: str, width: int, style: str = "") -> Ite
 def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None) -> list[StyledLine]:
     """The algorithm's equation, its parts with their sources, how it differs from its parent, what it fixes, how it fails.
 
-    Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `name_run`.
+    Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `composed`.
     """
     beside = name_run(a, budget)
     about = ABOUT.get(a.name)

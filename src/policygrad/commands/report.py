@@ -83,7 +83,7 @@ def find_runs(named: Sequence[Path]) -> tuple[Path, ...]:
     """The runs in these folders: a run itself, and of a comparison those that it reports, row by row.
 
     What is neither is left out with a line on standard error, as `runs/*` names files and other folders too; alone, or where there
-    is nothing at all, it is kept for `read_config` to refuse.
+    is nothing at all, it is kept for `read` to refuse.
 
     Raises:
         RunError: none of several is a run; a comparison without any run yet, or whose plan cannot be read.

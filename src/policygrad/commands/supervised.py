@@ -137,7 +137,7 @@ def sft(args: list[str]) -> int:
 # `policygrad reward-model`: a reward model from preferences.
 
 REWARD_MODEL_HELP = (
-    "Train a reward model on preferences: a .jsonl file whose lines have `prompt`, `filter_environment` and `rejected`.",
+    "Train a reward model on preferences: a .jsonl file whose lines have `prompt`, `chosen` and `rejected`.",
     "`policygrad train --reward model:RUN` then trains a policy against it.",
 )
 

@@ -220,7 +220,7 @@ def _differ(existing: ComparisonPlan, plan: ComparisonPlan) -> list[str]:
 
 
 def _requests_more(existing: ComparisonPlan, plan: ComparisonPlan) -> bool:
-    """Whether a run of either plan is the same run in both, and `create_work` has all of those of `there`."""
+    """Whether a run of either plan is the same run in both, and `plan` has all of those of `there`."""
     rows = {row.label: row for row in plan.rows}
     common = [replace(row, grid=rows[row.label].grid) for row in existing.rows if row.label in rows]
     more = all({*row.grid} <= {*rows[row.label].grid} for row in existing.rows if row.label in rows)

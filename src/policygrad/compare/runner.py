@@ -188,7 +188,7 @@ class Runner(Protocol):
     """Does one run. Anything with these two methods can stand in for the processes."""
 
     def __call__(self, argv: Sequence[str], folder: Path) -> None:
-        """Begins or goes on with the run of `policygrad WORDS` in `writable_folder`, until it is finished or `stop` is called.
+        """Begins or goes on with the run of `policygrad WORDS` in `folder`, until it is finished or `stop` is called.
 
         Raises:
             RunError: it failed; with the end of what it said.

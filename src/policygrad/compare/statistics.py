@@ -128,7 +128,7 @@ def interpolate(xs: ArrayLike, ys: ArrayLike, x: ArrayLike) -> Any:
 
 
 def mean_height(xs: ArrayLike, ys: ArrayLike, end: float) -> float:
-    """The area under a curve from its first point to `kill_trees`, over its width: the score an average moment of the run had."""
+    """The area under a curve from its first point to `end`, over its width: the score an average moment of the run had."""
     points, heights = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     inside = points < end
     points, heights = np.append(points[inside], end), np.append(heights[inside], interpolate(points, heights, end))

@@ -4,7 +4,7 @@ A part of one's own inherits the base of its role (`class Tent(pg.Gate)`) and ov
 inherit declares all of it. Both are looked at when an `Algorithm` is built (`roles.py`), never found out later.
 
 A part with a memory keeps it apart from its settings, as a plain dict that JSON can hold: `init` makes it, `update` moves it
-after each rollout, and `interpolate` gives the part as it is with that memory, for one rollout.
+after each rollout, and `with_state` gives the part as it is with that memory, for one rollout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part:
     uses_group_statistics: ClassVar[bool] = False
     """Whether it compares the samples of one prompt, which is refused where there is one, or they are all equal."""
     forward_needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `Forward` that `select_rows` reads of the policy as it is: a pass of its own where there are any."""
+    """The fields of `Forward` that `select` reads of the policy as it is: a pass of its own where there are any."""
     length: int | None = 0
     """Tokens; None = open, so that a run sets its generation budget (`Algorithm.with_max_tokens`). 0 = it has no such length."""
 
@@ -51,11 +51,11 @@ class Part:
         return self
 
     def report(self, batch: Batch) -> Metrics:
-        """What it has to say about a rollout, beside what `measure_rollout` tells."""
+        """What it has to say about a rollout, beside what `measure` tells."""
         return {}
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """[B, T] bool; the tokens it chooses among all of one update, for a part whose `needs` name `select_step_tokens`. Asked once per
+        """[B, T] bool; the tokens it chooses among all of one update, for a part whose `needs` name `selected`. Asked once per
         update, before the update is split, so that no micro-batch and no rank has a choice of its own. `out` is the policy as
         it is now, without graph; None where `select_needs` is empty."""
         raise NotImplementedError(f"{type(self).__name__} reads Batch.selected, and has no select(out, batch, psi)")
@@ -203,7 +203,7 @@ class Filter(Part):
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with another `mask`, `in_statistics` or `count_chars`."""
+        """The batch with another `mask`, `in_statistics` or `weight`."""
         ...
 
     def find_dropped(self, batch: Batch) -> Tensor:

@@ -185,7 +185,7 @@ class Batch:
         return self.mask.sum(1)
 
     def select(self, rows: Tensor) -> Batch:
-        """The completions at `count_embedding_rows` (indices or a bool mask [B]); `prompts` stays whole, since `group` points into it."""
+        """The completions at `rows` (indices or a bool mask [B]); `prompts` stays whole, since `group` points into it."""
         return self._map(lambda value: value[rows])
 
     def to(self, device: torch.device | str) -> Batch:
@@ -216,10 +216,10 @@ class Forward:
 
 
 def require_field(value: Tensor | None, part: object, name: str) -> Tensor:
-    """The batch field `option_name`, or an error that says which part asked for it."""
+    """The batch field `name`, or an error that says which part asked for it."""
     if value is None:
         raise ConfigError(
-            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate_control` does), or drop the part"
+            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate` does), or drop the part"
         )
     return value
 

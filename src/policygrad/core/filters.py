@@ -297,7 +297,7 @@ class FrozenSolvedFilter(NoPositiveResampling):
 
 @dataclass(frozen=True)
 class PassRateBand(Curriculum):
-    """A prompt whose completions' mean reward is not between `low` and `high` rests for `policy_share` rollouts, and each time in a row
+    """A prompt whose completions' mean reward is not between `low` and `high` rests for `rest` rollouts, and each time in a row
     that it is found outside twice as long, `longest` at most: what is solved and what is too hard comes again, seldom.
 
     Its memory is {"rollouts": how many there were, "outside": {number of a prompt: [the rollout with which it may come again, how

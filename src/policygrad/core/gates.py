@@ -1,6 +1,6 @@
 """LEVER 2, second half: the gate w(r, Ψ), under stop-gradient. Every gate's w at r = 1 is 1.
 
-A gate knows its `count_chars` w and its `value`, the paper's objective per token; the derivative of the value in
+A gate knows its `weight` w and its `value`, the paper's objective per token; the derivative of the value in
 log π_θ is w·Ψ. Where the paper writes `Ψ log π_θ`, the value is `Ψ(1 + log r)`: the same up to a constant of θ,
 and Ψ at r = 1.
 """
@@ -274,7 +274,7 @@ class PolicyShaping(Clip):
 
 # Gates that hold the policy near by another measure than the token's ratio: its divergence, its log, a completion's mean.
 #
-# As in `gates.py`, each knows its `count_chars` w, 1 at r = 1, and its `value`, whose derivative in log π_θ is w·Ψ.
+# As in `gates.py`, each knows its `weight` w, 1 at r = 1, and its `value`, whose derivative in log π_θ is w·Ψ.
 
 Divergence = Literal["tv", "kl"]
 _NEVER_ZERO = 1e-8

@@ -30,7 +30,7 @@ def discounted_reverse_cumsum(x: Tensor, mask: Tensor, rate: float) -> Tensor:
 
 
 def reverse_recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
-    """As `compare_discounted`, one step after the other whatever the rate, a number, one per completion [B] or one per step [B, T]: sums
+    """As `discounted`, one step after the other whatever the rate, a number, one per completion [B] or one per step [B, T]: sums
     of float32 that run through `reverse_cumsum` are rounded otherwise."""
     x = apply_mask(x, mask)
     total, columns = torch.zeros_like(x[:, :1]).sum(1), list[Tensor]()

@@ -63,7 +63,7 @@ def _still(x: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def with_selected_tokens(out: Forward | None, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Batch:
-    """The batch with `select_step_tokens`, what a part chooses among all of its tokens (`Part.select_tokens`); as it is where no part does, or
+    """The batch with `selected`, what a part chooses among all of its tokens (`Part.select_tokens`); as it is where no part does, or
     where it has been done. `batch` is one whole update, before any split."""
     part = algorithm.token_selector
     if part is None or batch.selected is not None:

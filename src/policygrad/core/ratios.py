@@ -144,11 +144,11 @@ class MaskedIS(Correction):
         return torch.where((rho >= self.low) & (rho <= self.high), rho, torch.zeros_like(rho))
 
 
-# Choosing among all tokens of an update: what the parts with a `select_rows` have in common.
+# Choosing among all tokens of an update: what the parts with a `select` have in common.
 #
-# `select_rows` is asked once per update, under the policy as it is then, and what it says is `Batch.selected`, whatever the update is
+# `select` is asked once per update, under the policy as it is then, and what it says is `Batch.selected`, whatever the update is
 # split into. A choice depends on numbers alone, never on the order of the tokens: what is equal is chosen together,
-# except by `exact_top_k_mask`, which takes an exact number.
+# except by `largest`, which takes an exact number.
 
 SELECTED = frozenset({"selected"})
 
@@ -162,7 +162,7 @@ def check_fraction(part: object, fraction: float) -> None:
 
 
 def selected_tokens(batch: Batch, part: object) -> Tensor:
-    """[B, T] bool; what `slice_box` has selected."""
+    """[B, T] bool; what `part` has selected."""
     return require_field(batch.selected, part, "selected")
 
 
@@ -178,14 +178,14 @@ def require_policy_output(out: Forward | None, part: object, name: str = "logp")
 
 
 def top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """[B, T] bool; the `set_cached_length` largest of x on the mask, and what equals the least of them."""
+    """[B, T] bool; the `count` largest of x on the mask, and what equals the least of them."""
     if not bool(mask.any()):
         return mask
     return mask & (x >= x[mask].topk(min(count, int(mask.sum()))).values[-1])
 
 
 def exact_top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Choose exactly `set_cached_length` of the largest x on the mask, or all of it where it has fewer: [B, T] bool. Of equals, the first."""
+    """Choose exactly `count` of the largest x on the mask, or all of it where it has fewer: [B, T] bool. Of equals, the first."""
     order = x[mask].sort(descending=True, stable=True).indices
     among = torch.zeros_like(x[mask], dtype=torch.bool)
     among[order[:count]] = True

@@ -200,7 +200,7 @@ class PositiveNLL(Term):
 
 
 def require_output(value: Tensor | None, part: object, name: str) -> Tensor:
-    """The field `option_name` of a forward pass, or an error that says which part asked for it."""
+    """The field `name` of a forward pass, or an error that says which part asked for it."""
     if value is None:
         raise ConfigError(
             f"{type(part).__name__} needs Forward.{name}, which is None: give `surrogate` a Forward(logp, {name}=…) with graph, "

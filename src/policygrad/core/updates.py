@@ -16,7 +16,7 @@ from policygrad.errors import ConfigError
 # What an update rule may ask of a learner about one rollout, or one minibatch of it, in three pieces.
 #
 # A rule names the piece that it needs, and a learner has those that it can give: `GradientProblem` is all that gradient steps
-# take. A problem that has an attribute `learner_memory` is called by that one's class in messages.
+# take. A problem that has an attribute `learner` is called by that one's class in messages.
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class CurvatureProblem(Protocol):
         ...
 
     def commit(self, delta: Tensor) -> None:
-        """Moves the parameters to θ_old + delta, to the bit where `evaluate_control` looked."""
+        """Moves the parameters to θ_old + delta, to the bit where `evaluate` looked."""
         ...
 
     def fit_critic(self) -> Metrics:

@@ -32,7 +32,7 @@ _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.)\x1b\[0m")
 class GymnasiumText:
     """Episodes in an environment of Gymnasium: `pg.GymnasiumText("FrozenLake-v1")`, on the command line `gymnasium:FrozenLake-v1`.
 
-    The observation is `describe_error(observation)` where that is given; the text itself in a Text space; the picture in characters
+    The observation is `describe(observation)` where that is given; the text itself in a Text space; the picture in characters
     where the environment draws one (render mode "ansi"); the number of the state in a Discrete space. An action is the text of
     the turn in a Text space, and in a Discrete one the last word or number in it that is an action's, in square brackets if
     there are any. A turn that names none is told so, counted (`environment/malformed`), and has changed nothing.

@@ -100,7 +100,7 @@ BUILT_IN = {"calculator": "policygrad.environments.calculator:CALCULATOR"}
 
 
 def resolve_environment(option: Any, argument: EnvironmentFactory | None = None) -> EnvironmentFactory | None:
-    """option: the run's, a name or an object; given: the argument of `train_control`. None = the prompt and one answer.
+    """option: the run's, a name or an object; given: the argument of `train`. None = the prompt and one answer.
 
     Raises:
         ConfigError: both; no such file or name; what makes no environment; a package that is not installed.

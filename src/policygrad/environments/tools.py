@@ -55,7 +55,7 @@ class Tool:
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> Tool:
-        """A function, a bound method, or an object with `__call__`: its name is `option_name`, or its class's in small letters.
+        """A function, a bound method, or an object with `__call__`: its name is `name`, or its class's in small letters.
 
         Raises:
             ConfigError: without types or docstring, of which the schema is made (transformers.utils.get_json_schema).
@@ -165,7 +165,7 @@ ANSWER, TURNS = "answer", "turns"
 
 @dataclass(frozen=True)
 class ToolUse:
-    """An environment's factory: `pg.train_control(run, environment=pg.ToolUse((add,)))`, or on the command line `mine.py:NAME`.
+    """An environment's factory: `pg.train(run, environment=pg.ToolUse((add,)))`, or on the command line `mine.py:NAME`.
 
     A turn that calls no tool is the answer and ends the episode. What cannot be read, or fails, is told to the policy as
     `error: …`, and counted: `environment/calls`, `environment/calls_malformed`, `…_unknown`, `…_arguments`, `…_raised`, `…_slow`,

@@ -50,7 +50,7 @@ class ExpectedTrajectory:
         return self.columns[name]
 
     def interpolate(self, name: str, level: float, over: str) -> float:
-        """`option_name` where `over` first reaches `level`, between two rollouts by a straight line; its last value if it never does."""
+        """`name` where `over` first reaches `level`, between two rollouts by a straight line; its last value if it never does."""
         x, y = self.columns[over], self.columns[name]
         for i in range(1, len(x)):
             if x[i] >= level:

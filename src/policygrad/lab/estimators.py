@@ -47,7 +47,7 @@ class WeightedSteps:
 
 
 def count_multisets(n: int, size: int) -> int:
-    """How many multisets of `parse_size` out of n."""
+    """How many multisets of `size` out of n."""
     return math.comb(n + size - 1, size)
 
 
@@ -335,7 +335,7 @@ def _coefficients(
 
 
 def select_step_tokens(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, size: int) -> Batch:
-    """The batch with what a part chooses among all tokens of a step, step by step: `parse_size` completions each."""
+    """The batch with what a part chooses among all tokens of a step, step by step: `size` completions each."""
     if algorithm.token_selector is None:
         return batch
     chosen, given = [], {f.name: getattr(out, f.name) for f in fields(out)}

@@ -16,7 +16,7 @@ from policygrad.lab.sequences import World, derivative, jacobian
 class TabularMDP:
     """S states, A actions. What the transitions out of (s, a) lack to 1 is the probability that the episode ends there.
 
-    γ = 1 is allowed where every policy's episodes end; `select_finite` makes such a problem of any other.
+    γ = 1 is allowed where every policy's episodes end; `finite` makes such a problem of any other.
 
     Raises:
         ConfigError: shapes that do not fit, probabilities that are none, γ = 1 where an episode may go on for ever.

@@ -127,7 +127,7 @@ def build_lab_report(
     seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> LabReport:
-    """Measures the algorithms and runs the experiments (`option_names`; None = all, () = none).
+    """Measures the algorithms and runs the experiments (`names`; None = all, () = none).
 
     Raises:
         ConfigError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.

@@ -49,7 +49,7 @@ def require_peft(what: str, extra: str = "lora") -> None:
 def add_adapters(
     model: nn.Module, lora: Lora, *, base: str = "", seed: int = 0, modules_to_save: tuple[str, ...] = ()
 ) -> nn.Module:
-    """The model with new adapters, in place; they train, and nothing else but the modules `extract_single_line`. It says what it said before.
+    """The model with new adapters, in place; they train, and nothing else but the modules `whole`. It says what it said before.
 
     base: the folder or hub id that the adapters' own folder is to name. seed: of A. whole: modules that train whole, by name (a
     new head).
@@ -331,7 +331,7 @@ def unwrap_layer(module: Any, name: str) -> nn.Module:
 
 
 def iter_merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each parameter that `merge_adapters` would leave, the model as it is: one layer's sum at a time.
+    """(name, tensor) of each parameter that `merged` would leave, the model as it is: one layer's sum at a time.
 
     Raises:
         ModelError: a sum that is not finite.

@@ -1,7 +1,7 @@
 """Chat messages as text and token ids: the one place that renders a model's template, and what follows a sampled turn.
 
-Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `encode_continuation`. Where
-a template writes earlier turns anew there is no such thing, and the next turn's prompt is `encode_rewritten`.
+Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `continuation`. Where
+a template writes earlier turns anew there is no such thing, and the next turn's prompt is `rewritten`.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def encode_rewritten(
     opening: messages that the task began with, which are taken as they are written. new: messages behind the last reply.
 
     Raises:
-        ModelError: as `encode_continuation`.
+        ModelError: as `continuation`.
     """
     since, words = escape_special_tokens(tokenizer.hf, messages[opening:], _absent_from(repr((messages, tools))))
     whole = [*messages[:opening], *since]

@@ -266,7 +266,7 @@ def pretrained_kwargs(trust: bool) -> dict[str, Any]:
 
 
 def weight_kwargs(trust: bool) -> dict[str, Any]:
-    """`pretrained_kwargs`, for what also has weights: those of safetensors only."""
+    """`reading`, for what also has weights: those of safetensors only."""
     return {**pretrained_kwargs(trust), "use_safetensors": True}
 
 
@@ -357,7 +357,7 @@ LoadingInfo = Mapping[str, Any]
 
 
 def resolve_model(model: str) -> str:
-    """A directory or hub id; `format_small` is the base model inside the package, a run's folder the model it trained."""
+    """A directory or hub id; `tiny` is the base model inside the package, a run's folder the model it trained."""
     if model == EMBEDDED_MODEL:
         return str(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL)
     check_model_name(model)

@@ -106,7 +106,7 @@ class Routing:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The model chooses for itself, and `acquire_lock` gives what it chose."""
+        """The model chooses for itself, and `take` gives what it chose."""
         for router in self.routers:
             router.recorded, router.replayed = [], None
         try:

@@ -193,7 +193,7 @@ def load_reference(
 ) -> nn.Module:
     """The model, frozen. It is given the token ids that the policy sampled, so both must mean the same by them.
 
-    name: a folder, a hub id, a run's folder, `format_small`. policy: the policy's tokenizer.
+    name: a folder, a hub id, a run's folder, `tiny`. policy: the policy's tokenizer.
 
     Raises:
         ModelError: no such model; a tokenizer with another vocabulary than the policy's, or than the model has embeddings for.

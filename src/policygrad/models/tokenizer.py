@@ -174,7 +174,7 @@ class Tokenizer:
         self, prompt: Tensor, said: str | Sequence[Message], text: str, source: str = "an answer"
     ) -> list[int]:
         """The ids of an answer that somebody else wrote, as they would have been sampled behind the ids `prompt` of what was
-        `add_statements`, closed by an end token. Raises as `shown.shown_ids`."""
+        `said`, closed by an end token. Raises as `shown.shown_ids`."""
         return encode_answer(self, prompt.tolist(), said, text, source)
 
     @property

@@ -64,7 +64,7 @@ class TaggedToolCallParser:
 class JsonToolCallParser:
     """A turn that is nothing but JSON, one object, several behind each other, or a list, as Llama 3.1 and Mistral write calls.
 
-    {"name": …, "parameters": {…}} or {"name": …, "arguments": {…}}; `locate_steps` may stand before it, where decoding leaves it in.
+    {"name": …, "parameters": {…}} or {"name": …, "arguments": {…}}; `mark` may stand before it, where decoding leaves it in.
     """
 
     mark: str = ""

@@ -25,7 +25,7 @@ def render_page(
 ) -> str:
     """The page.
 
-    body: a template that extends `frame.html`, rendered with `parse_gauge`.
+    body: a template that extends `frame.html`, rendered with `values`.
     data: what the scripts draw, read by `plots.js`.
     styles, scripts: what the page has beside `page.css` and `plots.js`.
     """

@@ -153,7 +153,7 @@ class Workload:
     """Tokens of a completion, at most."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "samples", "prompt", "completion", "budget"):
+        for name in ("prompts", "samples_per_prompt", "prompt_tokens", "completion_tokens", "max_completion_tokens"):
             if not getattr(self, name) >= 1:
                 raise ConfigError(f"a step's {name} must be at least 1, not {getattr(self, name):g}")
         if self.completion_tokens > self.max_completion_tokens:

@@ -119,7 +119,7 @@ KNOWN_SHAPES = {
 
 
 def load_shape(model: str) -> ModelShape:
-    """Of a folder with a config.json (a run's folder: the model it trained), a config.json, `format_small`, or a name that is known here,
+    """Of a folder with a config.json (a run's folder: the model it trained), a config.json, `tiny`, or a name that is known here,
     with or without its owner.
 
     Raises:

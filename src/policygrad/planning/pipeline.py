@@ -20,7 +20,7 @@ Lengths = Sequence[int]
 @dataclass(frozen=True)
 class SamplerSpeed:
     """One token for each of n completions takes `fixed` + n · `each` seconds, as weights are read once and every completion's keys
-    once; at most `max_concurrent_rows` are drawn at a time, and where one ends the next begins."""
+    once; at most `slots` are drawn at a time, and where one ends the next begins."""
 
     fixed: float
     per_completion: float
@@ -85,21 +85,21 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of the `full_tensor` steps."""
+        """Mean seconds of the `full` steps."""
         return self._duration(self.steady_state) / len(self.step_ends[self.steady_state])
 
     @property
     def learner_idle(self) -> float:
-        """Share of the `full_tensor` steps' time."""
+        """Share of the `full` steps' time."""
         return self.idle_fractions()[0]
 
     @property
     def sampler_idle(self) -> float:
-        """Share of the `full_tensor` steps' time."""
+        """Share of the `full` steps' time."""
         return self.idle_fractions()[1]
 
     def idle_fractions(self, steps: slice | None = None) -> tuple[float, float]:
-        """The shares of these steps' time, or the `full_tensor` ones', in which (the learner, the sampler) is idle; of no time, 0."""
+        """The shares of these steps' time, or the `full` ones', in which (the learner, the sampler) is idle; of no time, 0."""
         some = self.steady_state if steps is None else steps
         seconds = self._duration(some)
         if seconds <= 0:
@@ -155,7 +155,7 @@ def _simulate_lockstep(draws: Sequence[float], updates: Sequence[float], publish
 
 
 def _simulate_in_flight(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
-    """The sampler draws on: a rollout begins when the one before is whole and the one `staleness_metrics` before it was taken. It rests
+    """The sampler draws on: a rollout begins when the one before is whole and the one `staleness` before it was taken. It rests
     while weights are published."""
     now, whole = 0.0, 0.0
     sampled, ended, waited = list[float](), list[float](), list[float]()
@@ -193,7 +193,7 @@ def _finish_time(begun: float, seconds: float, pauses: Sequence[tuple[float, flo
 
 
 def resample_lengths(lengths: Lengths, steps: int, size: int, seed: int = 0) -> list[list[int]]:
-    """As many rollouts, of `parse_size` completions each, whose lengths are drawn from measured ones, with replacement: what a run of
+    """As many rollouts, of `size` completions each, whose lengths are drawn from measured ones, with replacement: what a run of
     another size, or a longer one, would have. Lengths of one prompt are taken to hang together no more than others."""
     random = Random(seed)
     return [random.choices(lengths, k=size) for _ in range(steps)]
@@ -224,7 +224,7 @@ def smallest_sufficient(steps: Sequence[float], tolerance: float = 0.01) -> int:
 # How fast a sampler and a learner are, from seconds that were measured: least squares whose coefficients are no less than 0.
 #
 # A rollout's seconds are `start` + rounds · `fixed` + tokens · `each`: of tokens there are as many as completions have together, of
-# rounds as many as `max_concurrent_rows` at a time take; an update's are `fixed` + tokens · `each`. All of it is linear in what is sought.
+# rounds as many as `slots` at a time take; an update's are `fixed` + tokens · `each`. All of it is linear in what is sought.
 
 Columns = Sequence[Sequence[float]]
 FLAT = 1e-9
@@ -232,7 +232,7 @@ FLAT = 1e-9
 
 
 def fit_sampler_speed(rollouts: Sequence[Lengths], seconds: Sequence[float], max_concurrency: int) -> SamplerSpeed:
-    """Of one that draws `max_concurrent_rows` completions at a time, and took so many seconds for each of these rollouts."""
+    """Of one that draws `slots` completions at a time, and took so many seconds for each of these rollouts."""
     tokens = [float(sum(lengths)) for lengths in rollouts]
     rounds = [SamplerSpeed(1.0, 0.0, max_concurrency)(lengths) for lengths in rollouts]
     each, fixed, start = fit_nonnegative([tokens, rounds, [1.0] * len(seconds)], seconds)

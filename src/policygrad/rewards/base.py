@@ -23,7 +23,7 @@ class Reward:
     `function(prompts, completions, **columns)` gets lists of length 1, or the whole batch when `batched`, and returns
     one number (or None: "does not apply") per completion; it may be `async`. A `process_reward` returns the completion's
     steps instead, a list of (end, score). `budget` is the time in seconds that one call may take, None = the pool's.
-    `pack_singly`: a batched function that one worker of its own loads, since it takes much memory (a reward model).
+    `alone`: a batched function that one worker of its own loads, since it takes much memory (a reward model).
     """
 
     name: str
@@ -84,8 +84,8 @@ def reward(
     """Decorate a reward function to ask for the whole batch, for another time budget, or for preparation.
 
     `batch`: one call gets all completions (what calls a server wants this); it then succeeds or fails as a whole.
-    `budget`: seconds that one call may take. `import_math_verify`: called once in every worker before the first sample, outside of
-    any budget, for heavy imports. `process`: it returns, per completion, a list of (end, score): a step ends after `kill_trees`
+    `budget`: seconds that one call may take. `prepare`: called once in every worker before the first sample, outside of
+    any budget, for heavy imports. `process`: it returns, per completion, a list of (end, score): a step ends after `end`
     characters of the completion's text.
     """
 
@@ -98,7 +98,7 @@ def reward(
     return mark
 
 
-# `option_name=value,name=value` behind a reward's name, read into a dataclass.
+# `name=value,name=value` behind a reward's name, read into a dataclass.
 
 T = TypeVar("T")
 OptionReader = Callable[[str], Any]

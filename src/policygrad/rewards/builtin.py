@@ -22,7 +22,7 @@ def extract_final_answer(completion: str) -> str:
 
 
 def exact_match(prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1.0 if the final answer is the column `encode_reply` (as text, stripped), else 0.0; None where `encode_reply` is null."""
+    """1.0 if the final answer is the column `answer` (as text, stripped), else 0.0; None where `answer` is null."""
     return [
         None if right is None else float(extract_final_answer(text) == str(right).strip())
         for text, right in zip(completions, answer, strict=True)

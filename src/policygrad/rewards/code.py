@@ -509,7 +509,7 @@ class Code:
 
     @classmethod
     def from_options(cls, options: str) -> "Code":
-        """`parse_duration=20,memory=2GiB,share=yes`. Raises ConfigError."""
+        """`seconds=20,memory=2GiB,share=yes`. Raises ConfigError."""
         return parse_reward_options(cls, "code", options, {"seconds": parse_float, "share": parse_bool})
 
     def _limits(self) -> Limits:

@@ -258,7 +258,7 @@ DEFAULT_FUNCTION_NAMES = {"verl": "compute_score", "openrlhf": "reward_func"}
 class VerlReward:
     """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`).
 
-    ground_truth is the column `reward_model`'s, or `encode_reply`; data_source and extra_info are the columns of these names, or None.
+    ground_truth is the column `reward_model`'s, or `answer`; data_source and extra_info are the columns of these names, or None.
     It may be async.
     """
 
@@ -288,7 +288,7 @@ class VerlReward:
 class OpenRLHFReward:
     """`reward_func(queries, prompts, labels)` → a tensor or list of rewards, or a dict with `rewards`.
 
-    queries are prompts with their completions behind them, labels the column `encode_reply` (--label_key there), lists of one. The prompt
+    queries are prompts with their completions behind them, labels the column `answer` (--label_key there), lists of one. The prompt
     of a chat is what its messages say, a line each: the model's template is not known here.
     """
 
@@ -392,7 +392,7 @@ def list_rewards() -> list[str]:
 
 
 def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
-    """The reward called `option_name`, with an optional weight, bounds and gates: `0.5*math within 0..1 if format` (`spec.py`).
+    """The reward called `name`, with an optional weight, bounds and gates: `0.5*math within 0..1 if format` (`spec.py`).
 
     Raises ConfigError for an unknown name and for what cannot be imported, with the way out. A Reward or a function is accepted in
     a name's place.
@@ -505,7 +505,7 @@ PathResolver = Callable[[str], str]
 
 
 def resolve_paths(name: str, find: PathResolver) -> str:
-    """The same reward with every file that `find_reward_model` knows by its whole path; weight, bounds and gates stay as they are written."""
+    """The same reward with every file that `find` knows by its whole path; weight, bounds and gates stay as they are written."""
     done, rest = "", name
     for part in parse_reward(name, is_known_reward).names:
         before, _, after = rest.partition(part)

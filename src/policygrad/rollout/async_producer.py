@@ -48,7 +48,7 @@ class RolloutQueue:
 
 
 class RolloutProducer:
-    """Collects rollouts one after the other: here, or in a thread while a step is trained on. `is_finished` are those that are whole.
+    """Collects rollouts one after the other: here, or in a thread while a step is trained on. `finished` are those that are whole.
 
     One that a later step is drawn for begins no sooner than `beside` has been told of it, so that it is at most as many steps old
     as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn. None is begun for which there is
@@ -73,7 +73,7 @@ class RolloutProducer:
             return self._busy + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def take(self, count: int, collect: CollectFn) -> Rollout:
-        """This step's rollout: the oldest. Where no thread is at it, what is missing of `set_cached_length` is collected here."""
+        """This step's rollout: the oldest. Where no thread is at it, what is missing of `count` is collected here."""
         with self._changed:
             while self._thread is not None and not self.queue.rollouts and self._error is None:
                 self._changed.wait()
@@ -87,7 +87,7 @@ class RolloutProducer:
 
     @contextmanager
     def produce_during(self, count: int, collect: CollectFn) -> Iterator[None]:
-        """While what is inside is done, and after it, a thread collects until `set_cached_length` rollouts are finished.
+        """While what is inside is done, and after it, a thread collects until `count` rollouts are finished.
 
         An error inside waits for the one that is in the making; Ctrl-C does not.
         """

@@ -35,7 +35,7 @@ def hash_prompt(example: Example) -> int:
 def next_examples(
     examples: Callable[[int], Example], count: int, position: int, resting: frozenset[int]
 ) -> tuple[list[tuple[int, Example]], bool]:
-    """(`set_cached_length` examples with their places, from `position` on, those that rest passed over; whether all of them rest).
+    """(`count` examples with their places, from `position` on, those that rest passed over; whether all of them rest).
 
     In an epoch each prompt comes once, so that even across the end of one no more than twice the resting prompts follow each
     other; a run longer than that, and by `EXTRA_LOOKAHEAD`, means that there are no others, and from there on they are taken as they

@@ -206,7 +206,7 @@ class _Episode:
         if isinstance(before, str):
             self.conversation = f"{before}{text}{content}"
         else:
-            said = () if isinstance(content, str) else content  # text is refused by `encode_continuation`
+            said = () if isinstance(content, str) else content  # text is refused by `continuation`
             self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, said))
         try:
             segment = Segment(encoder.encode_continuation(before, text, content, self.start.location, self.tools))

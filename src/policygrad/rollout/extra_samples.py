@@ -75,7 +75,7 @@ def add_prefix_values(
     go_on: Callable[[list[EpisodeSpec]], tuple[list[EpisodeGroup], ScoringResult]],
     step: int,
 ) -> tuple[Batch, ScoringResult]:
-    """(the batch with `parse_gauge`, what they cost and what went wrong): Monte-Carlo values of steps (VinePPO).
+    """(the batch with `values`, what they cost and what went wrong): Monte-Carlo values of steps (VinePPO).
 
     At every token stands the mean reward of the completions that `go_on` makes of the text before its step. One call samples
     them all; each prefix has what it leaves of the token budget, and its numbers come from a key of its own. A completion
@@ -197,7 +197,7 @@ def sample_vine(
     """(the batch to train on, its groups, what it cost and what went wrong), from completions that have been judged.
 
     Chosen are `vine.states` of all sampled tokens of each prompt's completions, and the state before each: states as the policy
-    visits them. A group of the new batch is a state, its prompt the prefix too, a row a token, its reward Q̂; `count_chars` sums over
+    visits them. A group of the new batch is a state, its prompt the prefix too, a row a token, its reward Q̂; `weight` sums over
     a state to its number of tokens times its share of the states that were chosen. A state where only one token is found says
     nothing and counts; one that has fewer than two tokens because rewards failed does not count.
 
@@ -225,7 +225,7 @@ def sample_vine(
 
 
 def _chosen(batch: Batch, groups: Sequence[EpisodeGroup], count: int, step: int) -> list[VineState]:
-    """The rollout set: `set_cached_length` sampled tokens of each prompt, each as likely as the others, and the text before each."""
+    """The rollout set: `count` sampled tokens of each prompt, each as likely as the others, and the text before each."""
     states: list[VineState] = []
     row = 0
     for g, group in enumerate(groups):

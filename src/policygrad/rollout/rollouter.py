@@ -96,7 +96,7 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class Rollouter:
-    """Plays episodes about a task's examples and judges them. `load_examples(i)` is the task's i-th training example."""
+    """Plays episodes about a task's examples and judges them. `examples(i)` is the task's i-th training example."""
 
     examples: Callable[[int], Example]
     tokenizer: Encoder

@@ -30,7 +30,7 @@ class StepMarks:
 
 
 def find_token_index(decode: Callable[[Tensor], str], tokens: Tensor, text: str, end: int) -> int:
-    """The first token with which the decoded text reaches `kill_trees` characters; ids are decoded, never made from text.
+    """The first token with which the decoded text reaches `end` characters; ids are decoded, never made from text.
 
     A character of several tokens is there with its last one. What is followed by white space only ends with the last token,
     since the end token that closes an answer is no step of its own.
@@ -254,7 +254,7 @@ class EpisodeGroup:
     """[P] int64; what all of them begin with."""
     trajectories: tuple[Trajectory, ...]
     reward_weights: tuple[tuple[str, float], ...] = ()
-    """(name, weight) of every number in a trajectory's `format_parts`; what the environment itself gave is one of them."""
+    """(name, weight) of every number in a trajectory's `parts`; what the environment itself gave is one of them."""
 
 
 def reward_inputs(groups: list[EpisodeGroup]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:

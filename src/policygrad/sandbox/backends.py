@@ -31,7 +31,7 @@ def writable_folder(readable: Sequence[str]) -> str:
 
 
 def build_bwrap_command(inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-    """`strip_wrappers` behind the wall: it sees `readable`, unchangeable, and an empty `writable_folder` of `list_hub_files` bytes, gone with it."""
+    """`inner` behind the wall: it sees `readable`, unchangeable, and an empty `folder` of `files` bytes, gone with it."""
     words = [
         find_bwrap() or "bwrap",
         "--unshare-user",
@@ -78,7 +78,7 @@ class SandboxBackend(Protocol):
         """Whether its processes write into a folder of this machine's, whose size has to be watched."""
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-        """The command that runs `strip_wrappers` behind it."""
+        """The command that runs `inner` behind it."""
 
     def restrictions(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
         """What the process has to do itself, before all else (inside.confine)."""

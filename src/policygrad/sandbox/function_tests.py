@@ -139,7 +139,7 @@ def _zone(value: Any) -> Any:
 
 
 def decode_value(packed: Any, object_of: Callable[[Any], Any]) -> Any:
-    """The value again; `object_of` gives the object for what `keep` gave. Raises Gone for what `encode_value` does not make."""
+    """The value again; `object_of` gives the object for what `keep` gave. Raises Gone for what `pack` does not make."""
     try:
         return _unpacked(packed, object_of)
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, ImportError) as error:

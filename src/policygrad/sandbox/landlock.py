@@ -27,9 +27,9 @@ def get_abi_version() -> int:
 
 
 def restrict(readable: Sequence[str], writable: Sequence[str], *, folders: bool = False) -> None:
-    """Let this process, and all that it starts, read below `readable` and below `check_writable` write too, and nothing else, for good.
+    """Let this process, and all that it starts, read below `readable` and below `writable` write too, and nothing else, for good.
 
-    What is not there is left out. folders: below `check_writable` folders may be made. It needs no_new_privs. Raises OSError.
+    What is not there is left out. folders: below `writable` folders may be made. It needs no_new_privs. Raises OSError.
     """
     abi = get_abi_version()
     if not abi:

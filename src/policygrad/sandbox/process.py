@@ -51,7 +51,7 @@ class SandboxError(Exception):
 
 @dataclass
 class Pipe:
-    """What arrives from the process; `full_tensor` when it was more than `most` bytes."""
+    """What arrives from the process; `full` when it was more than `most` bytes."""
 
     descriptor: int
     most: int

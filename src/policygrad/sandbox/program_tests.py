@@ -94,7 +94,7 @@ def run_stdio_tests(
     """Run the script once for every input, with what is left of the time, and compare what it prints here, where it is not.
 
     What walls and interpreters need to stand is none of its time. to_end: run it for the inputs behind one that fails, too. Raises
-    as `run_examiner`.
+    as `examine`.
     """
     limits = limits or Limits()
     points, said = list[float](), ""

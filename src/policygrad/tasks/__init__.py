@@ -2,7 +2,7 @@
 
 A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (what of it takes several steps),
 by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), with their curricula ("curriculum:gcd"), by a taskset of verifiers
-("verifiers:ID"), or as data: a JSONL, Parquet or Arrow file, a folder of `load_dataset_table`, a data set of the hub, or a mix of those
+("verifiers:ID"), or as data: a JSONL, Parquet or Arrow file, a folder of `datasets`, a data set of the hub, or a mix of those
 ("0.7*a.jsonl+0.3*b.jsonl"). A list of rows, or a `datasets.Dataset`, is a task without a name.
 """
 
@@ -46,7 +46,7 @@ def load_task(
     eval_data: str | Sequence[Mapping[str, Any] | Example] | None = None,
     row_options: RowOptions | None = None,
 ) -> Task:
-    """The task called `option_name`, the rows given in its place, or a Task as it is; `seed` orders training, never evaluation.
+    """The task called `name`, the rows given in its place, or a Task as it is; `seed` orders training, never evaluation.
 
     A mix of data draws by weight which part the next prompt is of; a column that a part has not is None in its rows.
 

@@ -119,7 +119,7 @@ class MixedTask:
         return self._epochs[part][nth]
 
     def eval_examples(self, count: int) -> list[Example]:
-        """At most `set_cached_length` rows; all of them when there are fewer. Fewer are the first of more."""
+        """At most `count` rows; all of them when there are fewer. Fewer are the first of more."""
         found, weights = list[Example](), [part.weight for part in self._measured]
         taken = [0] * len(weights)
         while len(found) < count and any(weights):

@@ -24,7 +24,7 @@ PREFERENCE_EXAMPLE = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two completions of one prompt, as texts; people (or a verifier) preferred `filter_environment`."""
+    """Two completions of one prompt, as texts; people (or a verifier) preferred `chosen`."""
 
     prompt: Prompt
     chosen: str
@@ -111,7 +111,7 @@ def parse_text(value: Any, where: str) -> str:
 
 @dataclass(frozen=True)
 class TrainEvalSplit:
-    """Training and held-out rows, by places in `count_embedding_rows`; no prompt is in both."""
+    """Training and held-out rows, by places in `rows`; no prompt is in both."""
 
     train: tuple[int, ...]
     eval: tuple[int, ...]

@@ -142,7 +142,7 @@ def load_dataset_table() -> Mapping[str, Any]:
 class ReasoningGymTask:
     """A weighted mix of reasoning-gym datasets, without end.
 
-    Columns: `dataset` (reasoning-gym's name), `entry` (its whole item, what its scorer needs), `encode_reply` (its reference
+    Columns: `dataset` (reasoning-gym's name), `entry` (its whole item, what its scorer needs), `answer` (its reference
     answer, None where many answers are right) and `demonstration`, that answer as a completion (`worked`: after its steps).
     """
 
@@ -186,7 +186,7 @@ class ReasoningGymTask:
         )
 
     def eval_examples(self, count: int) -> list[Example]:
-        """`set_cached_length` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
+        """`count` different held-out problems; fewer problems are the first of more. Raises DataError if too few."""
         found: list[Example] = []
         for number, entry in islice(self._held_out(set()), count):
             if entry is None:
@@ -356,7 +356,7 @@ class CurriculumTask:
         return replace(example, columns={**example.columns, "level": level, "levels": self.levels})
 
     def eval_examples(self, count: int) -> list[Example]:
-        """`set_cached_length` different held-out problems, of the levels in turn; one that has no more of them is passed over.
+        """`count` different held-out problems, of the levels in turn; one that has no more of them is passed over.
 
         Raises:
             DataError: too few of all levels together.

@@ -171,7 +171,7 @@ class RowsTask:
         return self._train[index]
 
     def eval_examples(self, count: int) -> list[Example]:
-        """At most `set_cached_length` rows, in the fixed order of their prompts' hashes; all of them when there are fewer."""
+        """At most `count` rows, in the fixed order of their prompts' hashes; all of them when there are fewer."""
         return list(self._held_out[: max(count, 0)])
 
 
@@ -332,7 +332,7 @@ class RowOptions:
 
 
 def add_answer_column(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """verl keeps what is right in `reward_model.ground_truth`: it is the column `encode_reply` too, where there is none."""
+    """verl keeps what is right in `reward_model.ground_truth`: it is the column `answer` too, where there is none."""
     found = row.get("reward_model")
     if "answer" in row or not isinstance(found, Mapping) or "ground_truth" not in found:
         return row
@@ -407,7 +407,7 @@ def load_examples(source: Source, options: RowOptions, name: str) -> Sequence[Ex
     """The rows as examples: kept, or of large data fetched again each time.
 
     Raises:
-        DataError: as `parse_rows`.
+        DataError: as `parsed`.
     """
     first: list[Example] = []
 

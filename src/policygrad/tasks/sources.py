@@ -281,7 +281,7 @@ def _check_data(part: str, whole: str) -> None:
     hint = f"a weight stands before its part, {behind[2]}*{behind[1]}" if behind else "data is mixed with data"
     raise DataError(
         f"task {whole!r}: its part {part!r} is no data: {hint}; a part is a file (.jsonl, .parquet, .arrow), a folder of "
-        "`load_dataset_table`, or hf:REPOSITORY"
+        "`datasets`, or hf:REPOSITORY"
     )
 
 
@@ -304,7 +304,7 @@ class ColumnReader(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, start: int, end: int) -> list[dict[str, Any]]:
-        """The rows from `start` up to `kill_trees`, as Python's own values."""
+        """The rows from `start` up to `end`, as Python's own values."""
         ...
 
 
@@ -361,7 +361,7 @@ def _sha(path: Path) -> str:
 
 
 def _folder(name: str) -> bool:
-    """A folder that `load_dataset_table` has saved, perhaps with a split behind it."""
+    """A folder that `datasets` has saved, perhaps with a split behind it."""
     try:
         path = Path(name.partition(":")[0])
         return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -426,7 +426,7 @@ def _mapped(path: str) -> Any:
     source = pa.memory_map(path)
     try:
         return pa.ipc.open_file(source).read_all()
-    except pa.ArrowInvalid:  # which `load_dataset_table` writes: a stream, without a table of contents behind it
+    except pa.ArrowInvalid:  # which `datasets` writes: a stream, without a table of contents behind it
         return pa.ipc.open_stream(pa.memory_map(path)).read_all()
 
 
@@ -453,7 +453,7 @@ def _messages(value: Any) -> Any:
     return [{key: said for key, said in item.items() if said is not None} for item in value]
 
 
-# Data sets of the hub, and folders and objects of the `load_dataset_table` library, as rows; the one file that imports it.
+# Data sets of the hub, and folders and objects of the `datasets` library, as rows; the one file that imports it.
 
 DEFAULT_SPLIT = "train"
 
@@ -478,11 +478,11 @@ def is_dataset(data: object) -> bool:
 
 
 def load_dataset(name: str) -> DatasetRows:
-    """`hf:REPOSITORY[:CONFIG[:SPLIT]]` from the hub or its cache, `WEIGHTS_FOLDER[:SPLIT]` that `save_to_disk` wrote; the split is train
+    """`hf:REPOSITORY[:CONFIG[:SPLIT]]` from the hub or its cache, `FOLDER[:SPLIT]` that `save_to_disk` wrote; the split is train
     where none is named.
 
     Raises:
-        ConfigError: no `load_dataset_table`; DataError: what is not there, with what there is.
+        ConfigError: no `datasets`; DataError: what is not there, with what there is.
     """
     return DatasetRows(_loaded(name))
 

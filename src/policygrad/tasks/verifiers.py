@@ -48,7 +48,7 @@ def load_taskset_tasks(identity: str) -> tuple[Any, ...]:
     taskset = load_taskset(identity)
     if not taskset.bounded:
         raise ConfigError(
-            f"{VERIFIERS_PREFIX}{identity} has no end: write a taskset that takes a part of it, `load_reward_model` with an islice"
+            f"{VERIFIERS_PREFIX}{identity} has no end: write a taskset that takes a part of it, `load` with an islice"
         )
     tasks = tuple(taskset)
     if tasks:

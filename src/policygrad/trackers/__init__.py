@@ -30,7 +30,7 @@ __all__ = [
 def default_tracker(
     stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Tracker:
-    """A live display in a notebook and on a terminal, plain lines elsewhere; `format_setting` overrules.
+    """A live display in a notebook and on a terminal, plain lines elsewhere; `plain` overrules.
 
     stream: standard output by default; a notebook's display is for that alone.
     Plain is also what NO_COLOR, TERM=dumb and an encoding without the block characters get.

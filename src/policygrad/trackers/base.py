@@ -90,7 +90,7 @@ class Tracker:
         """
 
     def finish(self, summary: Mapping[str, str]) -> None:
-        """The run is over, or stopped resumably; `summarise_row` is name and value, such as `format_change(before, after)`."""
+        """The run is over, or stopped resumably; `summary` is name and value, such as `change(before, after)`."""
 
     def close(self) -> None:
         """Gives back what is held, such as the terminal or a file; also after an error, and twice does no harm."""

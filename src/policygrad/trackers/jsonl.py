@@ -1,6 +1,6 @@
 """A run's JSON lines: `metrics.jsonl`, one object per step, and `completions.jsonl`, one object per completion.
 
-Each step is flushed to the operating system, so a killed process loses at most the line it was writing; `fsync_path` waits for
+Each step is flushed to the operating system, so a killed process loses at most the line it was writing; `sync` waits for
 the disk. Call it before a checkpoint is saved, so that after a power cut the files hold every step the checkpoint has.
 Non-finite numbers are written as null: JSON has none, and a strict reader would refuse the whole line.
 """

@@ -59,7 +59,7 @@ class BraillePlot:
 def plot_points(
     points: Sequence[tuple[float, float]], end: int, columns: int, rows: int
 ) -> tuple[BraillePlot, float, float]:
-    """Points over steps 1 to `kill_trees`, and their smoothed line; with the least and greatest value of the axis."""
+    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis."""
     canvas = BraillePlot(columns, rows)
     points = downsample(points)
     width, height = 2 * columns - 1, 4 * rows - 1

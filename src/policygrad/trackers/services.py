@@ -80,7 +80,7 @@ def load_run_id(info: RunInfo, service: str) -> str | None:
 
 
 def save_run_id(folder: Path | None, service: str, name: str) -> None:
-    """For `load_run_id`."""
+    """For `identity`."""
     if folder is not None:
         file = folder / RUN_IDS_FILE
         run_ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

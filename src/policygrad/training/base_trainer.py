@@ -1,5 +1,5 @@
-"""One training from beginning to end, whatever is trained: load, measure, step by step with checkpoints, measure again, save a
-model that others load. Reinforcement learning, fine-tuning and reward models fill in what differs.
+"""The life of a training run, whatever it trains: load, evaluate, take steps with checkpoints, evaluate again, save a model that
+other programs load. Reinforcement learning, fine-tuning and reward models fill in the rest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from policygrad.checkpoint.format import Checkpoint, newest_step
+from policygrad.checkpoint.format import Checkpoint, load_latest, newest_step
 from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasStep
 from policygrad.checkpoint.model_export import save_model
 from policygrad.checkpoint.shards import SavedState, ShardedState
@@ -27,73 +27,78 @@ from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker
 from policygrad.trackers.services import create_service_trackers
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
 from policygrad.training.config.serialization import dump_config
+from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision, scale_lr
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
+from policygrad.training.loop import Undo
 from policygrad.training.model_card import render_model_card
 from policygrad.training.provenance import Fingerprint, compare_fingerprints, list_changed_options
 from policygrad.training.run_folder import RunFolder, create_run_folder, open_run_folder, with_end_marker
 from policygrad.utils.filesystem import write_atomically
 
-# What is called at every step of a training, and may change it.
-
 
 class Callback:
-    """Does nothing at every call: override those that matter.
+    """Called at every step; may change the run. Override the methods you need.
 
-    `trainer` is what trains: `trainer.learner.lr` is the learning rate, `trainer.progress` how far it is, `trainer.stop()` ends it.
-    What a callback remembers is no part of a checkpoint: let it depend on the step's number.
+    `trainer` is the running trainer: `trainer.learner.lr` is the learning rate, `trainer.progress` the progress, `trainer.stop()`
+    ends the run. A checkpoint holds nothing of a callback, so let it depend on the step number alone.
     """
 
     def start(self, trainer: Any) -> None:
-        """Everything is loaded; the first step comes."""
+        """Called once everything is loaded, before the first step."""
 
     def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """Step number `step` (from 1) is done."""
-
-
-# Who follows a training, and what it leaves.
-
-M = TypeVar("M")
+        """Called after step number `step` (from 1)."""
 
 
 class TrackingOptions(TypedDict, total=False):
-    """Who follows a training, as `BaseTrainer` takes them."""
+    """Who follows a run. These are the keyword arguments that every trainer takes."""
 
     display: Tracker | bool
     trackers: Sequence[Tracker]
     callbacks: Sequence[Callback]
 
 
+M = TypeVar("M")
+
+
 @dataclass(frozen=True)
 class TrainingResult(Generic[M]):
-    """What a training leaves."""
+    """The outcome of a run."""
 
     output: Path
     steps: int
     before: M
-    """Held-out measurement before training; None without one, or where every reward failed. Likewise `after`."""
+    """Evaluation before training; None if there was none, or every reward failed. `after` likewise."""
     after: M
     model: Path | None
-    """None when the run was stopped before its last step; it can be resumed."""
+    """None if the run stopped before its last step; it can be resumed."""
     interrupted: bool = False
-    """By a signal, a time limit or `stop()`, before what was asked of it was done."""
+    """Whether a signal, a time limit or `stop()` ended the run early."""
 
 
-C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output` and `checkpoint`
+C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `output`, `checkpoint`, `guard`, …
 P = TypeVar("P", bound=HasStep)
 
 
 class BaseTrainer(ABC, Generic[C, P, M]):
-    """One process's share of a training. Created once, trained once."""
+    """One process's part of a run. Create it once and train once.
+
+    Args:
+        display: Where progress is shown: True picks a terminal, plain lines or a notebook; False shows nothing.
+        trackers: Further trackers.
+        callbacks: Called at every step; they may change the run.
+    """
 
     kind: ClassVar[str]
-    """The command's name."""
+    """Name of the command."""
     file: ClassVar[str]
-    """The configuration in the run's folder."""
+    """Name of the configuration file in the run's folder."""
     model: nn.Module
     tokenizer: Tokenizer
+    learner: Any
     progress: P
     run_info: RunInfo
-    """At the start of this process."""
+    """The run as it was when this process started."""
     last_step: int
 
     def __init__(
@@ -104,93 +109,106 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         trackers: Sequence[Tracker] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """display: where progress shows: a terminal, plain lines or a notebook, as it fits; False = nowhere. trackers: others
-        that follow the run. callbacks: what is called at every step, and may change the run."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(f"{callback!r} is no callback: pass instances of subclasses of policygrad.Callback")
         self.config = config
         self._display = display if isinstance(display, Tracker) else default_tracker() if display else Tracker()
-        self._other_trackers, self.callbacks = (*trackers, *create_service_trackers(config.track)), tuple(callbacks)
+        self._other_trackers = (*trackers, *create_service_trackers(config.track))
+        self.callbacks = tuple(callbacks)
+        self.guard = DivergenceGuard(config.guard, self.note)
         self.before: M | None = None
-        self.measured = False  # `before`
+        self.measured = False
+        """Whether `before` is known."""
         self.option_changes: list[dict[str, Any]] = []
-        """Options that were changed on the way, {"step": after which, "options": ["lr 0.01 -> 0.003"]}; for card and report."""
+        """Options that a resumed run changed, as {"step": after which, "options": ["lr 0.01 -> 0.003"]}; for card and report."""
+        self._noted_kinds = set[str]()
 
-    # what is trained
+    # What subclasses define
 
     @abstractmethod
     def build(self, stack: ExitStack) -> None:
-        """Loads everything; what is wrong is said now, and then there is no folder."""
+        """Load everything. If anything is wrong, raise now, before the run's folder is kept."""
 
     @abstractmethod
     def start(self, saved: Checkpoint | None) -> P:
-        """Where training begins: at its beginning, or at a checkpoint, which is put back."""
+        """Return the initial progress, or restore a checkpoint and return its progress."""
 
     @abstractmethod
     def pack_state(self, progress: P) -> SavedState:
-        """What a resumed run needs."""
+        """Return what a resumed run needs."""
+
+    @abstractmethod
+    def load_learner_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Put the learner back to a checkpoint's state."""
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Of the weights: updates so far."""
+        """Version of the weights: updates so far."""
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """The last step's number."""
+        """Number of the last step."""
 
     def check_checkpoint(self, saved: Checkpoint) -> None:
-        """Raises CheckpointError (or KeyError, TypeError) for a checkpoint that lacks something: then the one before is taken."""
+        """Raise CheckpointError (or KeyError, TypeError) if a checkpoint is incomplete; the one before is then used."""
 
     @property
     def max_snapshot_bytes(self) -> int:
-        """Bytes of state of which a copy is kept at every step, at most."""
+        """Largest state that is copied at every step."""
         return MAX_SNAPSHOT_BYTES
 
     @property
     def sharded_state(self) -> ShardedState[P] | None:
-        """How several processes save what they share; None = `encode_value` has it all."""
+        """How several processes save their shards; None = `pack_state` returns everything."""
         return None
 
     @abstractmethod
     def make_run_info(self, progress: P) -> RunInfo:
-        """The run, for trackers."""
+        """Describe the run for trackers."""
 
     @abstractmethod
     def run_steps(self, progress: P) -> P:
-        """Step after step, each followed by `log` and `keep_going`."""
+        """Take the steps, calling `log` and `should_continue` after each."""
 
     def check_end(self) -> None:
-        """The steps of this call are done and saved: raises what they came to, where it is an error."""
+        """Raise the error that ended the run, once its steps are saved."""
+        if reason := self.guard.decision.stop_reason:
+            raise RunError(
+                f"step {self.progress.step}: {reason}: {self.resume_command} resumes it, for example with a lower --lr"
+            )
 
     def is_finished(self, progress: P) -> bool:
-        """Whether the run is at its end."""
         return progress.step >= self.steps
 
     @property
     @abstractmethod
     def has_eval(self) -> bool:
-        """Whether there is anything to measure on."""
+        """Whether the run is evaluated."""
 
     @abstractmethod
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[M | None, Mapping[str, float]]:
-        """The held-out measurement, and its numbers for the log."""
+        """Evaluate the model; return the result and its metrics."""
 
     @abstractmethod
     def cached_measurement(self, step: int) -> M | None:
-        """A measurement that the log already holds (a run killed after measuring) is not taken again."""
+        """Return an evaluation that the log already holds, from a run that was killed after it."""
 
     @abstractmethod
     def summarise(self, after: M | None) -> Mapping[str, str]:
-        """The measurements before and after, for people."""
+        """Describe the evaluations before and after training."""
 
     @abstractmethod
     def result_values(self, progress: P, after: M | None) -> Mapping[str, Any]:
-        """What result.json holds."""
+        """Return the contents of result.json."""
 
-    # the same for all
+    @abstractmethod
+    def phase_label(self, when: str) -> str:
+        """Label of an evaluation on the display."""
+
+    # The run
 
     def train(
         self,
@@ -200,66 +218,64 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         time_limit: str | None = None,
         overwrite: bool = False,
     ) -> TrainingResult[M | None]:
-        """From the beginning, or on with the run in the folder `resume`, from its newest intact checkpoint.
+        """Start a new run, or resume the one in the folder `resume` from its newest intact checkpoint.
 
-        stop_after: stop, resumably, after so many steps of this call. stop_before: be stopped, resumably, before so much time
-        (23h50m) has passed. A signal stops it too, see `StopController`. overwrite: begin anew where another run has ended.
+        A signal stops the run, resumably (see `StopController`).
+
+        Args:
+            stop_after: Stop, resumably, after this many steps of this call.
+            time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
+            overwrite: Replace the run that is in the output folder.
 
         Raises:
-            PolicygradError: what cannot be trained, with the way out.
+            PolicygradError: The run cannot be trained; the message says what to change.
         """
-        self.stopping = StopController(None if time_limit is None else parse_duration(time_limit, "stop_before"))
+        self.stopping = StopController(None if time_limit is None else parse_duration(time_limit, "time_limit"))
         if stop_after is not None and stop_after < 1:
             raise ConfigError(f"stop_after must be at least 1, not {stop_after}")
         if overwrite and resume is not None:
-            raise ConfigError("resume goes on with a run and overwrite begins anew: leave one of them out")
+            raise ConfigError("resume continues a run and overwrite replaces it: leave one of them out")
         with ExitStack() as stack:
             self.trackers = CompositeTracker([self._display, *self._other_trackers])
             stack.enter_context(self.stopping)
-            held = stack.enter_context(self._held(resume, overwrite))
-            self.folder = held.path
+            folder = stack.enter_context(self._open_folder(resume, overwrite))
+            self.folder = folder.path
             self.config = replace(self.config, output=str(self.folder))
-            if not (self.folder / self.file).exists():  # first of all, so that what is killed now can be resumed
+            if not (self.folder / self.file).exists():  # first of all, so that a run killed now can be resumed
                 self._write_configuration()
             stack.push(lambda *error: self.trackers.__exit__(*error))
             self.trackers.phase("loading the model")
-            torch.manual_seed(self.config.seed)  # what a model or a reward may draw; completions have keys of their own
+            torch.manual_seed(self.config.seed)  # for models and rewards; completions have their own random streams
             try:
                 check_files_exist(self.config)
                 with self.stopping.interruptible():
                     self.build(stack)
             except StopRequested:
-                if held.has_stash:  # it has taken nobody's place yet
-                    self.trackers.note(f"stopped while loading; the run that was in {self.folder} is there as it was")
+                if folder.has_stash:
+                    self.trackers.note(f"stopped while loading; the earlier run in {self.folder} is unchanged")
                     return TrainingResult(self.folder, 0, None, None, None, interrupted=True)
-                held.commit()
-                self.trackers.note(f"stopped while loading; go on with: {self.resume_command}")
+                folder.commit()
+                self.trackers.note(f"stopped while loading; resume with: {self.resume_command}")
                 done = newest_step(self.folder / "checkpoints")
                 return TrainingResult(self.folder, done, None, None, None, interrupted=True)
-            held.commit()
-            self._open()
+            folder.commit()
+            self.files = JsonlTracker(self.folder)
+            self.trackers.add(self.files)
             return self._train(resume is not None, stop_after)
 
-    def _held(self, resume: str | Path | None, overwrite: bool) -> RunFolder:
-        """The folder, which no other process works on meanwhile."""
+    def _open_folder(self, resume: str | Path | None, overwrite: bool) -> RunFolder:
         if resume is not None:
             return open_run_folder(Path(resume), self.kind, self.trackers.note)
         return create_run_folder(self.config.output, self.name, self.file, self.trackers.note, overwrite)
 
     @property
     def name(self) -> str:
-        """What a new folder is called after."""
+        """Name of a new run's folder."""
         return self.kind
 
     def _write_configuration(self) -> None:
-        write_atomically(
-            self.folder / self.file, with_end_marker(dump_config(relative_to_folder(self.config, self.folder)))
-        )
-
-    def _open(self) -> None:
-        """What is written, and what stops it."""
-        self.files = JsonlTracker(self.folder)
-        self.trackers.add(self.files)
+        text = dump_config(relative_to_folder(self.config, self.folder))
+        write_atomically(self.folder / self.file, with_end_marker(text))
 
     def _train(self, resumed: bool, stop_after: int | None) -> TrainingResult[M | None]:
         self.checkpointer = Checkpointer(
@@ -279,8 +295,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.progress = self.start(saved)
         if self.progress.step > self.steps:
             raise RunError(
-                f"the run in {self.folder} has done {self.progress.step} steps, and is to end after {self.steps}: leave that "
-                f"away, or let it be {self.progress.step} or more; an earlier end is a new run"
+                f"the run in {self.folder} has completed {self.progress.step} steps, more than steps={self.steps}: leave steps "
+                f"out, or set it to {self.progress.step} or more; to stop earlier, start a new run"
             )
         self.files.truncate_after(self.progress.step if saved else -1)
         self._write_configuration()
@@ -288,10 +304,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         self.trackers.start(self.run_info)
         if self.has_eval and not self.measured:
             try:
-                self.before, self.measured = (
-                    self.evaluate_at(self.phase_label("before training"), self.progress.step),
-                    True,
-                )
+                self.before = self.evaluate_at(self.phase_label("before training"), self.progress.step)
+                self.measured = True
             except StopRequested:
                 return self._stopped()
         self.last_step = self.steps if stop_after is None else min(self.steps, self.progress.step + stop_after)
@@ -311,86 +325,116 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         except StopRequested:
             return self._stopped()
 
-    @abstractmethod
-    def phase_label(self, when: str) -> str:
-        """What measuring is called."""
-
-    def evaluate_at(self, phase: str, step: int, *, breakable: bool = True) -> M | None:
-        """Measures now, after so many steps, unless the log already holds it. Raises Stop where that is asked for meanwhile."""
-        known = self.cached_measurement(step)
-        if known is not None:
-            return known
+    def evaluate_at(self, phase: str, step: int, *, interruptible: bool = True) -> M | None:
+        """Evaluate after `step` steps, unless the log already holds the result. Raises StopRequested if the run is stopped."""
+        cached = self.cached_measurement(step)
+        if cached is not None:
+            return cached
         self.trackers.phase(phase)
-        with self.stopping.interruptible() if breakable else nullcontext():
-            found, values = self.evaluate(lambda done, total: self.trackers.phase(phase, done, total))
+        with self.stopping.interruptible() if interruptible else nullcontext():
+            result, values = self.evaluate(lambda done, total: self.trackers.phase(phase, done, total))
         self.trackers.phase("")
         if values:
             self.trackers.log_evaluation(step, values)
-        return found
+        return result
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        """A step is done: files first, so that what is shown is also on the disk."""
+        """Log a finished step: to the files first, so that everything shown is also on disk."""
         self.trackers.log(step, metrics, completions)
         for callback in self.callbacks:
             callback.step(self, step, metrics)
 
-    def should_continue(self, progress: P) -> bool:
-        """After every step: perhaps a checkpoint; whether to go on."""
-        self.progress = progress
-        self.stopping.step_done()
-        going = progress.step < self.last_step and not self.is_finished(progress) and not self.stopping.requested
-        self.checkpointer.on_step(progress, final=not going)
-        return going
+    def note(self, text: str, kind: str | None = None) -> None:
+        """Show a message, of each kind only the first."""
+        kind = text if kind is None else kind
+        if kind not in self._noted_kinds:
+            self._noted_kinds.add(kind)
+            self.trackers.note(text)
 
-    def compare_with_checkpoint(self, saved: Checkpoint, now: Fingerprint, config: C) -> None:
-        """Say what is another than at the checkpoint, and record the options that are.
+    def apply(self, decision: GuardDecision) -> Undo | None:
+        """Carry out the guard's decision on the step that was just logged.
+
+        Returns:
+            The undo, or None where the step stands.
 
         Raises:
-            RunError: another task, or other held-out problems, than the run began with.
+            CheckpointError: A rollback found no intact checkpoint.
         """
-        self.option_changes = [*saved.state.get("changes", ())]
-        if "began" not in saved.state:
+        if decision.stop_reason:
+            self.stop()
+        if decision.action == "warn":
+            return None
+        rollback = decision.action == "rollback"
+        saved = None
+        if rollback:
+            self.checkpointer.wait_for_save()
+            saved = load_latest(self.checkpointer.folder, warn=self.note)
+        if saved is None:
+            assert self.checkpointer.snapshot is not None  # taken at every step unless guard.action is warn
+            self.load_learner_state(*self.checkpointer.snapshot)
+        else:
+            self.load_learner_state(saved.tensors, saved.state)
+            step = self.progress.step + 1
+            self.note(f"step {step}: restored the weights of step {saved.step}, at a lower learning rate")
+        if rollback:
+            scale_lr(self.learner, self.config.guard.lr_factor)
+        return Undo(None if saved is None else saved.state.get("parts"))
+
+    def should_continue(self, progress: P) -> bool:
+        """Save a checkpoint when one is due; return whether to take another step."""
+        self.progress = progress
+        self.stopping.step_done()
+        active = progress.step < self.last_step and not self.is_finished(progress) and not self.stopping.requested
+        self.checkpointer.on_step(progress, final=not active)
+        return active
+
+    def compare_with_checkpoint(self, saved: Checkpoint, current: Fingerprint, config: C) -> None:
+        """Note what differs from the checkpoint, and record the options that do.
+
+        Raises:
+            RunError: The training or evaluation data differ.
+        """
+        self.option_changes = [*saved.state.get("option_changes", ())]
+        if "fingerprint" not in saved.state:
             return
-        for text in compare_fingerprints(saved.state["began"], now, config, self.folder):
+        for text in compare_fingerprints(saved.state["fingerprint"], current, config, self.folder):
             self.trackers.note(text)
-        if options := list_changed_options(saved.state["began"], now):
+        if options := list_changed_options(saved.state["fingerprint"], current):
             self.option_changes.append({"step": saved.step, "options": options})
 
     def stop(self) -> None:
-        """Ends the run, resumably, after the step at hand."""
+        """End the run, resumably, after the current step."""
         self.stopping.requested = True
 
     def _finish(self) -> TrainingResult[M | None]:
         after = self.evaluate_at(self.phase_label("after training"), self.progress.step) if self.has_eval else None
-        numbers, measured = self.result_values(self.progress, after), self.summarise(after)
-        held_out = self.run_info.facts.get("held out", "")
-        told = render_model_card(
+        values, summary = self.result_values(self.progress, after), self.summarise(after)
+        card = render_model_card(
             self.kind,
             self.folder.name,
             tomllib.loads(dump_config(self.config)),
-            measured,
-            numbers,
-            held_out,
+            summary,
+            values,
+            self.run_info.facts.get("eval data", ""),
             self.option_changes,
         )
-        model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_command, told)
+        model = save_model(self.folder, self.write_weights, self.tokenizer.hf, self.resume_command, card)
         self.checkpointer.finish()
-        write_atomically(self.folder / "result.json", json.dumps(numbers, indent=1) + "\n")
-        self.trackers.finish({**measured, "model": str(model), "run": str(self.folder)})
+        write_atomically(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
+        self.trackers.finish({**summary, "model": str(model), "run": str(self.folder)})
         return TrainingResult(self.folder, self.progress.step, self.before, after, model)
 
     def write_weights(self, folder: Path) -> None:
-        """The trained model, as others load it."""
+        """Write the trained model in the format that transformers loads."""
         self.model.save_pretrained(folder)  # type: ignore[operator]
 
     def _stopped(self) -> TrainingResult[M | None]:
         step = self.progress.step
-        stopped = f"step {step} of {self.steps}"
-        self.trackers.finish({"stopped after": stopped, "go on with": self.resume_command})
+        self.trackers.finish({"stopped after": f"step {step} of {self.steps}", "resume with": self.resume_command})
         return TrainingResult(self.folder, step, self.before, None, None, interrupted=self.stopping.requested)
 
     @property
     def resume_command(self) -> str:
-        """How to go on."""
-        leave = f" {TRUST_FLAG}" if self.config.trust_remote_code else ""
-        return f"policygrad {self.kind} --resume {self.folder}{leave}"
+        """The command that resumes the run."""
+        trust = f" {TRUST_FLAG}" if self.config.trust_remote_code else ""
+        return f"policygrad {self.kind} --resume {self.folder}{trust}"

@@ -1,25 +1,20 @@
-"""The two halves of the pipeline alone: a rollout without training, and a model measured on held-out problems."""
+"""The two halves of the pipeline on their own: a rollout without training, and an evaluation on held-out problems."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
+from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory
-from policygrad.environments.base import DEFAULT_TIMEOUT
-from policygrad.environments.registry import resolve_environment
-from policygrad.rewards.config import RewardConfig, SandboxChoice
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
-from policygrad.samplers.base import Sampler, SamplingParams
-from policygrad.samplers.config import SamplerConfig
-from policygrad.samplers.engines.registry import WEIGHTS_FOLDER, make_engine_factory
-from policygrad.training.config.run import Run, check_environment_timeout
-from policygrad.training.setup import Needed, Resources, SamplerFactory, load_resources, needed_for
+from policygrad.samplers.base import Sampler
+from policygrad.samplers.config import LOCAL
+from policygrad.training.config.run import Run, RunOptions, check_environment_timeout
+from policygrad.training.setup import Resources, SamplerFactory, load_resources
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
 
@@ -32,16 +27,14 @@ def collect(
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
 ) -> Rollout:
-    """One step's rollout of a run, without training: its batch, its texts, its metrics.
+    """Return the rollout of one step of a run, without training: its batch, texts and metrics.
 
     Raises:
-        PolicygradError: what does not exist or does not fit, with the way out.
+        PolicygradError: Something is missing or does not fit; the message says what to change.
     """
     run = (run or Run()).resolve()
-    with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="policygrad-"))
-        found = _drawing(stack, needed_for(replace(run, output=folder), sampler, environment))
-        return found.rollouter.collect(
+    with _load(run, run.algorithm, sampler, environment, ignore_progress) as resources:
+        return resources.rollouter.collect(
             run.algorithm,
             run.sampling,
             prompts_per_step=run.prompts_per_step,
@@ -52,73 +45,48 @@ def collect(
 
 
 def evaluate(
-    model: Any,
-    task: Any = "embedded",
+    options: RunOptions | None = None,
     *,
-    reward: tuple[Any, ...] = (),
-    problems: int = 256,
-    samples: int = 8,
-    sampling: SamplingParams | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    tokenizer: Any = None,
-    held_out: Any = None,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str = "fp32",
-    budget: float = 10.0,
-    memory: str = "4GiB",
-    sandbox: SandboxChoice = "none",
-    reward_environment: tuple[str, ...] = (),
-    show_output: bool = False,
-    phase: ProgressCallback = ignore_progress,
     sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | str | None = None,
-    environment_timeout: float = DEFAULT_TIMEOUT,
-    trust_remote_code: bool = False,
-    map: Any = None,
-    skip_bad_rows: bool = False,
-    engine: SamplerConfig | None = None,
+    environment: EnvironmentFactory | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    phase: ProgressCallback = ignore_progress,
 ) -> EvaluationResult:
-    """Scores of a model on a task's held-out problems, as `Run`'s options of these names say; budget, memory, sandbox,
-    show_output and reward_environment as `RewardConfig`'s.
+    """Evaluate a model on a task's held-out problems.
 
-    phase: is told what rewards, servers or environments are waited for.
-    engine: `Run.sampler`, whose servers are given the model's weights and draw.
+    Args:
+        options: The model, the task, and how to sample and score: `evaluation.problems` problems with
+            `evaluation.samples_per_prompt` completions each. Options of training are ignored.
+        sampler: A sampler other than the configured one.
+        environment: An environment other than the configured one.
+        progress: Called with (completed, total) problems.
+        phase: Called with what rewards, servers or environments are being waited for.
 
     Raises:
-        PolicygradError: what does not exist or does not fit, with the way out.
+        PolicygradError: Something is missing or does not fit; the message says what to change.
     """
-    sampling, engine = sampling or SamplingParams(), engine or SamplerConfig()
-    check_environment_timeout(environment_timeout)
+    options = options or RunOptions()
+    check_environment_timeout(options.environment_timeout)
+    with _load(options, None, sampler, environment, phase) as resources:
+        examples = resources.task.eval_examples(options.evaluation.problems)
+        samples = options.evaluation.samples_per_prompt
+        return resources.rollouter.evaluate(examples, samples, options.sampling, progress)
+
+
+@contextmanager
+def _load(
+    options: RunOptions,
+    algorithm: Algorithm | None,
+    sampler: Sampler | SamplerFactory | None,
+    environment: EnvironmentFactory | None,
+    phase: ProgressCallback,
+) -> Iterator[Resources]:
+    """Load everything, with the model's weights published to the engine, if there is one."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="policygrad-"))) / WEIGHTS_FOLDER
-        needed = Needed(
-            model,
-            task,
-            sampling.max_tokens,
-            tokenizer,
-            reward,
-            held_out=held_out,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-            rewards=RewardConfig(memory, reward_environment, sandbox, show_output, timeout=budget),
-            phase=phase,
-            sampler=sampler,
-            engine=make_engine_factory(engine, folder, sampling, sampler, phase),
-            environment=resolve_environment(environment),
-            environment_timeout=environment_timeout,
-            trust_remote_code=trust_remote_code,
-            map=map,
-            skip_bad_rows=skip_bad_rows,
-        )
-        found = _drawing(stack, needed)
-        return found.rollouter.evaluate(found.task.eval_examples(problems), samples, sampling, progress)
-
-
-def _drawing(stack: ExitStack, needed: Needed) -> Resources:
-    """What is needed, loaded; an engine has the model's weights."""
-    found = load_resources(stack, needed)
-    if needed.engine is not None:
-        found.rollouter.update_weights(PublishedWeights(0, dict(found.model.named_parameters())))
-    return found
+        folder = stack.enter_context(TemporaryDirectory(prefix="policygrad-"))
+        options = replace(options, output=folder)
+        resources = load_resources(stack, options, algorithm, sampler=sampler, environment=environment, phase=phase)
+        if options.sampler.engine != LOCAL:
+            weights = dict(resources.model.named_parameters())
+            resources.rollouter.update_weights(PublishedWeights(0, weights))
+        yield resources

@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM, SIGHUP and a time limit end a run resumably, in whatever phase it is; a second Ctrl-C or SIGTERM at once."""
+"""Stop a run resumably, whatever it is doing, on Ctrl-C, SIGTERM, SIGHUP or a time limit. A second Ctrl-C or SIGTERM ends it at
+once.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +22,32 @@ _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?"
 
 
 class StopRequested(KeyboardInterrupt):
-    """What is under way can be done again, and the run ends now. As Ctrl-C is, it is no `Exception`."""
+    """The run ends now; the interrupted work can be repeated. Like KeyboardInterrupt, this is no `Exception`."""
 
 
 class StopController:
-    """A context in which the signals set `asked`, and end at once what is `breakable`. Its handler prints nothing through Python:
-    whatever it interrupts may be printing.
+    """A context in which signals set `requested`, and end `interruptible` work at once.
 
-    Outside of the main thread it changes nothing: whoever runs us there keeps their handlers. within: seconds after which the run
-    is to be over, saved; None = any.
+    The handler never prints through Python, since it may interrupt a print. Outside the main thread the context leaves the
+    process's signal handlers alone.
+
+    Args:
+        time_limit: Seconds after which the run must have stopped and be saved; None = no limit.
     """
 
-    def __init__(self, within: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, time_limit: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = False
-        self.time_limit, self._clock, self._began = within, clock, clock()
-        self._step, self._longest, self._first = self._began, 0.0, 0.0
-        self._breakable, self._raised = False, False
-        self._signals = SignalHandlers(self._stop)
+        self.time_limit, self._clock, self._started = time_limit, clock, clock()
+        self._step_started, self._longest_step, self._first_signal = self._started, 0.0, 0.0
+        self._interruptible, self._raised = False, False
+        self._signals = SignalHandlers(self._on_signal)
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Self:
         self._signals.__enter__()
         if self.time_limit is not None and self._signals.active:
-            left = max(0.0, self.time_limit - self._spent)
-            self._timer = threading.Timer(min(left, threading.TIMEOUT_MAX), self._time_is_up)
+            remaining = max(0.0, self.time_limit - self._elapsed)
+            self._timer = threading.Timer(min(remaining, threading.TIMEOUT_MAX), self._on_deadline)
             self._timer.daemon = True
             self._timer.start()
         return self
@@ -55,13 +59,16 @@ class StopController:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """What is done inside changes nothing that is kept: a request ends it at once, by `StopRequested`. A `StopRequested` that is lost on its way
-        out (Python drops what is raised in a finaliser) ends it here, and so does what a library has made of it."""
+        """Surround work that changes no state: a request to stop ends it at once, by StopRequested.
+
+        If that exception is lost on its way out (Python drops what a finaliser raises) or a library turns it into another, the
+        context raises it at its end.
+        """
         if self.requested:
             raise StopRequested
-        self._breakable = True
+        self._interruptible = True
         try:
-            if self.requested:  # meanwhile
+            if self.requested:  # a signal came between the two lines above
                 raise StopRequested
             yield
             if self._raised:
@@ -71,50 +78,50 @@ class StopController:
                 raise StopRequested from error
             raise
         finally:
-            self._breakable = False
-
-    def step_done(self) -> None:
-        """A step is over: asks for the end where another as long as the longest so far would not be saved in time."""
-        now = self._clock()
-        self._longest, self._step = max(self._longest, now - self._step), now
-        if self.time_limit is not None and self._spent + self._longest >= self.time_limit:
-            self.requested = True
+            self._interruptible = False
 
     def training_started(self) -> None:
-        """What came before is no step."""
-        self._step = self._clock()
+        """Start timing the first step."""
+        self._step_started = self._clock()
+
+    def step_done(self) -> None:
+        """Request a stop if another step, as long as the longest so far, would not be saved in time."""
+        now = self._clock()
+        self._longest_step, self._step_started = max(self._longest_step, now - self._step_started), now
+        if self.time_limit is not None and self._elapsed + self._longest_step >= self.time_limit:
+            self.requested = True
 
     @property
-    def _spent(self) -> float:
-        return self._clock() - self._began
+    def _elapsed(self) -> float:
+        return self._clock() - self._started
 
-    def _time_is_up(self) -> None:
-        if not self.requested:  # in the timer's thread; this has the main one do what it does for a signal
+    def _on_deadline(self) -> None:
+        if not self.requested:  # this runs in the timer's thread; a signal reaches the main one
             self._signals.send(signal.SIGTERM)
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.requested:
-            if number == getattr(signal, "SIGHUP", None) or now - self._first < DUPLICATE_WINDOW_SECONDS:
+            if number == getattr(signal, "SIGHUP", None) or now - self._first_signal < DUPLICATE_WINDOW_SECONDS:
                 return
             raise KeyboardInterrupt
-        self.requested, self._first = True, now
-        if self._breakable:
-            self._breakable, self._raised = False, True
+        self.requested, self._first_signal = True, now
+        if self._interruptible:
+            self._interruptible, self._raised = False, True
             raise StopRequested
         with suppress(OSError):
-            if os.isatty(2):  # past Python's own streams, which may be in use at this very moment
+            if os.isatty(2):  # written past Python's streams, which the signal may have interrupted
                 os.write(2, f"\n{STOP_MESSAGE}\n".encode())
 
 
 def parse_duration(text: str, option: str) -> float:
-    """1d12h, 23h50m, 45m, 90s in seconds.
+    """Return the seconds in 1d12h, 23h50m, 45m or 90s.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: The text is no such duration.
     """
-    found = _DURATION.fullmatch(text.strip())
-    if found is None or not any(found.groups()):
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not any(match.groups()):
         raise ConfigError(f"{option} must be a time such as 23h50m, 45m, 90s or 1d12h, not {text!r}")
-    days, hours, minutes, rest = (float(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,11 +1,11 @@
-"""THE LOOP: prompts → environment ⇄ sampler → reward → advantage Ψ → objective → update → weights → sampler …"""
+"""The training loop: prompts → environment ⇄ sampler → rewards → advantages Ψ → objective → update → weights → sampler …"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -24,50 +24,63 @@ from policygrad.training.config.run import Run
 
 @dataclass(frozen=True)
 class Progress:
-    """What outlives a step, besides the weights: data in, data out, and a checkpoint holds it."""
+    """The state of a run between two steps, apart from the weights. A checkpoint holds it."""
 
     state: State
-    """Of the algorithm's parts (a running mean, an adaptive β)."""
+    """State of the algorithm's parts, such as a running mean or an adaptive β."""
     step: int = 0
-    """Steps done."""
+    """Completed steps."""
     position: int = 0
-    """The task's next example."""
+    """Index of the task's next example."""
     tokens: int = 0
-    """Sampled so far for these steps, of whatever became of them."""
+    """Tokens sampled so far, including those of dropped completions."""
     seconds: float = 0.0
-    """Spent so far in rollouts and updates."""
+    """Time spent in rollouts and updates."""
     leftover_groups: tuple[EpisodeGroup, ...] = ()
-    """Sampled, judged and not trained on yet: the next rollout begins with them."""
+    """Sampled and scored groups that no step has trained on; the next rollout starts with them."""
     queued_rollouts: tuple[Rollout, ...] = ()
-    """Of the next steps, drawn already (`Run.staleness`); `position` and `carried` are those after them."""
-
-    def over(self, run: Run) -> bool:
-        """Whether the run is at its end: the last step done, or the token budget used up."""
-        return self.step >= run.steps or (run.tokens is not None and self.tokens >= run.tokens)
+    """Rollouts sampled ahead for the next steps (`Run.max_staleness`); `position` and `leftover_groups` are those after them."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """One step, for whoever watches."""
+    """One finished step."""
 
     step: int
     algorithm: Algorithm
-    """As it was in this step."""
+    """The algorithm as it was in this step."""
     rollout: Rollout
     batch: Batch
     psi: Tensor
     metrics: Metrics
 
 
+@dataclass(frozen=True)
+class Undo:
+    """The updates of a step were taken back."""
+
+    state: State | None = None
+    """State of the algorithm's parts in the checkpoint that was restored; None = only this step was undone."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The answer of `StepCallbacks.on_step`."""
+
+    metrics: Metrics = field(default_factory=dict)
+    """Evaluation metrics of this step, which the algorithm's parts may use."""
+    undo: Undo | None = None
+
+
 class StepCallbacks(Protocol):
     """Follows a run step by step."""
 
-    def on_step(self, done: StepResult) -> Metrics:
-        """A step is done; returns what was measured on held-out problems now, if anything, for the algorithm's parts to see."""
+    def on_step(self, result: StepResult) -> StepOutcome:
+        """Log and evaluate a finished step, and undo its updates if they diverged."""
         ...
 
     def should_continue(self, progress: Progress) -> bool:
-        """What outlives the step, to be saved from time to time; whether to go on."""
+        """Save the progress when a checkpoint is due; return whether to take another step."""
         ...
 
 
@@ -76,23 +89,23 @@ def run_loop(
     rollouter: Rollouter,
     learner: Learner,
     progress: Progress,
-    watcher: StepCallbacks,
-    breakable: Callable[[], AbstractContextManager[object]] = nullcontext,
-    settle: Callable[[Progress, Progress], tuple[Progress, bool]] = lambda before, after: (after, False),
+    callbacks: StepCallbacks,
+    interruptible: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Progress:
-    """Steps until the `watcher` says stop, from a rollouter that has the learner's weights. It never asks which sampler,
-    environment or learner it has. breakable: surrounds a rollout, which changes nothing that is kept: what is raised there
-    throws the step away. settle: from the progress before and after a step to the one that holds (its updates may be undone), and
-    whether what has been drawn for later steps, and what is being drawn, is of weights that are gone."""
-    producer, going = _producer(run, progress), True
+    """Take steps until `callbacks` stop the run. The rollouter starts with the learner's weights; which sampler, environment and
+    learner these are makes no difference here.
+
+    Args:
+        interruptible: Surrounds each rollout. A rollout changes no state, so an exception raised there discards the step.
+    """
+    producer, active = _make_producer(run, progress), True
     try:
-        while going:
-            after = run_step(run, rollouter, learner, progress, watcher, producer, breakable)
-            progress, gone = settle(progress, after)
-            if gone:
+        while active:
+            progress, rolled_back = run_step(run, rollouter, learner, progress, callbacks, producer, interruptible)
+            if rolled_back:  # queued rollouts and those in the making come from discarded weights
                 producer.stop(rollouter.cancel)
-                producer = _producer(run, progress)
-            going = watcher.should_continue(progress)
+                producer = _make_producer(run, progress)
+            active = callbacks.should_continue(progress)
     finally:
         producer.stop(rollouter.cancel)
     return progress
@@ -103,16 +116,22 @@ def run_step(
     rollouter: Rollouter,
     learner: Learner,
     progress: Progress,
-    watcher: StepCallbacks,
+    callbacks: StepCallbacks,
     producer: RolloutProducer,
-    breakable: Callable[[], AbstractContextManager[object]],
-) -> Progress:
-    """A rollout, what it is worth, the updates, the weights. Where the sampler takes weights while it draws, it draws on when the
-    step is over; else the next rollout is whole before the weights change."""
+    interruptible: Callable[[], AbstractContextManager[object]],
+) -> tuple[Progress, bool]:
+    """Take one step: rollout, advantages, updates, publication of the weights.
+
+    A sampler that accepts weights while it samples (`rollouter.in_flight`) keeps sampling after the step; for any other the
+    next rollout is finished before its weights change.
+
+    Returns:
+        The new progress, and whether an earlier checkpoint was restored.
+    """
     step, algorithm = progress.step + 1, run.algorithm.with_state(progress.state)
-    began, busy = time.perf_counter(), producer.busy_seconds
-    collect = _collecting(run, rollouter, learner, algorithm)
-    with breakable():
+    started, busy = time.perf_counter(), producer.busy_seconds
+    collect = _make_collect(run, rollouter, learner, algorithm)
+    with interruptible():
         rollout = producer.take(1 if rollouter.in_flight else max(1, run.rollouts_ahead(step)), collect)
     sampled = time.perf_counter()
     with producer.produce_during(run.rollouts_ahead(step + 1), collect):
@@ -121,48 +140,50 @@ def run_step(
         batch = learner.evaluate(batch, algorithm.needs)
         shaped = algorithm.shape_rewards(batch)
         psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
-        measured = learner.update(batch, psi, algorithm)
+        update_metrics = learner.update(batch, psi, algorithm)
         updated = time.perf_counter()
         if not rollouter.in_flight:
             producer.wait_idle()
         waited = time.perf_counter()
         published = rollouter.update_weights(learner.publish())
-    ended = time.perf_counter()
+    finished = time.perf_counter()
     clock: Metrics = {
-        "time/rollout": Sum(sampled - began + waited - updated),  # what the step has waited for
-        "time/update": Sum(updated - sampled + ended - waited),
+        "time/rollout": Sum(sampled - started + waited - updated),  # includes waiting for the next rollout to finish
+        "time/update": Sum(updated - sampled + finished - waited),
     }
     if run.max_staleness:
-        clock["time/sampler_idle"] = Sum(max(0.0, ended - began - (producer.busy_seconds - busy)))
-    metrics = merge(rollout.metrics, age, algorithm.report(batch), measured, published, clock)
-    found = watcher.on_step(StepResult(step, algorithm, rollout, batch, psi, metrics))
-    finished = producer.queue
-    return Progress(
-        state=run.algorithm.update_state(progress.state, batch, measured | found, shaped),
+        clock["time/sampler_idle"] = Sum(max(0.0, finished - started - (producer.busy_seconds - busy)))
+    metrics = merge(rollout.metrics, age, algorithm.report(batch), update_metrics, published, clock)
+    outcome = callbacks.on_step(StepResult(step, algorithm, rollout, batch, psi, metrics))
+    queue, undo = producer.queue, outcome.undo
+    rolled_back = undo is not None and undo.state is not None
+    if undo is None:
+        state = run.algorithm.update_state(progress.state, batch, update_metrics | outcome.metrics, shaped)
+    else:
+        state = progress.state if undo.state is None else undo.state
+    after = Progress(
+        state=state,
         step=step,
-        position=finished.position,
+        position=queue.position,
         tokens=progress.tokens + rollout.num_sampled_tokens,
-        seconds=progress.seconds + ended - began,
-        leftover_groups=finished.leftover_groups,
-        queued_rollouts=finished.rollouts,
+        seconds=progress.seconds + finished - started,
+        leftover_groups=() if rolled_back else queue.leftover_groups,
+        queued_rollouts=() if rolled_back else queue.rollouts,
     )
+    return after, rolled_back
 
 
-def _producer(run: Run, progress: Progress) -> RolloutProducer:
-    """From where the rollouts that wait end, to the run's last step."""
+def _make_producer(run: Run, progress: Progress) -> RolloutProducer:
+    """Produce rollouts from where the queued ones end to the run's last step."""
     tokens = progress.tokens + sum(rollout.num_sampled_tokens for rollout in progress.queued_rollouts)
-    waiting = RolloutQueue(
+    queue = RolloutQueue(
         progress.step + 1, progress.queued_rollouts, progress.position, progress.leftover_groups, tokens
     )
-    return RolloutProducer(
-        waiting, lambda ahead: Progress({}, ahead.next_request[0] - 1, tokens=ahead.num_sampled_tokens).over(run)
-    )
+    return RolloutProducer(queue, lambda q: run.is_finished(q.next_request[0] - 1, q.num_sampled_tokens))
 
 
-def _collecting(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> CollectFn:
-    """What collects the rollout of a step."""
-
-    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
+def _make_collect(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> CollectFn:
+    def collect(step: int, position: int, leftover_groups: Sequence[EpisodeGroup]) -> Rollout:
         with rollouter.lock:
             return rollouter.collect(
                 algorithm,
@@ -171,7 +192,7 @@ def _collecting(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Alg
                 samples_per_prompt=run.effective_samples_per_prompt,
                 step=step,
                 position=position,
-                leftover_groups=carried,
+                leftover_groups=leftover_groups,
                 evaluate=learner.evaluate,
             )
 

@@ -1,4 +1,4 @@
-"""A model card: what was trained, on what, how it was measured. Its metadata: huggingface.co/docs/hub/model-cards."""
+"""A model card: what was trained, on which data, and how it was evaluated. Metadata: huggingface.co/docs/hub/model-cards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from policygrad.trackers.console import format_count
 from policygrad.training.config.serialization import format_option, format_parts
 
 MODEL_CARD_FILE = "README.md"
-"""In the model's folder, where PEFT leaves a form to fill in."""
+"""Name in the model's folder, where PEFT leaves a form to fill in."""
 HUB_TAGS = {"train": "reinforcement-learning", "sft": "sft", "reward-model": "reward-model"}
 SHOWN_OPTIONS = (
     "task",
     "data",
-    "eval/reward",
+    "eval_data",
     "reward",
     "steps",
     "epochs",
@@ -31,10 +31,9 @@ SHOWN_OPTIONS = (
     "learner.dtype",
     "learner.lora",
 )
-"""What a reader asks first; the whole is in run.toml, which names folders of the machine and is no part of the model."""
-
-MIXED_OPTIONS = ("task", "eval/reward")
-"""What may be several files with + between them."""
+"""What readers ask for first. run.toml has every option, but names folders of the machine and is not part of the model."""
+MIXED_OPTIONS = ("task", "eval_data")
+"""Options that may name several files joined by +."""
 GGUF_NOTE = (
     "`policygrad export FOLDER --format gguf` writes this model, its tokenizer and its chat template as one file, where llama.cpp "
     "has names for both architecture and tokenizer."
@@ -45,94 +44,99 @@ def render_model_card(
     kind: str,
     name: str,
     config: Mapping[str, Any],
-    measured: Mapping[str, str],
-    numbers: Mapping[str, Any],
+    summary: Mapping[str, str],
+    values: Mapping[str, Any],
     eval_description: str = "",
     changes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The text of `README.md`.
+    """Return the text of `README.md`. Files appear by name only, and reward functions without folders.
 
-    kind: train, sft, reward-model. name: of the run. config: as its TOML has it. measured: before and after, in words.
-    numbers: what result.json holds. held_out: what it was measured on, where that is not the usual. changes: options that a
-    resumed run changed, by step.
-    Of a file only its name is told, and of reward functions no folder.
+    Args:
+        kind: train, sft or reward-model.
+        name: The run's name.
+        config: The configuration as its TOML has it.
+        summary: The evaluations before and after training, as text.
+        values: The contents of result.json.
+        eval_description: The evaluation data, if other than usual.
+        changes: Options that a resumed run changed, by step.
     """
     algorithm = config.get("algorithm", {})
-    what = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
+    method = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
     base = str(config.get("model", ""))
-    rows = {"base model": _told(base)} | {key: text for key in SHOWN_OPTIONS if (text := _option(config, key))}
-    rows |= {"tokens sampled": format_count(numbers["tokens"])} if numbers.get("tokens") else {}
-    pieces = [
-        _metadata(kind, base, bool(_at(config, "learner.lora"))),
+    rows = {"base model": _format_value(base)}
+    rows |= {key: text for key in SHOWN_OPTIONS if (text := _format_config_option(config, key))}
+    rows |= {"tokens sampled": format_count(values["tokens"])} if values.get("tokens") else {}
+    sections = [
+        _render_metadata(kind, base, bool(_get_option(config, "learner.lora"))),
         f"# {name}",
-        f"{_told(base)}, trained {what}, with policygrad {version('policygrad')} (`policygrad {kind}`).",
+        f"{_format_value(base)}, trained {method}, with policygrad {version('policygrad')} (`policygrad {kind}`).",
         "## What was trained, and on what",
-        _table(("", ""), rows),
+        _render_table(("", ""), rows),
     ]
     if changes:
-        steps = {f"after step {each['step']}": ", ".join(map(str, each["options"])) for each in changes}
-        pieces += ["## Changed on the way", _table(("when", "option"), steps)]
+        by_step = {f"after step {change['step']}": ", ".join(map(str, change["options"])) for change in changes}
+        sections += ["## Changed during training", _render_table(("when", "option"), by_step)]
     if algorithm:
-        pieces += [
-            "## The algorithm's parts",
-            _table(("where", "part"), {k: f"`{v}`" for k, v in format_parts(algorithm).items()}),
+        parts = {label: f"`{part}`" for label, part in format_parts(algorithm).items()}
+        sections += ["## The algorithm's parts", _render_table(("where", "part"), parts)]
+    sections.append("## Evaluation")
+    if summary:
+        evaluation, temperature = config.get("evaluation", {}), _get_option(config, "sampling.temperature")
+        method = (
+            f"Mean reward on at most {evaluation.get('problems')} problems, {evaluation.get('samples_per_prompt')} samples each at "
+            f"temperature {format_option(temperature)}, scored as in training. "
+            if kind == "train"
+            else ""
+        )
+        data = eval_description or "problems of the task"
+        sections += [
+            _render_table(("", "before -> after"), summary),
+            f"{method}Held-out data: {data}. Nothing else was evaluated.",
         ]
-    pieces += ["## How it was measured", *_measured(kind, config, measured, eval_description)]
+    else:
+        sections.append("The model was not evaluated.")
     if kind != "reward-model":
-        pieces += ["## For llama.cpp, Ollama, LM Studio", GGUF_NOTE]
-    return "\n\n".join(pieces) + "\n"
+        sections += ["## For llama.cpp, Ollama, LM Studio", GGUF_NOTE]
+    return "\n\n".join(sections) + "\n"
 
 
 def as_merged_card(text: str) -> str:
-    """The card of an adapter, as that of the model with the adapter in its weights."""
+    """Turn an adapter's card into that of the model with the adapter merged into its weights."""
     return text.replace("library_name: peft", "library_name: transformers", 1)
 
 
-def _metadata(kind: str, base: str, adapter: bool) -> str:
-    """YAML between two rules; the base model only where it is one of the hub's."""
+def _render_metadata(kind: str, base: str, is_adapter: bool) -> str:
+    """Return the YAML header; it names the base model only if that is on the hub."""
     lines = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
-    lines += [f"library_name: {'peft' if adapter else 'transformers'}"]
+    lines += [f"library_name: {'peft' if is_adapter else 'transformers'}"]
     lines += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else 'text-generation'}"]
     return "\n".join(["---", *lines, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"])
 
 
-def _measured(kind: str, config: Mapping[str, Any], measured: Mapping[str, str], held_out: str) -> list[str]:
-    """Before and after in words, and on what."""
-    if not measured:
-        return ["It was not measured."]
-    evaluation, temperature = config.get("evaluation", {}), format_option(_at(config, "sampling.temperature"))
-    how = (
-        f"Mean reward on at most {evaluation.get('problems')} problems, {evaluation.get('samples')} samples each at temperature "
-        f"{temperature}, judged as in training. "
-    )
-    said = f"{how if kind == 'train' else ''}Held out: {held_out or 'problems of the task'}. Nothing else was measured."
-    return [_table(("", "before -> after"), measured), said]
-
-
-def _option(config: Mapping[str, Any], key: str) -> str:
-    """In words; "" where it is not set."""
-    value = _at(config, key)
+def _format_config_option(config: Mapping[str, Any], key: str) -> str:
+    """Return an option as text; "" if it is not set."""
+    value = _get_option(config, key)
     if value in (None, "", []):
         return ""
     if key in MIXED_OPTIONS:
-        return "+".join(_told(part.strip()) for part in str(value).split("+"))
-    return ", ".join(map(_told, value)) if isinstance(value, list) else _told(value)
+        return "+".join(_format_value(part.strip()) for part in str(value).split("+"))
+    return ", ".join(map(_format_value, value)) if isinstance(value, list) else _format_value(value)
 
 
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    found: Any = config
+def _get_option(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
-def _told(value: Any) -> str:
-    """A value, without the folders of a path: 0.5*/home/me/mine.py:f is 0.5*mine.py:f."""
+def _format_value(value: Any) -> str:
+    """Return a value as text, a path without its folders: 0.5*/home/me/mine.py:f is 0.5*mine.py:f."""
     text = format_option(value)
     weight, star, path = text.rpartition("*")
     return weight + star + PurePath(path).name if path.startswith(("/", ".", "~")) else text
 
 
-def _table(head: tuple[str, str], rows: Mapping[str, str]) -> str:
+def _render_table(head: tuple[str, str], rows: Mapping[str, str]) -> str:
     cells = [(key.replace("_", " "), text.replace("|", "\\|")) for key, text in rows.items()]
     return "\n".join([f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {key} | {text} |" for key, text in cells)])

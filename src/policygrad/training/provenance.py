@@ -1,8 +1,8 @@
-"""What a run began with, in every checkpoint, so that going on notices what is another: refused or said, by what it does.
+"""The fingerprint of a run's inputs, stored in every checkpoint, so that resuming notices what has changed.
 
-Refused: the files that are trained and measured on, as before and after would be of different things. Said: all that a user may
-mean to change, or cannot help (code of one's own, which may have been mended; every other option; versions and the device),
-as the run then no longer is, bit for bit, the one that was never stopped.
+Changed training or evaluation data are refused: before and after would measure different things. Everything else is only noted,
+since a user may have changed it on purpose or could not help it: custom code, options, package versions, the device. Such a run no
+longer equals, bit for bit, one that never stopped.
 """
 
 from __future__ import annotations
@@ -23,20 +23,11 @@ from policygrad.training.config.serialization import algorithm_to_dict, format_o
 
 PACKAGES = ("policygrad", "torch", "transformers", "reasoning-gym", "peft")
 EXCLUDED_OPTIONS = {
-    *(
-        "model",
-        "tokenizer",
-        "trust_remote_code",
-        "reward",
-        "environment",
-        "step_end",
-        "output",
-        "directory",
-        "sampler.folder",
-    ),
-    *("task", "data", "map", "skip_bad_rows", "decontaminate", "eval/reward", "algorithm.samples_per_prompt"),
+    *("model", "tokenizer", "trust_remote_code", "reward", "environment", "step_end", "output", "directory"),
+    *("task", "data", "row_map", "skip_bad_rows", "decontaminate", "eval_data"),
+    *("sampler.folder", "algorithm.samples_per_prompt"),
 }
-"""Options that are no settings: files and code, which are compared by what is in them, places, and what another option repeats."""
+"""Options that are no settings: files and code, which are compared by content, locations, and repetitions of another option."""
 NON_LEARNING_PREFIXES = (
     "steps",
     "track",
@@ -47,97 +38,92 @@ NON_LEARNING_PREFIXES = (
     "sampler.timeout",
     "sampler.heartbeat",
 )
-"""How options begin that change nothing of what is learned from a step, but `rewards.memory`."""
+"""Prefixes of options that do not affect what a step learns (`rewards.memory` does)."""
 Fingerprint = Mapping[str, Mapping[str, Any]]
 
 
 def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """By kind: files and code by their sha256, settings, versions. code: modules of one's own, loaded by now, and files, by the
-    names that the run has for them."""
-    data = {name: getattr(config, name, None) for name in ("task", "eval/reward")}
-    directory = config.directory
+    """Return the sha256 of data files and code, the settings and the versions.
+
+    Args:
+        code: The name that the run has for each imported module or file of custom code → its module or path.
+    """
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    data = {name: getattr(config, name, None) for name in ("task", "eval_data")}
+    sources = {name: getattr(sys.modules.get(place), "__file__", place) for name, place in (code or {}).items()}
     return {
-        "files": {name: sha for name, path in data.items() if (sha := digest_data(path, directory))},
-        "code": {name: sha for name, place in (code or {}).items() if (sha := _sha(_source(place)))},
-        "settings": dict(_settings(config)),
-        "versions": {**{name: found for name in PACKAGES if (found := _version(name))}, "device": device},
+        "files": {name: sha for name, path in data.items() if (sha := digest_data(path, config.directory))},
+        "code": {name: sha for name, path in sources.items() if (sha := _hash_file(path))},
+        "settings": dict(_iter_settings(config)),
+        "versions": {**versions, "device": device},
     }
 
 
-def compare_fingerprints(before: Fingerprint, now: Fingerprint, config: Any, folder: Path) -> list[str]:
-    """What is worth saying of a run that goes on, in words.
+def compare_fingerprints(before: Fingerprint, current: Fingerprint, config: Any, folder: Path) -> list[str]:
+    """Return notes about the differences, for a run that is resumed.
 
     Raises:
-        RunError: another task, or other held-out problems, than the run began with.
+        RunError: The training or evaluation data differ.
     """
-    files = now["files"]
+    files = current["files"]
     for name, sha in before["files"].items():
         if files.get(name) != sha:
             raise RunError(
-                f"{getattr(config, name)} is not what the run in {folder} began with: before and after would be of different "
-                f"things. Put the old file back, or train anew with --config {folder}/run.toml --output DIR"
+                f"{getattr(config, name)} is not what the run in {folder} started with, so before and after would measure "
+                f"different things: restore the old file, or start a new run with --config {folder}/run.toml --output DIR"
             )
-    said = []
-    own = [name for name, sha in now["code"].items() if before["code"].get(name, sha) != sha]
-    if own:
-        said.append(
-            f"{', '.join(own)} changed since the checkpoint: what was learned or scored before is by the old code"
-        )
-    bitwise = "; the run goes on, and no longer bit for bit as it would have"
-    if changes := _changes(before["settings"], now["settings"]):
-        learned = any(name == "rewards.memory" or not name.startswith(NON_LEARNING_PREFIXES) for name in changes)
-        said.append(f"set otherwise than at the checkpoint: {', '.join(changes.values())}" + bitwise * learned)
-    if changes := _changes(before["versions"], now["versions"]):
-        said.append(f"another than at the checkpoint: {', '.join(changes.values())}{bitwise}")
-    return said
+    notes = []
+    if changed := [name for name, sha in current["code"].items() if before["code"].get(name, sha) != sha]:
+        notes.append(f"{', '.join(changed)} changed since the checkpoint; the steps so far used the old code")
+    bitwise = "; the run continues, but no longer bit for bit as it would have"
+    if changes := _compare(before["settings"], current["settings"]):
+        affects_learning = any(n == "rewards.memory" or not n.startswith(NON_LEARNING_PREFIXES) for n in changes)
+        notes.append(f"changed since the checkpoint: {', '.join(changes.values())}" + bitwise * affects_learning)
+    if changes := _compare(before["versions"], current["versions"]):
+        notes.append(f"versions changed since the checkpoint: {', '.join(changes.values())}{bitwise}")
+    return notes
 
 
-def list_changed_options(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Return each option that is set otherwise than before, as `lr 0.01 -> 0.003`."""
-    return [*_changes(before["settings"], now["settings"]).values()]
+def list_changed_options(before: Fingerprint, current: Fingerprint) -> list[str]:
+    """Return each changed option, as `lr 0.01 -> 0.003`."""
+    return [*_compare(before["settings"], current["settings"]).values()]
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """By name. An option or a package that only another version has is none that was changed."""
-    both = [name for name in now if name in before and before[name] != now[name]]
-    return {name: f"{name} {_shown(before[name])} -> {_shown(now[name])}" for name in both}
+def _compare(before: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Return name → change. Options and packages that only one side has are ignored."""
+    names = [name for name in current if name in before and before[name] != current[name]]
+    return {name: f"{name} {_format(before[name])} -> {_format(current[name])}" for name in names}
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "none" if value is None else ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every option by its name, with a dot those of a group; the algorithm's parts as text, without folders."""
+def _iter_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every option by its dotted name; the algorithm's parts as text, without folders."""
     for f in fields(config):
         name, value = f"{prefix}{f.name}", getattr(config, f.name)
         if name in EXCLUDED_OPTIONS:
             continue
         if isinstance(value, Algorithm):
-            parts = {f"{name}.{field}": format_option(part) for field, part in algorithm_to_dict(value).items()}
-            yield from (
-                (key, re.sub(r"[^\s,=(]*/", "", text)) for key, text in parts.items() if key not in EXCLUDED_OPTIONS
-            )
+            for field, part in algorithm_to_dict(value).items():
+                if (key := f"{name}.{field}") not in EXCLUDED_OPTIONS:
+                    yield key, re.sub(r"[^\s,=(]*/", "", format_option(part))
         elif is_dataclass(value):
-            yield from _settings(value, f"{name}.")
+            yield from _iter_settings(value, f"{name}.")
+        elif isinstance(value, tuple | list):
+            yield name, [*map(str, value)]
         else:
-            plain = value is None or isinstance(value, str | int | float)
-            yield name, value if plain else [*map(str, value)] if isinstance(value, tuple | list) else str(value)
+            yield name, value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _source(code: str) -> str | None:
-    return getattr(sys.modules.get(code), "__file__", code)
-
-
-def _sha(path: Any) -> str | None:
-    """None of what is no file: a task's name, rows, an object."""
+def _hash_file(path: Any) -> str | None:
+    """Return the sha256 of a file; None if it is none (a task's name, rows, an object)."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if isinstance(path, str) else None
     except (OSError, ValueError):  # too long for a file name, or a NUL in it

@@ -1,10 +1,10 @@
-"""What a run or an evaluation stands on: task, model, tokenizer, rewards, sampler, each refused with the way out."""
+"""Load what a run or an evaluation needs: task, rewards, model, tokenizer, sampler, learner; and refuse what does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
+from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory, SingleTurn
-from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError, ModelError, RunError
 from policygrad.learners.base import Learner, LearnerSpec
@@ -22,7 +22,6 @@ from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import adapter_configs, add_adapters
 from policygrad.models.loading import load_model
-from policygrad.models.lora_config import Lora
 from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import clone_model, load_reference
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
@@ -40,8 +39,8 @@ from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks import load_task
 from policygrad.tasks.base import Task
 from policygrad.tasks.rows import RowOptions
-from policygrad.training.config.paths import resolve_paths, resolve_rewards
-from policygrad.training.config.run import Run
+from policygrad.training.config.paths import resolve_config_paths, resolve_rewards
+from policygrad.training.config.run import Run, RunOptions
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import load_object
@@ -49,92 +48,34 @@ from policygrad.utils.user_code import load_object
 if TYPE_CHECKING:
     from policygrad.learners.fsdp.processes import WorkerLauncher
 
-
-# How a run reads its data: the map it names, loaded.
-
-
-def load_row_options(map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> RowOptions:
-    """With a function, or the one that is so called.
-
-    Raises:
-        ConfigError: no such file or function, or what is none.
-    """
-    found = load_object(map, "--row-map") if isinstance(map, str) else map
-    if found is not None and not callable(found):
-        raise ConfigError(
-            f"--row-map {map} is no function: give one that takes a row, a dict, and returns a row or None"
-        )
-    return RowOptions(found, skip_bad_rows, decontaminate)
-
-
-# Who does a run's work where that is not this process and those that it starts: the actors of a cluster, say.
+PROBE_EXAMPLES = 64
+"""Number of examples of a generated task that are searched for a demonstration."""
+SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
+"""Makes a sampler from the run's model and tokenizer."""
+LearnerFactory = Callable[[nn.Module, Run], Learner]
+"""Makes a learner from the run's model and configuration: `make_local_learner`, or a wrapper around it."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What is None is done here. None of it is part of the run: where work is done changes nothing that comes of it."""
+    """Where parts of the work are done, such as in the actors of a cluster. None = in this process and those it starts.
 
-    sampler: Callable[[nn.Module, Tokenizer], Sampler] | None = None
-    """Makes what draws completions, in the place of this process; not that of an engine."""
+    It is not part of the run's configuration, since it does not affect the results.
+    """
+
+    sampler: SamplerFactory | None = None
+    """Makes the sampler in place of this process; unused with an engine."""
     reward_pool: Callable[[Sequence[Reward], RewardConfig, ProgressCallback], RewardScorer] | None = None
-    """Makes what judges."""
+    """Makes the reward workers."""
     environment: Callable[[EnvironmentFactory], EnvironmentFactory] | None = None
-    """From what makes a run's environments to what makes them elsewhere."""
+    """Wraps the environment factory."""
     learner_processes: WorkerLauncher | None = None
-    """Where the processes that learn together are."""
+    """Starts the learner's processes."""
     cli_flags: str = ""
-    """The options that have a command do it there."""
+    """The command-line options for this placement."""
 
 
 LOCAL_PLACEMENT = Placement()
-
-
-PROBE_EXAMPLES = 64
-"""Examples of a task that makes them, of which one must have what the algorithm learns from."""
-SamplerFactory = Callable[[nn.Module, Tokenizer], Sampler]
-"""From the run's model and tokenizer to what samples: an engine, or a wrapper around one."""
-
-
-@dataclass(frozen=True)
-class Needed:
-    """What is to be loaded, by name or as an object."""
-
-    model: Any
-    task: Any
-    max_tokens: int
-    tokenizer: Any = None
-    reward: tuple[Any, ...] = ()
-    needs: frozenset[str] | None = None
-    """The Batch fields an algorithm reads; None = an evaluation."""
-    reads_reward: bool = True
-    """Whether there must be a reward."""
-    step_end: str | None = None
-    """A pattern that ends a reasoning step."""
-    held_out: Any = None
-    seed: int = 0
-    dtype: str = "fp32"
-    device: str = "auto"
-    rewards: RewardConfig = field(default_factory=RewardConfig)
-    phase: ProgressCallback = ignore_progress
-    """Is told what rewards, servers or environments are waited for."""
-    sampler: Sampler | SamplerFactory | None = None
-    environment: EnvironmentFactory | None = None
-    environment_timeout: float = DEFAULT_TIMEOUT
-    routing_replay: bool = False
-    engine: SamplerFactory | None = None
-    """What makes the sampler that the configuration names; None = this process."""
-    apart: bool = False
-    """Whether sampling goes on while the weights change, so that it has its own."""
-    trust_remote_code: bool = False
-    lora: Lora | None = None
-    """Adapters to train."""
-    map: Any = None
-    """What is made of each row of data, by name or a function."""
-    skip_bad_rows: bool = False
-    decontaminate: int = 0
-    """Words in a row that a training prompt may not share with a held-out one."""
-    pool: Callable[[Sequence[Reward], RewardConfig, ProgressCallback], RewardScorer] | None = None
-    """Makes what judges; None = workers of this process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,111 +84,162 @@ class Resources:
 
     task: Task
     reward_names: tuple[str, ...]
-    """In words."""
+    """Descriptions of the rewards."""
     model: nn.Module
     tokenizer: Tokenizer
     rollouter: Rollouter
     has_rewards: bool = True
-    """Whether answers are worth anything; False = only a teacher grades them."""
+    """False if only a teacher grades the completions."""
 
 
-def load_resources(stack: ExitStack, needed: Needed) -> Resources:
-    """The reward workers, and the loop that awaits a sampler, live as long as `stack`.
+def load_resources(
+    stack: ExitStack,
+    options: RunOptions,
+    algorithm: Algorithm | None = None,
+    *,
+    sampler: Sampler | SamplerFactory | None = None,
+    environment: EnvironmentFactory | None = None,
+    placement: Placement = LOCAL_PLACEMENT,
+    phase: ProgressCallback = ignore_progress,
+) -> Resources:
+    """Load everything that training with `algorithm`, or an evaluation (None), needs.
+
+    Args:
+        stack: Closes the reward workers and the sampler.
+        sampler: A sampler other than the configured one.
+        environment: An environment other than the configured one.
+        phase: Called with what rewards, servers or environments are being waited for.
 
     Raises:
-        PolicygradError: what does not exist or does not fit, with the way out.
+        PolicygradError: Something is missing or does not fit; the message says what to change.
     """
-    how = load_row_options(needed.map, needed.skip_bad_rows, needed.decontaminate)
-    task = load_task(needed.task, seed=needed.seed, eval_data=needed.held_out, row_options=how)
-    if needed.environment is not None and (needed.step_end or "step_end" in (needed.needs or ())):
+    reward_options, options = resolve_rewards(options), resolve_config_paths(options)
+    folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
+    engine = make_engine_factory(options.sampler, folder, options.sampling, sampler, phase)
+    environment = resolve_environment(options.environment, environment)
+    if environment is not None and placement.environment is not None:
+        environment = placement.environment(environment)
+    needs = None if algorithm is None else algorithm.all_needs
+    step_end = None if algorithm is None else options.step_end
+    row_options = load_row_options(options.row_map, options.skip_bad_rows, options.decontaminate)
+    task = load_task(options.task, seed=options.seed, eval_data=options.eval_data, row_options=row_options)
+    if environment is not None and (step_end or "step_end" in (needs or ())):
         raise ConfigError(
-            "the algorithm looks at the reasoning steps of an answer, and an episode of an environment has turns: take a task of "
+            "the algorithm uses the reasoning steps of a completion, and an environment's episodes consist of turns: use a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
-    if "demonstration" in (needed.needs or ()):
-        _check_shown(task, needed.environment)
-    _check_levels(task, needed.needs)
-    own = needed.environment is not None and not needed.reward  # the environment says what its turns are worth
-    scored = needed.reads_reward or own or bool(needed.reward or task.rewards)
-    chosen = () if own or not scored else choose_rewards(task, needed.reward, needed.needs, needed.step_end)
+    if "demonstration" in (needs or ()):
+        _check_has_demonstrations(task, environment)
+    _check_levels(task, needs)
+    environment_only = environment is not None and not reward_options
+    reads_reward = algorithm is None or algorithm.reads_reward
+    has_rewards = reads_reward or environment_only or bool(reward_options or task.rewards)
+    rewards: tuple[Reward, ...] = ()
+    if has_rewards and not environment_only:
+        rewards = choose_rewards(task, reward_options, needs, step_end)
     pool = None
-    if chosen:  # its workers import meanwhile
-        pool = stack.enter_context(_pool(chosen, needed))
-    trust = needed.trust_remote_code
+    if rewards:  # the workers import while the model is loaded
+        pool = stack.enter_context(_make_pool(rewards, options.rewards, placement, phase))
     model = load_model(
-        needed.model,
-        dtype=needed.dtype,
-        device=pick_device(needed.device),
-        trust_remote_code=trust,
-        lora=needed.lora,
-        seed=needed.seed,
+        options.model,
+        dtype=options.learner.dtype,
+        device=pick_device(options.learner.device),
+        trust_remote_code=options.trust_remote_code,
+        lora=None if algorithm is None else options.learner.adapters,
+        seed=options.seed,
     )
-    tokenizer = load_policy_tokenizer(needed.model, needed.tokenizer, model, trust)
-    for example in task.rows:  # a prompt too long for the model is better found now than in a week
-        tokenizer.encode(example.prompt, needed.max_tokens, example.source or "a prompt")
-    if "demonstration" in (needed.needs or ()):
-        check_demonstrations(task.rows, tokenizer, needed.max_tokens)
-    waiter, sampler = stack.enter_context(AsyncRunner()), _sampler(needed, model, tokenizer)
-    if isinstance(sampler, AsyncCloseable):
-        stack.callback(lambda: waiter(_closed(sampler)))
+    tokenizer = load_policy_tokenizer(options.model, options.tokenizer, model, options.trust_remote_code)
+    for example in task.rows:  # find a prompt that is too long for the model now rather than in a week
+        tokenizer.encode(example.prompt, max_tokens, example.source or "a prompt")
+    if "demonstration" in (needs or ()):
+        check_demonstrations(task.rows, tokenizer, max_tokens)
+    run_async = stack.enter_context(AsyncRunner())
+    factory = sampler or engine or placement.sampler
+    sampling_model = model
+    samples_ahead = algorithm is not None and options.max_staleness > 0 and not options.publishes_sharded
+    if samples_ahead and (factory is None or callable(factory)):  # it samples while the learner changes its weights
+        sampling_model = clone_model(model)
+    if factory is None:
+        routing = (
+            Routing.for_model(sampling_model) if algorithm is not None and options.learner.routing_replay else None
+        )
+        loaded: Sampler = LocalSampler.from_tokenizer(sampling_model, tokenizer, routing)
+    else:
+        loaded = _call_sampler_factory(factory, sampling_model, tokenizer)
+    if isinstance(loaded, AsyncCloseable):
+        stack.callback(lambda: run_async(_close(loaded)))
     rollouter = Rollouter(
         task.train_example,
         tokenizer,
-        sampler,
-        pool.score if pool else None if scored else zero_rewards,
-        needed.seed,
-        pool.score_steps if pool and any(reward.process_reward for reward in chosen) else None,
-        needed.environment or SingleTurn,
-        waiter,
+        loaded,
+        pool.score if pool else None if has_rewards else zero_rewards,
+        options.seed,
+        pool.score_steps if pool and any(reward.process_reward for reward in rewards) else None,
+        environment or SingleTurn,
+        run_async,
         pool,
-        needed.environment_timeout,
-        needed.phase,
-        not needed.rewards.max_failed_steps,
+        options.environment_timeout,
+        phase,
+        not options.rewards.max_failed_steps,
     )
-    names = tuple(_in_words(reward, needed.needs) for reward in chosen) or (
-        "the environment's own" if scored else "none",
-    )
-    return Resources(task, names, model, tokenizer, rollouter, scored)
+    names = tuple(_describe_reward(reward, needs) for reward in rewards)
+    names = names or ("the environment's own" if has_rewards else "none",)
+    return Resources(task, names, model, tokenizer, rollouter, has_rewards)
 
 
-def _pool(chosen: tuple[Reward, ...], needed: Needed) -> RewardScorer:
-    asked = needed.rewards
-    if needed.pool is not None:
-        return needed.pool(chosen, asked, needed.phase)
+def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> RowOptions:
+    """Load the row map, a function or its name.
+
+    Raises:
+        ConfigError: There is no such file or function, or it is not callable.
+    """
+    function = load_object(row_map, "--row-map") if isinstance(row_map, str) else row_map
+    if function is not None and not callable(function):
+        raise ConfigError(
+            f"--row-map {row_map} is no function: give one that takes a row, a dict, and returns a row or None"
+        )
+    return RowOptions(function, skip_bad_rows, decontaminate)
+
+
+def _make_pool(
+    rewards: tuple[Reward, ...], config: RewardConfig, placement: Placement, phase: ProgressCallback
+) -> RewardScorer:
+    if placement.reward_pool is not None:
+        return placement.reward_pool(rewards, config, phase)
     return RewardPool(
-        chosen,
-        num_workers=asked.num_workers,
-        timeout=asked.timeout,
-        memory=asked.memory,
-        sandbox=asked.sandbox,
-        environment=asked.environment,
-        show_output=asked.show_output,
-        progress=needed.phase,
-        tolerate_unresponsive=not asked.max_failed_steps,
+        rewards,
+        num_workers=config.num_workers,
+        timeout=config.timeout,
+        memory=config.memory,
+        sandbox=config.sandbox,
+        environment=config.environment,
+        show_output=config.show_output,
+        progress=phase,
+        tolerate_unresponsive=not config.max_failed_steps,
     )
 
 
 def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer that was asked for, or the model's own.
+    """Load the requested tokenizer, or the model's own.
 
     Raises:
-        ModelError: an object of a model that names no folder, without a tokenizer.
+        ModelError: The model is an object that names no folder, and there is no tokenizer.
     """
-    beside = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
-    if not (tokenizer or beside):
-        raise ModelError("the model is an object that names no folder to read its tokenizer from: give tokenizer= too")
-    return load_tokenizer(tokenizer or beside, network, trust_remote_code=trust_remote_code)
+    source = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
+    if not (tokenizer or source):
+        raise ModelError("the model is an object that names no folder to read its tokenizer from: pass tokenizer= too")
+    return load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
 
 
-def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
-    """Raises ConfigError where there can be no demonstration, or none is seen: a step may be without, a task may not."""
+def _check_has_demonstrations(task: Task, environment: EnvironmentFactory | None) -> None:
+    """Raise ConfigError if a task cannot have demonstrations, or seems to have none; single steps may go without."""
     if environment is not None:
         raise ConfigError(
-            "the algorithm learns from demonstrations, which are answers, and an episode of an environment has turns: take a task "
-            "of prompts and answers, or an algorithm without demonstrations, such as grpo"
+            "the algorithm learns from demonstrations, which are single completions, and an environment's episodes consist of "
+            "turns: use a task of prompts and answers, or an algorithm without demonstrations, such as grpo"
         )
-    seen = task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
-    if all(example.columns.get(DEMONSTRATION_COLUMN) is None for example in seen):
+    examples = task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
+    if all(example.columns.get(DEMONSTRATION_COLUMN) is None for example in examples):
         which = "no row" if task.rows else f"none of the first {PROBE_EXAMPLES} examples"
         raise ConfigError(
             f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {DEMONSTRATION_HINT}"
@@ -255,118 +247,104 @@ def _check_shown(task: Task, environment: EnvironmentFactory | None) -> None:
 
 
 def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
-    """Raises ConfigError for levels of difficulty that nothing moves, or for what would move those of a task without any."""
+    """Raise ConfigError if a task has levels of difficulty that nothing changes, or has none for a filter that changes them."""
     levels = getattr(task, "levels", 0)
     if "level" in (needs or ()) and not levels:
         raise ConfigError(
-            f"MovingLevel moves the difficulty of a task that has levels, and {task.name!r} has none: take one of reasoning-gym's "
+            f"MovingLevel changes the difficulty of a task with levels, and {task.name!r} has none: use one of reasoning-gym's "
             "curricula, --task curriculum:chain_sum, or drop the filter"
         )
     if levels and needs is not None and "level" not in needs:
         raise ConfigError(
-            f"the task {task.name!r} has {levels} levels of difficulty, and nothing moves them: add "
+            f"the task {task.name!r} has {levels} levels of difficulty, and nothing changes them: add "
             "--algorithm.filters MovingLevel, or name its data set without curriculum:"
         )
 
 
-def _sampler(needed: Needed, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
-    given = needed.sampler or needed.engine
-    model = clone_model(model) if needed.apart and (given is None or callable(given)) else model
-    if given is None:
-        return LocalSampler.from_tokenizer(
-            model, tokenizer, Routing.for_model(model) if needed.routing_replay else None
-        )
-    sampler = call_factory(given, Sampler, model, tokenizer)
+def _call_sampler_factory(factory: Sampler | SamplerFactory, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
+    sampler = call_factory(factory, Sampler, model, tokenizer)
     if not isinstance(sampler, Sampler):
         raise ConfigError(
-            f"sampler is {sampler!r}: give an object with `async generate(requests)` and `async update(weights)`, see "
+            f"sampler is {sampler!r}: pass an object with `async generate(requests)` and `async update(weights)`, see "
             "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
         )
     return sampler
 
 
-async def _closed(sampler: AsyncCloseable) -> None:
-    found: object = sampler.close()
-    if isinstance(found, Awaitable):  # one of somebody's own may close at once
-        await found
+async def _close(sampler: AsyncCloseable) -> None:
+    result: object = sampler.close()
+    if isinstance(result, Awaitable):  # a custom sampler's may be synchronous
+        await result
 
 
-def call_factory(given: object, kind: type, *args: object) -> object:
-    """What was given, or what it makes of `args`: a class is a factory, though a protocol takes it for one of its instances."""
-    factory = callable(given) and (isinstance(given, type) or not isinstance(given, kind))
-    return given(*args) if factory else given  # type: ignore[operator]
+def call_factory(value: object, kind: type, *args: object) -> object:
+    """Return `value`, or the result of calling it if it is a factory. A class is always a factory, even where a protocol would
+    accept it as an instance."""
+    is_factory = callable(value) and (isinstance(value, type) or not isinstance(value, kind))
+    return value(*args) if is_factory else value  # type: ignore[operator]
 
 
 def pick_device(name: str) -> str:
-    """auto: cuda where there is one.
+    """Return the device; auto = cuda if there is one.
 
     Raises:
-        RunError: a device this machine does not have.
+        RunError: This machine has no such device.
     """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=name).tolist()  # on the meta device there is nothing to read
+        torch.empty(1, device=name).tolist()  # reading fails on the meta device
     except (RuntimeError, AssertionError) as error:
-        raise RunError(f"learner.device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise RunError(f"learner.device={name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return name
 
 
-def get_reward_names(task: Task, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """The rewards asked for, or the task's own.
-
-    Raises:
-        RunError: a task without rewards of its own, and none chosen.
-    """
-    names = chosen or task.rewards
-    if not names:
-        raise RunError(
-            f"task {task.name!r} has no reward of its own: choose one, e.g. --reward exact_match or --reward math"
-        )
-    return tuple(names)
-
-
 def choose_rewards(
-    task: Task, chosen: tuple[str, ...], needs: frozenset[str] | None, step_end: str | None
+    task: Task, names: tuple[Any, ...], needs: frozenset[str] | None, step_end: str | None
 ) -> tuple[Reward, ...]:
-    """The rewards of the outcome, then those of the steps where there are any: asked for, by a pattern, or the task's own.
+    """Return the rewards of the outcome, then those of reasoning steps: the requested ones, those of a pattern, or the task's own.
+
+    Args:
+        needs: Batch fields that the algorithm reads; None = an evaluation.
+        step_end: Pattern that ends a reasoning step.
 
     Raises:
-        RunError: nothing to score the outcome, or nothing to say where steps end for an algorithm that asks; and what would
-            be ignored.
+        RunError: Nothing scores the outcome, nothing marks the steps that the algorithm needs, or a reward would be ignored.
     """
-    named = tuple(resolve_reward(name) for name in chosen)
-    steps = tuple(reward for reward in named if reward.process_reward)
-    outcome = tuple(reward for reward in named if not reward.process_reward)
+    requested = tuple(resolve_reward(name) for name in names)
+    steps = tuple(reward for reward in requested if reward.process_reward)
+    outcome = tuple(reward for reward in requested if not reward.process_reward)
     if steps and needs is None:
-        raise RunError(f"reward {steps[0].name!r} scores steps, and an evaluation is of outcomes: leave it away")
+        raise RunError(f"reward {steps[0].name!r} scores steps, and an evaluation scores outcomes: leave it out")
     if steps and step_end is not None:
-        raise RunError(f"reward {steps[0].name!r} and step_end {step_end!r} both say where steps end: leave one away")
-    if not outcome and steps and not task.rewards:
+        raise RunError(f"reward {steps[0].name!r} and step_end={step_end!r} both mark where steps end: leave one out")
+    if steps and not outcome and not task.rewards:
         raise RunError(
-            f"reward {steps[0].name!r} scores steps, and task {task.name!r} has no reward of its own for the outcome: name "
-            f"one too, e.g. --reward exact_match {steps[0].name}"
+            f"reward {steps[0].name!r} scores steps, and task {task.name!r} has no reward of its own for the outcome: name one "
+            f"too, e.g. --reward exact_match {steps[0].name}"
         )
     if step_end is not None:
         steps = (Reward("step_end", StepEnd(step_end), process_reward=True),)
     elif needs is not None and "step_end" in needs and not steps:
         steps = tuple(resolve_reward(name) for name in task.steps)
         if not steps:
-            raise RunError(_no_steps(task, needs))
-    return (*(outcome or tuple(resolve_reward(name) for name in get_reward_names(task, ()))), *steps)
+            pattern = "" if "token_reward" in needs else "; or --step-end '\\n' to end one at every line"
+            raise RunError(
+                f"the algorithm uses a completion's reasoning steps, and task {task.name!r} does not mark where they end: use "
+                "--task embedded_steps, or name a process reward, --reward exact_match mine.py:f with "
+                f"@reward(process=True){pattern}"
+            )
+    if not outcome:
+        if not task.rewards:
+            raise RunError(
+                f"task {task.name!r} has no reward of its own: choose one, e.g. --reward exact_match or --reward math"
+            )
+        outcome = tuple(resolve_reward(name) for name in task.rewards)
+    return (*outcome, *steps)
 
 
-def _no_steps(task: Task, needs: frozenset[str]) -> str:
-    """The way out of a task without steps."""
-    pattern = "" if "token_reward" in needs else "; or --step-end '\\n' to end one at every line"
-    return (
-        f"the algorithm looks at an answer's steps, and task {task.name!r} does not say where they end: take --task "
-        "embedded_steps, or name a process reward, --reward exact_match mine.py:f with @reward(process=True)" + pattern
-    )
-
-
-def _in_words(reward: Reward, needs: frozenset[str] | None) -> str:
-    """A reward for people, with what is read of it."""
+def _describe_reward(reward: Reward, needs: frozenset[str] | None) -> str:
+    """Return a reward's name, with what is read of it."""
     name = reward.name if reward.weight == 1 else f"{reward.name}*{reward.weight:g}"
     if not reward.process_reward:
         return name
@@ -376,77 +354,26 @@ def _in_words(reward: Reward, needs: frozenset[str] | None) -> str:
     return f"{name} (only where steps end)" if only_ends else f"{name} (of steps)"
 
 
-def needed_for(
-    run: Run,
-    sampler: Sampler | SamplerFactory | None = None,
-    environment: EnvironmentFactory | None = None,
-    phase: ProgressCallback = ignore_progress,
-    hosts: Placement = LOCAL_PLACEMENT,
-) -> Needed:
-    """What a run is to load."""
-    rewards, run = resolve_rewards(run), resolve_paths(run)
-    engine = make_engine_factory(run.sampler, Path(run.output or ".") / WEIGHTS_FOLDER, run.sampling, sampler, phase)
-    world = resolve_environment(run.environment, environment)
-    return Needed(
-        run.model,
-        run.task,
-        run.sampling.max_tokens,
-        tokenizer=run.tokenizer,
-        reward=rewards,
-        needs=run.algorithm.all_needs,
-        reads_reward=run.algorithm.reads_reward,
-        step_end=run.step_end,
-        held_out=run.eval_data,
-        seed=run.seed,
-        dtype=run.learner.dtype,
-        device=run.learner.device,
-        rewards=run.rewards,
-        phase=phase,
-        sampler=sampler,
-        engine=engine or hosts.sampler,
-        environment=world if world is None or hosts.environment is None else hosts.environment(world),
-        environment_timeout=run.environment_timeout,
-        routing_replay=run.learner.routing_replay,
-        apart=run.max_staleness > 0 and not run.publishes_sharded,
-        trust_remote_code=run.trust_remote_code,
-        lora=run.learner.adapters,
-        map=run.row_map,
-        skip_bad_rows=run.skip_bad_rows,
-        decontaminate=run.decontaminate,
-        pool=hosts.reward_pool,
-    )
-
-
-# What learns in a run, and how it goes on from a checkpoint.
-
-LearnerFactory = Callable[[nn.Module, Run], Learner]
-"""From the run's model and its configuration to what learns: `make_local_learner`, or a wrapper around it."""
-
-
 def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_PLACEMENT) -> Learner:
-    """The learner of a run: in this process, and in `learner.world_size` − 1 others. hosts: where those are, and who draws.
+    """Make the learner of a run, in this process and `learner.world_size` − 1 others.
 
     Raises:
-        ModelError: a reference that is named and cannot be read, or has not the policy's tokenizer.
-        ConfigError: a process of torchrun's that would learn for itself.
+        ModelError: The reference cannot be read, or has another tokenizer than the policy.
+        ConfigError: This is one of several torchrun processes that would each learn alone.
     """
     check_not_torchrun(run.learner.world_size)
-    named = run.algorithm.reference.model if run.algorithm.reference is not None else None
+    name = run.algorithm.reference.model if run.algorithm.reference is not None else None
+    lora = run.learner.adapters
     reference: nn.Module | None = None
-    if named is not None:
+    if name is not None:
         tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
         device = str(next(model.parameters()).device)
         reference = load_reference(
-            named, tokenizer, dtype=run.learner.dtype, device=device, trust_remote_code=run.trust_remote_code
+            name, tokenizer, dtype=run.learner.dtype, device=device, trust_remote_code=run.trust_remote_code
         )
-        if (
-            run.learner.adapters is not None
-            and run.algorithm.reward_model is not None
-            and not adapter_configs(reference)
-        ):
-            reference = add_adapters(reference, run.learner.adapters, seed=run.seed).requires_grad_(
-                False
-            )  # what learns begins as it
+        if lora is not None and run.algorithm.reward_model is not None and not adapter_configs(reference):
+            reference = add_adapters(reference, lora, seed=run.seed)  # the implicit reward model starts as a copy
+            reference.requires_grad_(False)
     make: Callable[..., Learner] = LocalLearner
     if run.learner.world_size > 1:  # torch.distributed takes a while to import
         from policygrad.learners.fsdp.controller import start_fsdp_learner
@@ -464,19 +391,19 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
     return make(model, spec, reference=reference)
 
 
-def build_learner(given: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
-    """What was given, or what it makes of model and run.
+def build_learner(learner: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
+    """Return a learner, or call the factory for one.
 
     Raises:
-        ConfigError: neither is a learner.
+        ConfigError: The result is no learner.
     """
-    learner = call_factory(given, Learner, model, run)
-    if not isinstance(learner, Learner):
+    built = call_factory(learner, Learner, model, run)
+    if not isinstance(built, Learner):
         raise ConfigError(
-            f"learner is {learner!r}: give a function of (model, run) that returns what policygrad.Learner describes "
+            f"learner is {built!r}: pass a function of (model, run) that returns what policygrad.Learner describes "
             "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
         )
-    return learner
+    return built
 
 
 def restore_learner(
@@ -486,17 +413,21 @@ def restore_learner(
     run: Run,
     folder: Path,
 ) -> None:
-    """The learner as it was at the checkpoint, whose own tensors these are. restore: the learner's.
+    """Restore the learner from a checkpoint.
+
+    Args:
+        restore: The learner's method.
+        tensors: The learner's tensors in the checkpoint.
 
     Raises:
-        RunError: a checkpoint of another algorithm, or of another model.
+        RunError: The checkpoint belongs to another algorithm or model.
     """
     try:
         restore(tensors, saved.state["learner"])
     except KeyError as error:
         raise RunError(
-            f"{saved.path} has no {error}, which {run.algorithm.name} needs: go on with the algorithm that the run began with, "
-            f"or train anew from its model, --model {folder}"
+            f"{saved.path} has no {error}, which {run.algorithm.name} needs: resume with the algorithm that the run started with, "
+            f"or start a new run from its model, --model {folder}"
         ) from error
     except RuntimeError as error:
         raise RunError(f"{saved.path} does not fit the model {run.describe_option('model')!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: −log π of the demonstrations' answers, a mean over the tokens of the whole update."""
+"""Supervised fine-tuning: −log π of the assistant's tokens in demonstrations, averaged over all such tokens of an update."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.setup import load_row_options, pick_device
-from policygrad.training.supervised import LearnerShard, Numbers, SupervisedLearner, get_device, train_supervised
+from policygrad.training.supervised import (
+    LearnerShard,
+    MetricValues,
+    SupervisedLearner,
+    get_device,
+    train_supervised,
+)
 
 EVAL_CHUNK = 64
-"""Rows measured at a time, so that progress shows."""
+"""Rows evaluated at a time, so that progress shows."""
 
 
 def train_sft(
@@ -36,15 +42,18 @@ def train_sft(
     stop_after: int | None = None,
     time_limit: str | None = None,
     overwrite: bool = False,
-    **followers: Unpack[TrackingOptions],
-) -> TrainingResult[Numbers | None]:
-    """Fine-tunes a causal language model on demonstrations, or goes on with the run in the folder `resume`.
+    **tracking: Unpack[TrackingOptions],
+) -> TrainingResult[MetricValues | None]:
+    """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`.
 
-    stop_after: stop, resumably, after so many steps of this call; stop_before: before so much time (23h50m) has passed.
-    overwrite: begin anew in an output folder that holds a run, which is deleted once the new one begins. followers: `BaseTrainer`.
+    Args:
+        stop_after: Stop, resumably, after this many steps of this call.
+        time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
+        overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
+        tracking: display, trackers, callbacks; see `BaseTrainer`.
 
     Raises:
-        PolicygradError: what cannot be trained, with the way out.
+        PolicygradError: The run cannot be trained; the message says what to change.
     """
     return train_supervised(
         SFTObjective,
@@ -54,12 +63,8 @@ def train_sft(
         stop_after=stop_after,
         time_limit=time_limit,
         overwrite=overwrite,
-        **followers,
+        **tracking,
     )
-
-
-sft = train_sft
-"""The command's name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,23 +72,23 @@ class SFTExample:
     """A demonstration as token ids."""
 
     prompt_ids: Tensor
-    """[P]."""
+    """[P]"""
     tokens: Tensor
-    """[n] what follows."""
+    """[n] what follows the prompt."""
     loss_mask: Tensor
-    """[n] bool; True where the assistant speaks, its end tokens included."""
+    """[n] bool; True for the assistant's tokens, its end tokens included."""
 
 
 class SFTObjective:
-    """L = −Σ log π(o_t) / (number of o_t), over the tokens that the assistant is to say, of the whole update."""
+    """L = −Σ log π(o_t) / (number of o_t), over the assistant's tokens o_t of the whole update."""
 
     causal = True
 
     def __init__(self, config: SFTConfig) -> None:
-        how = load_row_options(config.row_map, config.skip_bad_rows)
-        rows = read_demonstrations(config.data, how)
-        others = read_demonstrations(config.eval_data, how) if config.eval_data else []
-        kept = exclude_eval_prompts(rows, others, config.data, str(config.eval_data)) if others else rows
+        options = load_row_options(config.row_map, config.skip_bad_rows)
+        rows = read_demonstrations(config.data, options)
+        eval_rows = read_demonstrations(config.eval_data, options) if config.eval_data else []
+        train_rows = exclude_eval_prompts(rows, eval_rows, config.data, str(config.eval_data)) if eval_rows else rows
         self.model: nn.Module = load_model(
             config.model,
             dtype=config.learner.dtype,
@@ -93,87 +98,82 @@ class SFTObjective:
             seed=config.seed,
         )
         self.tokenizer = load_tokenizer(config.model, self.model, trust_remote_code=config.trust_remote_code)
-        self.rows = [tokenise_demonstration(row, self.tokenizer) for row in [*kept, *others]]
-        split = None if others else split_by_prompt(kept)
-        self.units: list[tuple[int, ...]] = [(i,) for i in (split.train if split else range(len(kept)))]
-        self.eval_rows = list(split.eval) if split else list(range(len(kept), len(self.rows)))
-        self.run_facts: dict[str, str] = {
-            "held out": describe_eval_split(len(self.eval_rows), split is not None and split.eval_on_train)
+        self.rows = [tokenise_demonstration(row, self.tokenizer) for row in [*train_rows, *eval_rows]]
+        split = None if eval_rows else split_by_prompt(train_rows)
+        self.units: list[tuple[int, ...]] = [(i,) for i in (split.train if split else range(len(train_rows)))]
+        self.eval_rows = list(split.eval) if split else list(range(len(train_rows), len(self.rows)))
+        self.run_facts = {
+            "eval data": describe_eval_split(len(self.eval_rows), split is not None and split.eval_on_train)
         }
-        if len(kept) < len(rows):
-            self.run_facts["left out"] = f"{len(rows) - len(kept)} rows, the held-out file has their prompts"
+        if len(train_rows) < len(rows):
+            self.run_facts["left out"] = f"{len(rows) - len(train_rows)} rows with prompts of the evaluation data"
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
-        """One update's gradient; {"loss": nats per token, "tokens": how many}."""
+        """Add one update's gradient; return {"loss": nats per token, "tokens": their number}."""
         batch = build_sft_batch([self.rows[i] for i in rows])
         return {"loss": learner.run_on_all(accumulate_sft_gradient, batch), "tokens": float(batch.mask.sum())}
 
     def evaluate(self, learner: SupervisedLearner, progress: Callable[[int, int], None]) -> dict[str, float]:
-        """Held-out loss in nats per token, and the perplexity exp(loss)."""
+        """Return the held-out loss in nats per token, and the perplexity exp(loss)."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.eval_rows), EVAL_CHUNK):
-            some = self.eval_rows[start : start + EVAL_CHUNK]
-            batch = build_sft_batch([self.rows[i] for i in some])
+            chunk = self.eval_rows[start : start + EVAL_CHUNK]
+            batch = build_sft_batch([self.rows[i] for i in chunk])
             total -= learner.run_on_all(sum_log_likelihood, batch)
             tokens += int(batch.mask.sum())
-            progress(min(start + EVAL_CHUNK, len(self.eval_rows)), len(self.eval_rows))
+            progress(start + len(chunk), len(self.eval_rows))
         loss = total / tokens
-        return {
-            "eval/loss": loss,
-            "eval/perplexity": math.exp(min(loss, 700.0)),
-            "eval/tokens": float(tokens),
-        }
+        return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": float(tokens)}
 
-    def summarise(self, before: Numbers, after: Numbers) -> dict[str, str]:
-        """The held-out loss and perplexity, before and after."""
+    def summarise(self, before: MetricValues, after: MetricValues) -> dict[str, str]:
         return {
             "held-out loss": format_change(before["eval/loss"], after["eval/loss"], 3) + " nats per token",
             "perplexity": format_change(before["eval/perplexity"], after["eval/perplexity"]),
         }
 
 
-def accumulate_sft_gradient(share: LearnerShard, batch: Batch) -> float:
-    """Adds −∂/∂θ Σ log π(o_t) / n, of the n tokens of an update, to the gradients; the loss, in nats per token."""
+def accumulate_sft_gradient(shard: LearnerShard, batch: Batch) -> float:
+    """Add −∂/∂θ Σ log π(o_t) / n, for the n tokens of an update, to the gradients; return the loss in nats per token."""
     total, loss = float(batch.mask.sum()), 0.0
-    kind = at_least_float32(next(share.model.parameters())[:0].detach()).dtype
-    for part in _parts(share, batch):
-        with backward_mode(share.model, share.config.gradient_checkpointing):
-            part = part.to(get_device(share))
-            mine = -share.evaluator(part, expected=part.mask.to(kind) / -total).sum() / total
-            torch.autograd.backward(mine)
-        share.optimizer.accumulate_master_grads()
-        loss += float(mine.detach())
-    return float(share.division.all_reduce(torch.tensor(loss, dtype=torch.float64)))
+    dtype = at_least_float32(next(shard.model.parameters())[:0].detach()).dtype
+    for pack in _micro_batches(shard, batch):
+        with backward_mode(shard.model, shard.config.gradient_checkpointing):
+            pack = pack.to(get_device(shard))
+            pack_loss = -shard.evaluator(pack, expected=pack.mask.to(dtype) / -total).sum() / total
+            torch.autograd.backward(pack_loss)
+        shard.optimizer.accumulate_master_grads()
+        loss += float(pack_loss.detach())
+    return float(shard.division.all_reduce(torch.tensor(loss, dtype=torch.float64)))
 
 
 @torch.no_grad()
-def sum_log_likelihood(share: LearnerShard, batch: Batch) -> float:
-    """Σ log π(o_t), in nats."""
-    found = 0.0
-    for part in _parts(share, batch):
-        found += float(share.evaluator(part.to(get_device(share))).double().sum())
-    return float(share.division.all_reduce(torch.tensor(found, dtype=torch.float64)))
+def sum_log_likelihood(shard: LearnerShard, batch: Batch) -> float:
+    """Return Σ log π(o_t), in nats."""
+    total = 0.0
+    for pack in _micro_batches(shard, batch):
+        total += float(shard.evaluator(pack.to(get_device(shard))).double().sum())
+    return float(shard.division.all_reduce(torch.tensor(total, dtype=torch.float64)))
 
 
-def _parts(share: LearnerShard, batch: Batch) -> Iterator[Pack]:
-    """This process's micro-batches."""
+def _micro_batches(shard: LearnerShard, batch: Batch) -> Iterator[Pack]:
+    """Yield this process's micro-batches."""
 
-    def idle(part: Pack) -> None:
-        with backward_mode(share.model, share.config.gradient_checkpointing):
-            backward_zero(share.evaluator(part.to(get_device(share))))
-        share.optimizer.accumulate_master_grads()
+    def idle(pack: Pack) -> None:
+        with backward_mode(shard.model, shard.config.gradient_checkpointing):
+            backward_zero(shard.evaluator(pack.to(get_device(shard))))
+        shard.optimizer.accumulate_master_grads()
 
-    made = partial(pack_micro_batches, batch, torch.arange(len(batch.mask)))
-    return share.division.divide(made, micro_batch_tokens(share.config, share.model), idle)
+    make = partial(pack_micro_batches, batch, torch.arange(len(batch.mask)))
+    return shard.division.divide(make, micro_batch_tokens(shard.config, shard.model), idle)
 
 
-def describe_eval_split(count: int, is_train: bool) -> str:
-    """What the held-out rows are, for the display."""
-    return "too few prompts to hold any out: measured on the training rows" if is_train else f"{count} rows"
+def describe_eval_split(count: int, on_train: bool) -> str:
+    """Describe the evaluation rows."""
+    return "the training rows, which are too few to hold any out" if on_train else f"{count} rows"
 
 
 def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
-    """Demonstrations as completions of their prompts; what the assistant does not say is like a tool's output, unlearnt."""
+    """Build a batch of completions from demonstrations; tokens that are not the assistant's are masked, like a tool's output."""
     width = max(len(row.tokens) for row in rows)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -189,20 +189,20 @@ def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
 
 
 def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExample:
-    """Token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
+    """Return token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
 
     Raises:
-        ModelError: text whose prompt is no prefix of the whole in token ids; a template that changes earlier turns or does not
-            close the assistant's; more tokens than the model reads.
+        ModelError: The prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the
+            assistant's, or there are more tokens than the model can read.
     """
-    prompt = tokenizer.encode(row.prompt, 0, row.source)
-    whole, learnt = encode_demonstration(tokenizer, prompt.tolist(), row.prompt, row.completion, row.source)
-    if tokenizer.context_length is not None and len(whole) > tokenizer.context_length:
+    prompt_ids = tokenizer.encode(row.prompt, 0, row.source)
+    ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
+    if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:
         raise ModelError(
-            f"{row.source}: {len(whole)} tokens, more than the {tokenizer.context_length} positions of "
-            f"{tokenizer.name!r}: shorten it, or leave the line out"
+            f"{row.source}: {len(ids)} tokens, more than the {tokenizer.context_length} positions of {tokenizer.name!r}: shorten "
+            "it, or leave the line out"
         )
-    size = len(prompt)
+    size = len(prompt_ids)
     return SFTExample(
-        prompt, torch.tensor(whole[size:], dtype=torch.int64), torch.tensor(learnt[size:], dtype=torch.bool)
+        prompt_ids, torch.tensor(ids[size:], dtype=torch.int64), torch.tensor(mask[size:], dtype=torch.bool)
     )

@@ -56,7 +56,7 @@ async def contain_exit(work: Awaitable[T]) -> T:
     """Await work that may raise anything, so that its `SystemExit` is an `Exception`.
 
     Raises:
-        OverdueError: a signal has interrupted it, see `is_inside_contained`.
+        OverdueError: a signal has interrupted it, see `interrupts`.
     """
     try:
         return await work
@@ -67,7 +67,7 @@ async def contain_exit(work: Awaitable[T]) -> T:
 
 
 def is_inside_contained(frame: FrameType | None) -> bool:
-    """Whether a signal that came at this frame came inside of work that `contain_exit` awaits, where a BlockedError may be raised."""
+    """Whether a signal that came at this frame came inside of work that `contained` awaits, where a BlockedError may be raised."""
     if frame is None or frame.f_code is contain_exit.__code__:
         return False
     while frame is not None and frame.f_code is not contain_exit.__code__:

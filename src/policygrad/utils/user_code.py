@@ -24,7 +24,7 @@ def is_user_reference(name: str) -> bool:
 
 
 def load_object(name: str, what: str, kind: type | tuple[type, ...] | None = None) -> Any:
-    """The object called `option_name`.
+    """The object called `name`.
 
     what: begins the message of a refusal. kind: what is looked for; it says which names are near, the caller checks what it gets.
 

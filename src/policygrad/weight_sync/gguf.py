@@ -195,7 +195,7 @@ def _write_placeholder_vocabulary(writer: Any, size: int, end: frozenset[int]) -
 
 # A byte-level BPE tokenizer in the terms of llama.cpp: tokens with their kinds, merges, and the name of what cuts a text first.
 #
-# Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`llm_tokenizer_bpe`: the expressions; `load_reward_model`: what else a name stands for) and
+# Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`llm_tokenizer_bpe`: the expressions; `load`: what else a name stands for) and
 # conversion/base.py (`get_vocab_base`: the kinds of tokens). A file names its pre-tokenizer and cannot bring its own expression, so
 # what has no name there cannot be written.
 
@@ -249,7 +249,7 @@ class BytePairVocabulary:
 
 
 def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
-    """The tokenizer of a model that reads `parse_size` ids.
+    """The tokenizer of a model that reads `size` ids.
 
     Raises:
         ModelError: anything that llama.cpp would cut, merge or normalise otherwise; more tokens than the model reads.

@@ -93,7 +93,7 @@ class Nccl:
         return bytes(found)
 
     def join(self, unique_id: bytes, size: int) -> int:
-        """The communicator of `parse_size` processes; returns when all of them ask for it."""
+        """The communicator of `size` processes; returns when all of them ask for it."""
         found = ctypes.c_void_p()
         self._call("ncclCommInitRank", ctypes.byref(found), size, _UniqueId.from_buffer_copy(unique_id), 0)
         assert found.value is not None
@@ -148,7 +148,7 @@ class TransferGroup(Protocol):
         ...
 
     def abort(self) -> None:
-        """Nobody waits in `adopt_descendants` or `send` any more, and what was taken is freed."""
+        """Nobody waits in `join` or `send` any more, and what was taken is freed."""
         ...
 
 

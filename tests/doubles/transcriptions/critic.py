@@ -16,7 +16,7 @@ def rewards(o: Completion, beta: float = 0.0) -> list[Tensor]:
 
 
 def delta(o: Completion, r: list[Tensor], t: int, gamma: float, end: Tensor | float = 0) -> Tensor:
-    """δ_t = r_t + γV_{t+1} − V_t, the value after the end 0, or `kill_trees` where the answer was cut off."""
+    """δ_t = r_t + γV_{t+1} − V_t, the value after the end 0, or `end` where the answer was cut off."""
     after = o.value[t + 1] if t + 1 < len(o) else end
     return r[t] + gamma * after - o.value[t]
 
@@ -30,7 +30,7 @@ def gae(o: Completion, r: list[Tensor], gamma: float, lam: float, end: Tensor | 
 
 
 def n_step(o: Completion, r: list[Tensor], gamma: float, n: int, end: Tensor | float = 0) -> list[Tensor]:
-    """Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t; past the end there are no rewards, and the value is 0, or `kill_trees` right after it."""
+    """Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t; past the end there are no rewards, and the value is 0, or `end` right after it."""
     size = len(o)
     out = []
     for t in range(size):

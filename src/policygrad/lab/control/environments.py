@@ -63,7 +63,7 @@ class VectorEnvironments(Protocol):
 
 
 class GymEnvironments:
-    """`format_number` copies of the Gymnasium environment `option_name`, one after another in this process.
+    """`number` copies of the Gymnasium environment `name`, one after another in this process.
 
     Observations: Box, flattened, or Discrete, as one-hot vectors. Actions: Discrete, or Box, to whose bounds an action is
     clipped on its way to the environment alone; its log-probability stays that of the action drawn.
@@ -257,7 +257,7 @@ def build_experience(
     taken: Sequence[int],
     finished: tuple[float, ...],
 ) -> Experience:
-    """The steps of all environments, of which the first `load_logit_source` [N] count, as rows."""
+    """The steps of all environments, of which the first `taken` [N] count, as rows."""
     reward, terminated, truncated, final = (
         torch.stack([getattr(step, name) for step in found]) for name in ("reward", "terminated", "truncated", "final")
     )

@@ -139,7 +139,7 @@ def parse_intervals(text: str) -> tuple[Interval, ...] | None:
 
 
 def is_unambiguous(text: str) -> bool:
-    """Whether a text that `read_config` takes can be nothing but intervals: not (1, 2), which is a point too, nor [1, 2], a list."""
+    """Whether a text that `read` takes can be nothing but intervals: not (1, 2), which is a point too, nor [1, 2], a list."""
     brackets = _BRACKETS.fullmatch(text.strip())
     return brackets is None or (brackets[1] == "[") != (brackets[4] == "]") or "infty" in text
 
@@ -201,9 +201,9 @@ _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{\s*\(?([^{}()]*)\)
 
 @dataclass(frozen=True)
 class Math:
-    """1.0 if the completion's answer equals the column `encode_reply` in value, else 0.0; None where that is null or empty.
+    """1.0 if the completion's answer equals the column `answer` in value, else 0.0; None where that is null or empty.
 
-    `encode_reply` is a number, LaTeX (MATH), a worked solution that ends in `#### number` or `\\boxed{…}`, or a list of such: one of them
+    `answer` is a number, LaTeX (MATH), a worked solution that ends in `#### number` or `\\boxed{…}`, or a list of such: one of them
     has to be met. An answer of more than LONGEST characters, or that cannot be read, is worth 0.0.
     policies: where the answer is looked for (extraction.POLICIES); the first whose mark is there decides.
     """
@@ -349,9 +349,9 @@ _FORMULA = re.compile(r"[\\^_*+{}]|\d\s*[-/]\s*[\d(a-z]|\d[a-z]\b|[(\[]\s*[-\d.]
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """1.0 if the completion's number equals the column `encode_reply`, else 0.0; None where that is null or is no number.
+    """1.0 if the completion's number equals the column `answer`, else 0.0; None where that is null or is no number.
 
-    `encode_reply` is a number, a text with one, a worked solution that ends in `#### number`, or a list of such: one of them has to be
+    `answer` is a number, a text with one, a worked solution that ends in `#### number`, or a list of such: one of them has to be
     met. Numbers are compared as exact fractions, whatever way they are written; what was counted ("18 eggs") is not compared.
     policies: where the answer is looked for (extraction.POLICIES); the first whose mark is there decides.
     """

@@ -14,7 +14,7 @@ _OF_REWARDS = ("reward ", "no reward", "no steps", "the environment")  # how mes
 class UnresponsiveFunctionDetector:
     """Counts, per function, the calls that overran or killed their worker while none has ever given a reward.
 
-    A call costs its whole budget, so that a rollout of them is hours of silence: `set_limits` of them end it. None = never.
+    A call costs its whole budget, so that a rollout of them is hours of silence: `limit` of them end it. None = never.
     """
 
     def __init__(self, names: Sequence[str], limit: int | None) -> None:

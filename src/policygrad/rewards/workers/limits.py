@@ -56,7 +56,7 @@ def get_resident_bytes() -> int:
 
 
 class MemoryLimit:
-    """This process may take `set_cached_length` bytes more than it has now. None = as many as there are.
+    """This process may take `count` bytes more than it has now. None = as many as there are.
 
     On Linux what goes beyond it is refused by the kernel, as MemoryError to Python (RLIMIT_DATA: memory that is the process's own
     and can be written; address space that is only reserved, as CUDA does, is not counted). A child process has a limit of its
@@ -132,7 +132,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def check_variable_names(names: Sequence[str], option: str) -> None:
-    """Raises ConfigError for what is no name of a variable, such as `ATTENTION_NAME=value`."""
+    """Raises ConfigError for what is no name of a variable, such as `NAME=value`."""
     if isinstance(names, str):
         raise ConfigError(f"{option} is a list of names, not the text {names!r}: write ({names!r},)")
     for name in names:

@@ -307,7 +307,7 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class CallReply:
-    """What a call came to; `extract_last_number`: the worker ends now, its memory has grown, and another takes its place."""
+    """What a call came to; `last`: the worker ends now, its memory has grown, and another takes its place."""
 
     results: list[SampleResult]
     last: bool = False

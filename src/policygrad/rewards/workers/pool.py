@@ -145,7 +145,7 @@ def create_slots(
     sandbox: str = NO_SANDBOX,
     show_output: bool = False,
 ) -> list[WorkerSlot]:
-    """One for every function that wants to be `pack_singly`, by number, and `set_cached_length` that each load all the others, behind a wall."""
+    """One for every function that wants to be `alone`, by number, and `count` that each load all the others, behind a wall."""
     others = set(range(len(functions))).difference(alone)
 
     def start(share: set[int], memory: int | None, sandbox: str = NO_SANDBOX) -> WorkerStart:
@@ -235,7 +235,7 @@ Report = Callable[[int, tuple[int, ...], list[SampleResult]], None]
 
 
 class Dispatcher:
-    """Runs work on its slots. `budgets[f]` is the time in seconds of one call of function f, called `option_names[f]`.
+    """Runs work on its slots. `budgets[f]` is the time in seconds of one call of function f, called `names[f]`.
 
     phase: is told what a scoring waits for. patient: a function that never answers does not end it.
     """
@@ -259,7 +259,7 @@ class Dispatcher:
             slot.launch()
 
     def run(self, work: Sequence[WorkItem], report: Report, answered: int = 0) -> None:
-        """Call `build_report(function, places, judgements)` once per call, in any order; also for what `turn` has begun.
+        """Call `report(function, places, judgements)` once per call, in any order; also for what `turn` has begun.
 
         answered: samples' judgements that are there already.
 
@@ -286,7 +286,7 @@ class Dispatcher:
 
     def poll(self, queue: deque[WorkItem], report: Report, due: float = 0.0) -> list[WorkerSlot]:
         """Hands out what is in the queue, as far as there is room, and takes what has been answered, for which it waits until
-        `due` at most, by the clock; those that are at work. Raises as `describe_run` does."""
+        `due` at most, by the clock; those that are at work. Raises as `run` does."""
         for slot in self._slots:
             chosen = next((w for w in queue if slot.takes(w)), None) if slot.work is None else None
             if chosen is not None:
@@ -517,7 +517,7 @@ def _pack(samples: tuple[list[Any], list[str], dict[str, list[Any]]]) -> bytes:
 
 
 class IncrementalScoring:
-    """What is judged so far of `set_cached_length` completions, by place. `create_work(completions, places)`: the work that these places are."""
+    """What is judged so far of `count` completions, by place. `plan(completions, places)`: the work that these places are."""
 
     def __init__(
         self, count: int, dispatcher: Dispatcher, plan: Callable[[Sequence[str], Sequence[int]], list[WorkItem]]
@@ -533,7 +533,7 @@ class IncrementalScoring:
         self._error: RewardError | None = None
 
     def add_completions(self, completions: Mapping[int, str]) -> None:
-        """These are over too, by place. It never waits, and it raises nothing that `acquire_lock` will not."""
+        """These are over too, by place. It never waits, and it raises nothing that `take` will not."""
         with self._lock:
             if not self._open:
                 return
@@ -648,9 +648,9 @@ class RewardPool:
     raises, overruns, crashes, or returns something that is no finite number has no reward, with the reason counted.
     A function that cannot be pickled runs in this process, without a budget, with a warning.
 
-    memory: what a worker may take beyond what it has when it is loaded, "4GiB", or "none"; a reward that is `pack_singly` has no limit.
+    memory: what a worker may take beyond what it has when it is loaded, "4GiB", or "none"; a reward that is `alone` has no limit.
     environment: names of environment variables that workers get besides the usual ones (docs/rewards-isolation.md). sandbox: the
-    wall around workers (walled.CHOICES), but for those of a reward that is `pack_singly`. show_output: what functions print goes to
+    wall around workers (walled.CHOICES), but for those of a reward that is `alone`. show_output: what functions print goes to
     standard error; otherwise it is captured, and messages of failures end with its last lines. phase: is told what a scoring waits
     for, when it takes seconds. patient: a function that has never answered is asked on and on.
     """

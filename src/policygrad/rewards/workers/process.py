@@ -201,7 +201,7 @@ class WorkerCommand:
 
 
 def build_command(sandbox: str, program: str, environment: dict[str, str]) -> WorkerCommand:
-    """The command of an interpreter that runs `build_filter` with three arguments: the import path, the parent's process id, and what
+    """The command of an interpreter that runs `program` with three arguments: the import path, the parent's process id, and what
     `enter` is to do."""
     inner = [sys.executable, "-P", "-c", program, json.dumps(sys.path)]
     if sandbox == NO_SANDBOX:

@@ -247,7 +247,7 @@ class EngineSampler(ABC):
     gauges: ClassVar[server_pool.PrometheusGauges | None] = None
     """What its servers say of their queue and their cache, at /metrics; None = nothing."""
     supports_lora: ClassVar[bool] = False
-    """Whether its servers take adapters by name: `load_reward_model` is given one then, where `adapter` is true."""
+    """Whether its servers take adapters by name: `load` is given one then, where `adapter` is true."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class EngineSampler(ABC):
         """Returns when the server answers with these weights. Raises ServerUnavailableError where that shall be tried again."""
 
     async def handshake(self, url: str) -> None:  # noqa: B027
-        """Learns of a server what `sample_shard` has to know."""
+        """Learns of a server what `draw` has to know."""
 
     def start_servers(self) -> Sequence[str]:
         """The servers' addresses; starts one where none is given and the engine can."""

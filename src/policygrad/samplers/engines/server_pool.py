@@ -56,7 +56,7 @@ class EngineServer:
 
 
 class ServerPool:
-    """Asks; `import_math_verify(server)` makes one ready, or raises ServerUnavailableError where that has to be tried again, and EngineError where it is
+    """Asks; `prepare(server)` makes one ready, or raises ServerUnavailableError where that has to be tried again, and EngineError where it is
     not what it should be. tell: is told when all are away."""
 
     def __init__(

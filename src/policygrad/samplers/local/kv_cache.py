@@ -184,7 +184,7 @@ class DecodeCache(Protocol):
         ...
 
     def keep_rows(self, rows: Tensor) -> Tensor:
-        """Drops all but `count_embedding_rows` [n]; returns these in the order in which they now stand."""
+        """Drops all but `rows` [n]; returns these in the order in which they now stand."""
         ...
 
 

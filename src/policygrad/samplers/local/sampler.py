@@ -97,7 +97,7 @@ class RoutedExpertsRecorder:
             self.answers = read.new_full((len(self.requests), self.budget, *read.shape[2:]), -1)
 
     def add(self, completions: Tensor, count: Tensor, rows: Tensor) -> None:
-        """After each of the completions has read its token `set_cached_length`, at `count_embedding_rows` of the forward pass."""
+        """After each of the completions has read its token `count`, at `rows` of the forward pass."""
         if self.routing is not None:
             self.answers[completions.cpu(), count.cpu()] = self.routing.pop_recorded()[rows.cpu()]
 

@@ -155,7 +155,7 @@ class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # trans
         self.context = tuple(x.index_select(0, kept) for x in self.context)  # type: ignore[assignment]
 
     def join(self, keys: Tensor, values: Tensor, rows: slice) -> None:
-        """More contexts, whose rows stand at `count_embedding_rows`: what these were before is finite, as hidden columns have to be."""
+        """More contexts, whose rows stand at `rows`: what these were before is finite, as hidden columns have to be."""
         width = max(self.context[1].shape[2], keys.shape[2])
         held, new = self.context, (keys.transpose(2, 3), values)
         self.context = (

@@ -1,5 +1,5 @@
-"""Where the files are that a configuration names. Relative names are of the current folder, or of `directory` where it says one; a
-run's own file says it, from the run's folder on, so that a run goes on wherever the command is given, and moves with its data.
+"""File names in configurations. Relative names refer to the current folder, or to the configuration's `directory`. A run's own file
+gives `directory` relative to the run's folder, so that a run can be resumed from anywhere and moves together with its data.
 """
 
 from __future__ import annotations
@@ -13,123 +13,119 @@ from typing import Any, TypeVar
 
 from policygrad.errors import ConfigError, RunError
 from policygrad.rewards.resolve import find_code, resolve_with_paths
-from policygrad.rewards.resolve import resolve_paths as found_reward
+from policygrad.rewards.resolve import resolve_paths as resolve_reward_paths
 from policygrad.tasks.sources import HUB_PREFIX, TABLE_SUFFIXES
 
 C = TypeVar("C", bound=Any)  # a configuration: a frozen dataclass with `directory`
 _WEIGHT = re.compile(r"\s*[\d.]+(?:[eE][+-]?\d+)?\s*\*\s*")
-_DATA = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
-_SAVED = ("dataset_info.json", "dataset_dict.json")
-
-
-# --- files of options
+_DATA_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
+_DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 
 
 def resolve_directory(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """What a file of options says, with the whole path of its `directory`, which is from the file's own folder on. Without it where
-    that is the current folder, and where what the file names is not there but here: a run's folder that was moved alone.
+    """Return a configuration file's options with an absolute `directory`, which the file gives relative to its own folder.
+
+    `directory` is dropped where it is the current folder, and where the files are missing there but present in the current
+    folder, as for a run's folder that was moved alone.
 
     Raises:
-        ConfigError: a directory that can be none.
+        ConfigError: `directory` cannot be a folder's name.
     """
-    said = data.get("directory")
-    if not isinstance(said, str):
+    value = data.get("directory")
+    if not isinstance(value, str):
         return dict(data)
     try:
-        directory, here = (file.parent / said).resolve(), Path.cwd().resolve()
+        directory, current = (file.parent / value).resolve(), Path.cwd().resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{file}: directory {said[:40]!r} is no folder's name: {error}") from error
-    rest = {name: value for name, value in data.items() if name != "directory"}
-    if directory == here or (not _has(rest, directory) and _has(rest, here)):
-        return rest
-    return rest | {"directory": str(directory)}
+        raise ConfigError(f"{file}: directory {value[:40]!r} cannot be a folder's name: {error}") from error
+    options = {name: value for name, value in data.items() if name != "directory"}
+    if directory == current or (not _names_file_in(options, directory) and _names_file_in(options, current)):
+        return options
+    return options | {"directory": str(directory)}
 
 
 def relative_to_folder(config: C, folder: Path) -> C:
-    """The configuration as the file in a run's folder has it: with its directory, from that folder on."""
+    """Return the configuration as the file in a run's folder states it: with `directory` relative to that folder."""
     directory, folder = Path(config.directory or ".").resolve(), folder.resolve()
     output = config.output
     if config.directory is not None and output is not None and not Path(output).is_absolute():
-        output = _from(directory, folder)
-    return replace(config, directory=_from(folder, directory), output=output)
+        output = _relative_path(directory, folder)
+    return replace(config, directory=_relative_path(folder, directory), output=output)
+
+
+def _relative_path(start: Path, path: Path) -> str:
+    try:
+        return Path(os.path.relpath(path, start)).as_posix()
+    except ValueError:  # another drive
+        return str(path)
 
 
 def is_own_config(config: C, file: Path) -> bool:
-    """Whether a file of options is the one in the folder that it names: a run's own."""
+    """Return whether a configuration file lies in its own output folder, as a run's own file does."""
     return config.output is not None and Path(config.directory or ".", config.output).resolve() == file.resolve().parent
 
 
-def _from(start: Path, place: Path) -> str:
-    try:
-        return Path(os.path.relpath(place, start)).as_posix()
-    except ValueError:  # another drive
-        return str(place)
-
-
 def with_full_paths(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name, with every file that the directory among them has by its whole path."""
+    """Return options by name, with full paths of the files that exist in their `directory`."""
     directory = data.get("directory")
-    return {**data, **_changes(data, Path(directory))} if isinstance(directory, str) else dict(data)
+    return {**data, **_full_paths(data, Path(directory))} if isinstance(directory, str) else dict(data)
 
 
-# --- configurations
-
-
-def resolve_paths(config: C) -> C:
-    """The same with every relative name of a file or folder that is in its directory as the whole path. What is not there stays as
-    it is: of the current folder, or no file at all (a hub id, a task's name)."""
+def resolve_config_paths(config: C) -> C:
+    """Return the configuration with full paths of the files and folders that exist in its directory. All other names stay as they
+    are: relative to the current folder, or no files at all (a hub id, a task's name)."""
     if config.directory is None:
         return config
     directory = Path(config.directory).resolve()
-    changes = _changes({f.name: getattr(config, f.name) for f in fields(config)}, directory)
+    changes = _full_paths({f.name: getattr(config, f.name) for f in fields(config)}, directory)
     reference = getattr(getattr(config, "algorithm", None), "reference", None)
     if reference is not None and reference.model is not None:
-        there = replace(reference, model=_model(reference.model, directory))
-        changes["algorithm"] = replace(config.algorithm, reference=there)
+        reference = replace(reference, model=_model_path(reference.model, directory))
+        changes["algorithm"] = replace(config.algorithm, reference=reference)
     return replace(config, **changes)
 
 
-def find_changed_options(before: C, now: C) -> set[str]:
-    """Options that are another: neither typed alike, whatever the directory is now, nor the same files."""
-    found, there, here = set[str](), resolve_paths(before), resolve_paths(now)
-    for f in fields(before):
-        pairs = ((before, now), (there, here))
-        if f.name != "algorithm" and all(getattr(a, f.name) != getattr(b, f.name) for a, b in pairs):
-            found.add(f.name)
-    return found
+def find_changed_options(before: C, after: C) -> set[str]:
+    """Return the options whose text differs and that do not name the same files either."""
+    pairs = ((before, after), (resolve_config_paths(before), resolve_config_paths(after)))
+    names = [f.name for f in fields(before) if f.name != "algorithm"]
+    return {name for name in names if all(getattr(a, name) != getattr(b, name) for a, b in pairs)}
 
 
 def resolve_rewards(config: C) -> tuple[Any, ...]:
-    """The rewards that are asked for: as they are named, or, of a directory, what they name there under the same name."""
+    """Return the rewards with full paths of the files in `directory`, under the names that the configuration gives them."""
     if config.directory is None:
         return tuple(config.reward)
     directory = Path(config.directory).resolve()
     return tuple(
-        resolve_with_paths(r, lambda name: _there(name, directory)) if isinstance(r, str) else r for r in config.reward
+        resolve_with_paths(r, lambda name: _path_in(name, directory)) if isinstance(r, str) else r
+        for r in config.reward
     )
 
 
 def check_files_exist(config: C) -> None:
-    """Raises RunError for data or code that is neither in the directory nor here."""
+    """Raise RunError for data or code that is neither in `directory` nor in the current folder."""
     if config.directory is None:
         return
-    now = resolve_paths(config)
-    for option, file in _files({f.name: getattr(now, f.name) for f in fields(now)}):
+    resolved = resolve_config_paths(config)
+    for option, file in _named_files({f.name: getattr(resolved, f.name) for f in fields(resolved)}):
         if not Path(file).expanduser().exists():
             raise RunError(
-                f"--{option.replace('_', '-')}: there is no {Path(config.directory) / file}, where the run has had it, nor "
-                "is it in the current folder: --directory DIR says where such files are now"
+                f"--{option.replace('_', '-')}: {Path(config.directory) / file}, which the run used, does not exist, and neither "
+                f"does {file} in the current folder: --directory DIR says where such files are now"
             )
 
 
-def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(option, name) of what can be nothing but a file."""
-    for option in ("task", "data", "eval/reward"):
+def _named_files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (option, name) for each name that can only be a file's."""
+    for option in ("task", "data", "eval_data"):
         name = options.get(option)
         if isinstance(name, str) and not name.startswith(HUB_PREFIX) and not Path(name).exists():
             parts = (_WEIGHT.sub("", part, count=1).strip() for part in name.split("+"))
-            yield from ((option, part) for part in parts if part.endswith(_DATA) and not part.startswith(HUB_PREFIX))
-    for option in ("map", "environment"):
+            yield from (
+                (option, part) for part in parts if part.endswith(_DATA_SUFFIXES) and not part.startswith(HUB_PREFIX)
+            )
+    for option in ("row_map", "environment"):
         name = options.get(option)
         if isinstance(name, str) and (path := name.rpartition(":")[0]).endswith(".py"):
             yield option, path
@@ -138,78 +134,78 @@ def _files(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from (("reward", code) for code in find_code(name) if code.endswith(".py"))
 
 
-# --- names
+def _names_file_in(options: Mapping[str, Any], directory: Path) -> bool:
+    return any(options[name] != value for name, value in _full_paths(options, directory).items())
 
 
-def _has(options: Mapping[str, Any], directory: Path) -> bool:
-    """Whether a name is one of a file in the directory."""
-    return any(options[name] != value for name, value in _changes(options, directory).items())
-
-
-def _changes(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The options that may name files, those of the directory by their whole paths."""
-    found: dict[str, Any] = {
-        name: kind(value, directory) for name, kind in _KINDS.items() if isinstance(value := options.get(name), str)
+def _full_paths(options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the options that may name files, with full paths of those in the directory."""
+    paths: dict[str, Any] = {
+        name: resolve(value, directory)
+        for name, resolve in _RESOLVERS.items()
+        if isinstance(value := options.get(name), str)
     }
     rewards = options.get("reward")
     if isinstance(rewards, (list, tuple)):
-        placed = (found_reward(r, lambda n: _there(n, directory)) if isinstance(r, str) else r for r in rewards)
-        found["reward"] = type(rewards)(placed)
-    return found
+        resolved = (
+            resolve_reward_paths(r, lambda n: _path_in(n, directory)) if isinstance(r, str) else r for r in rewards
+        )
+        paths["reward"] = type(rewards)(resolved)
+    return paths
 
 
-def _there(name: str, directory: Path) -> str:
-    """A file or folder of the directory by its whole path; any other name as it is."""
+def _path_in(name: str, directory: Path) -> str:
+    """Return the full path of a file or folder that exists in the directory; any other name unchanged."""
     if not name or name.startswith("~"):
         return name
     try:
-        path = os.path.join(directory, name)  # as it is typed: names of parts of a mix are told apart by it
+        path = os.path.join(directory, name)  # not normalised: parts of a mix are distinguished by their names
         return path if Path(path).exists() else name
     except (OSError, ValueError):  # too long for a file name, or a NUL in it
         return name
 
 
-def _model(name: str, directory: Path) -> str:
-    return name if name == "tiny" else _there(name, directory)
+def _model_path(name: str, directory: Path) -> str:
+    return name if name == "tiny" else _path_in(name, directory)
 
 
-def _code(name: str, directory: Path) -> str:
+def _code_path(name: str, directory: Path) -> str:
     file, _, attribute = name.rpartition(":")
-    return f"{_there(file, directory)}:{attribute}" if file.endswith(".py") else name
+    return f"{_path_in(file, directory)}:{attribute}" if file.endswith(".py") else name
 
 
-def _data(name: str, directory: Path) -> str:
-    """Data, or each part of a mix of data."""
-    if (whole := _saved(name, directory)) != name:
-        return whole
-    parts = [_part(part, directory) for part in name.split("+")]
-    return "+".join(parts)
+def _data_path(name: str, directory: Path) -> str:
+    """Resolve data, or each part of a mix of data."""
+    path = _dataset_path(name, directory)
+    return path if path != name else "+".join(_mix_part_path(part, directory) for part in name.split("+"))
 
 
-def _part(part: str, directory: Path) -> str:
-    weight = found[0] if (found := _WEIGHT.match(part)) else ""
+def _mix_part_path(part: str, directory: Path) -> str:
+    match = _WEIGHT.match(part)
+    weight = match[0] if match else ""
     name = part[len(weight) :].strip()
-    there = _saved(name, directory)
-    return part if there == name else weight + there
+    path = _dataset_path(name, directory)
+    return part if path == name else weight + path
 
 
-def _saved(name: str, directory: Path) -> str:
-    """A file, or a folder that `load_dataset_table` has saved, perhaps with a split behind it."""
-    path = _there(name, directory)
+def _dataset_path(name: str, directory: Path) -> str:
+    """Resolve a file, or a folder that `datasets` saved, possibly followed by a split."""
+    path = _path_in(name, directory)
     if path != name and Path(path).is_file():
         return path
     folder, colon, split = name.partition(":")
-    there = _there(folder, directory)
-    return there + colon + split if there != folder and any((Path(there) / kind).is_file() for kind in _SAVED) else name
+    path = _path_in(folder, directory)
+    is_dataset = path != folder and any((Path(path) / file).is_file() for file in _DATASETS_FILES)
+    return path + colon + split if is_dataset else name
 
 
-_KINDS: dict[str, Callable[[str, Path], str]] = {
-    "model": _model,
-    "tokenizer": _model,
-    "task": _data,
-    "data": _data,
-    "eval/reward": _data,
-    "map": _code,
-    "environment": _code,
+_RESOLVERS: dict[str, Callable[[str, Path], str]] = {
+    "model": _model_path,
+    "tokenizer": _model_path,
+    "task": _data_path,
+    "data": _data_path,
+    "eval_data": _data_path,
+    "row_map": _code_path,
+    "environment": _code_path,
 }
 """Options that may name a file or folder, besides rewards."""

@@ -1,4 +1,4 @@
-"""A run's configuration: frozen dataclasses, defaults < TOML file < flags. Nothing heavy is imported here."""
+"""A run's configuration: frozen dataclasses, set by defaults, then a TOML file, then flags. Importing it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -26,308 +26,96 @@ from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig
 from policygrad.trackers.services import check_services
 
-# What a run refuses of its options, alone and together, each with the way out.
-
 MAX_LR = 1e6
-"""Beyond what any optimiser here makes of a gradient; float32 overflows above 3e38, which no message of torch explains."""
+"""Beyond any useful rate; float32 overflows above 3e38, which torch does not explain."""
 MAX_COMPLETIONS = 2**24
-"""Of one rollout or measurement: hundreds of times what anybody draws, and what a machine's memory still lists."""
+"""Per rollout or evaluation: hundreds of times what anybody samples, and few enough to list in memory."""
 LEARNER_FIELDS = {"logp_old", "logp_ref", "entropy", "values", "bootstrap", "grad_logp_sq_norm", "implicit_reward"}
 """Batch fields that a learner fills."""
-
-
-def check_environment_timeout(seconds: float) -> None:
-    """Raises ConfigError for what is no limit of an environment's calls."""
-    if not 0 < seconds < math.inf:
-        raise ConfigError(
-            f"environment.timeout must be above 0 seconds and finite, not {seconds:g}; a long limit is 86400, a day"
-        )
-
-
-def check_run(run: Run) -> None:
-    """Raises ConfigError for the first thing that is wrong."""
-    _types(run)
-    for name in ("steps", "prompts_per_step"):
-        if getattr(run, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
-    if run.decontaminate < 0:
-        raise ConfigError(
-            f"task.decontaminate is a number of words, at least 0 (0 = equal prompts only), not {run.decontaminate}"
-        )
-    if run.tokens is not None and run.tokens < 1:
-        raise ConfigError(f"tokens must be at least 1, or left out for no budget, not {run.tokens}")
-    check_environment_timeout(run.environment_timeout)
-    _staleness(run)
-    if run.learner.routing_replay and run.sampler.engine != LOCAL:
-        raise ConfigError(
-            f"learner.routing_replay replays the experts that sampled, which {run.sampler.engine} does not tell: set it to "
-            "false, or take --sampler.engine local"
-        )
-    check_fsdp_options(run.learner)
-    check_lr(run.lr)
-    check_seed(run.seed)
-    check_folders(run.output, run.directory)
-    check_services(run.track)
-    check_sampling(run.algorithm, run.effective_samples_per_prompt, run.sampling.temperature)
-    check_rollout(run.algorithm)
-    if run.effective_samples_per_prompt < 1:
-        raise ConfigError(f"samples_per_prompt must be at least 1, not {run.effective_samples_per_prompt}")
-    check_completion_count(
-        "prompts_per_step", run.prompts_per_step, "samples_per_prompt", run.effective_samples_per_prompt
-    )
-    check_completion_count(
-        "evaluation.problems",
-        run.evaluation.problems,
-        "evaluation.samples_per_prompt",
-        run.evaluation.samples_per_prompt,
-    )
-    if run.sampling.temperature == 0:
-        raise ConfigError(
-            "temperature 0 leaves nothing to learn from, all samples are equal: set --temperature above 0"
-        )
-    if run.sampling.is_truncated:
-        raise ConfigError(
-            "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that learns: the "
-            "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval takes both)"
-        )
-    if run.learner.score_parameters and "grad_logp_sq_norm" not in run.algorithm.needs:
-        raise ConfigError(
-            f"learner.score_parameters is {run.learner.score_parameters!r}, and no part of {run.algorithm.name} reads score "
-            "norms: put OptimalBaseline(norm='exact') into psi, or leave it empty"
-        )
-    _rate(run)
-    _check_steps(run)
-    _stall(run)
-    if run.minibatch_warning and "minibatches" not in {f.name for f in fields(run.algorithm.update_rule)}:  # type: ignore[arg-type]
-        raise ConfigError(
-            f"{run.algorithm.update_rule.minibatches} minibatches of whole groups need as many prompts per step, not "
-            f"{run.prompts_per_step}"
-        )
-
-
-def check_lr(lr: float | None) -> None:
-    """Raises ConfigError for what is no learning rate; one beyond `MAX_LR` only overflows in the optimiser."""
-    if lr is None:
-        return
-    if not 0 <= lr < math.inf:
-        raise ConfigError(f"lr must be at least 0 and finite, not {lr}")
-    if lr > MAX_LR:
-        raise ConfigError(f"lr must be at most {MAX_LR:g}, not {lr:g}")
-
-
-def check_completion_count(prompts: str, count: int, samples: str, each: int) -> None:
-    """Raises ConfigError for more completions at once than `MAX_COMPLETIONS`; the options' names are given."""
-    if count * each > MAX_COMPLETIONS:
-        raise ConfigError(
-            f"{prompts} {count} times {samples} {each} must be at most {MAX_COMPLETIONS:,} completions: lower one of them"
-        )
-
-
-def check_folders(output: str | None, directory: str | None = None) -> None:
-    """Raises ConfigError for an output that is empty, as of a variable that was not set: it would be the current folder. And for
-    what no file system takes as a name."""
-    if output is not None and not str(output).strip():
-        raise ConfigError(
-            f"output must name a folder, not {output!r}: leave it out for the next free one, or say . for this one"
-        )
-    for option, name in (("output", output), ("directory", directory)):
-        if name is not None and not _is_name(str(name)):
-            raise ConfigError(f"{option} must name a folder, not {name!r}, which no file system takes")
-
-
-def _is_name(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeError:  # half a surrogate pair
-        return False
-
-
-def check_seed(seed: int) -> None:
-    """Raises ConfigError for a seed that torch or a counter-based generator does not take."""
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be at least 0 and below 2**63, not {seed}")
-
-
-def _staleness(run: Run) -> None:
-    """A rollout drawn during an update cannot ask the weights that are being updated."""
-    if run.max_staleness < 0:
-        raise ConfigError(f"staleness must be at least 0, not {run.max_staleness}")
-    asked = run.algorithm.filter_needs & LEARNER_FIELDS
-    if run.max_staleness and asked:
-        raise ConfigError(
-            f"a filter of {run.algorithm.name} reads {min(asked)}, for which the learner is asked in the midst of a rollout, and "
-            f"with staleness {run.max_staleness} it is updating then: set staleness to 0, or drop the filter"
-        )
-
-
-def _stall(run: Run) -> None:
-    """A reference that waits for held-out scores which nobody takes."""
-    reference, measured = run.algorithm.reference, run.evaluation.every and run.evaluation.problems
-    if reference is not None and reference.refresh_after_stall and not measured:
-        raise ConfigError(
-            f"Reference.refresh_after_stall = {reference.refresh_after_stall} counts periodic held-out evaluations without improvement, and this run "
-            "makes none: set evaluation.every (and evaluation.problems) above 0, or stall to 0"
-        )
-
-
-def _rate(run: Run) -> None:
-    """Options of a gradient step, where the algorithm's takes none."""
-    step, critic = run.algorithm.update_rule, run.algorithm.critic
-    if step.uses_lr:
-        return
-    if run.guard.action == "rollback":
-        raise ConfigError(
-            f"guard.action rollback lowers the learning rate, and {type(step).__name__} has none: take skip, stop or warn"
-        )
-    way_out = (
-        "algorithm.update_rule.delta, in nats a token, sets how far it goes"
-        if isinstance(step, TrustRegion)
-        else "it has none"
-    )
-    if run.lr is not None:
-        own = "; the critic's own rate is algorithm.critic.lr" if critic is not None else ""
-        raise ConfigError(
-            f"lr is {run.lr:g}, and {type(step).__name__} has no learning rate: {way_out}{own}. Leave lr out (--lr None)"
-        )
-    if critic is None and run.optimizer != OptimizerConfig():
-        raise ConfigError(
-            f"optimizer.* shapes AdamW's steps, {type(step).__name__} takes none and there is no critic: {way_out}. "
-            "Leave the optimizer's options out"
-        )
-
-
-def _check_steps(run: Run) -> None:
-    """`step_end` says where steps end, not what they are worth."""
-    if run.step_end is None:
-        return
-    check_step_pattern(run.step_end)
-    name, read = run.algorithm.name, run.algorithm.all_needs
-    if "step_end" not in read:
-        raise ConfigError(f"step_end is {run.step_end!r}, and no part of {name} looks at steps: leave it away")
-    if "token_reward" in read:
-        raise ConfigError(
-            f"step_end {run.step_end!r} says where steps end, and {name} needs to know what they are worth: name a process "
-            "reward instead, --reward exact_match mine.py:f with @reward(process=True)"
-        )
-
-
-def _types(run: Run) -> None:
-    """From Python it is easy to give a name where an object or several names belong."""
-    if not isinstance(run.algorithm, Algorithm):
-        way_out = f"pg.get_algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
-        raise ConfigError(f"algorithm must be an Algorithm, such as {way_out}, not {run.algorithm!r}")
-    for place, part in run.algorithm.parts():
-        if problem := frozen_problem(type(part), place):
-            raise ConfigError(problem)
-    if isinstance(run.reward, str):
-        raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
-
-
-# When a step is taken for a divergence, and what is done about it: data only.
-
 GUARD_ACTIONS = ("warn", "skip", "rollback", "stop")
+OBJECT_PREFIX = "object:"
+"""Marks, in a file, an option that was given as a Python object."""
+TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-6
+"""Default learning rates: of the embedded model with 0.7M parameters, divided by √K for K updates per rollout, and of models of
+the size that is usually post-trained."""
 
 
-@dataclass(frozen=True)
-class GuardConfig:
-    """A step's entropy, KL and gradient norm are compared with the median of the steps before it."""
-
-    action: str = "warn"
-    """At a spike: warn; skip (undo the step's updates); rollback (to the last checkpoint, at a lower rate); stop, resumably."""
-    window: int = 8
-    """Steps that a step is compared with; with fewer behind it none is a spike."""
-    grad_norm: float = 10.0
-    """A gradient norm above so many times the median, and above 1, is a spike; 0 = none is."""
-    kl: float = 10.0
-    """Likewise a KL to the reference or to the old policy, above 0.1 nats."""
-    entropy: float = 3.0
-    """An entropy so many times above the median (and above 1 nat) or below it (from 0.3 nats) is a spike; 0 = none is."""
-    lr_factor: float = 0.5
-    """A rollback multiplies the learning rate by this."""
-    max_consecutive_alarms: int = 8
-    """Steps in a row, undone or without any spread of rewards, that stop the run where the action is not warn; 0 = never."""
-
-    def __post_init__(self) -> None:
-        _check(self, "grad_norm", "kl", "entropy")
-
-
-@dataclass(frozen=True)
-class SupervisedGuardConfig:
-    """Of a training on rows with their answers: a step's loss and gradient norm are compared with the median of those before it."""
-
-    action: str = "warn"
-    """At a spike: warn; skip (undo the step); rollback (to the last checkpoint, at a lower rate); stop, resumably."""
-    window: int = 8
-    """Steps that a step is compared with; with fewer behind it none is a spike."""
-    grad_norm: float = 10.0
-    """A gradient norm above so many times the median, and above 1, is a spike; 0 = none is."""
-    loss: float = 3.0
-    """Likewise a loss, above 1 nat."""
-    lr_factor: float = 0.5
-    """A rollback multiplies the learning rate by this."""
-    max_consecutive_alarms: int = 8
-    """Steps in a row, undone, that stop the run where the action is not warn; 0 = never."""
-
-    def __post_init__(self) -> None:
-        _check(self, "grad_norm", "loss")
-
-
-def _check(guard: GuardConfig | SupervisedGuardConfig, *factors: str) -> None:
-    """Raises ConfigError for what makes no sense."""
-    if guard.action not in GUARD_ACTIONS:
-        raise ConfigError(f"guard.action must be one of {', '.join(GUARD_ACTIONS)}, not {guard.action!r}")
-    if guard.window < 2 or guard.max_consecutive_alarms < 0:
-        raise ConfigError(
-            "guard.window must be at least 2 and guard.max_consecutive_alarms at least 0 (0 = never), not "
-            f"{guard.window}, {guard.max_consecutive_alarms}"
-        )
-    for name in factors:
-        value = getattr(guard, name)
-        if not (value == 0 or value > 1):
-            raise ConfigError(f"guard.{name} must be above 1, or 0 to look away, not {value}")
-    if not 0 < guard.lr_factor < 1:
-        raise ConfigError(f"guard.lr_factor must be above 0 and below 1, not {guard.lr_factor}")
-
-
-# How an option that is left open, or may be an object, shows in the help.
-
-
-def optional_arg(metavar: str, words: str) -> Any:
-    """For an option that may be left open: its help names what is then taken, in words."""
+def optional_arg(metavar: str, default_text: str) -> Any:
+    """Describe an option that may be left open; the help shows `default_text` as its default."""
 
     def hint(default: str) -> str:
-        return f"(default: {words if default in ('None', '') else default})"
+        return f"(default: {default_text if default in ('None', '') else default})"
 
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint)
 
 
-def named_arg(metavar: str, kind: Any, words: str = "") -> Any:
-    """For what has a name on the command line and may be an object in Python."""
+def named_arg(metavar: str, kind: Any, default_text: str = "") -> Any:
+    """Describe an option that is a name on the command line and may be an object in Python."""
 
     def hint(default: str) -> str:
-        known = default.strip("[]'")
-        return f"(default: {words if known in ('None', '') else known})"
+        name = default.strip("[]'")
+        return f"(default: {default_text if name in ('None', '') else name})"
 
     return tyro.conf.arg(metavar=metavar, constructor=kind, help_behavior_hint=hint)
 
 
-OBJECT_PREFIX = "object:"
-"""Begins what stands in a file for an object that was given in Python."""
-TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-6
-"""Default learning rates: of the embedded model of 0.7M parameters, over √K for K updates a rollout, and of models of the size
-people post-train."""
+@dataclass(frozen=True)
+class _GuardOptions:
+    action: str = "warn"
+    """On a spike: warn; skip (undo the step); rollback (to the last checkpoint, at a lower learning rate); stop, resumably."""
+    window: int = 8
+    """Number of steps that a step is compared with; before that many are done, nothing is a spike."""
+    grad_norm: float = 10.0
+    """Spike: a gradient norm above this many times the median, and above 1. 0 = never."""
+    lr_factor: float = 0.5
+    """A rollback multiplies the learning rate by this."""
+    max_consecutive_alarms: int = 8
+    """Stop after this many consecutive steps with a spike or with constant rewards, unless action is warn. 0 = never."""
+
+    def __post_init__(self) -> None:
+        if self.action not in GUARD_ACTIONS:
+            raise ConfigError(f"guard.action must be one of {', '.join(GUARD_ACTIONS)}, not {self.action!r}")
+        if self.window < 2 or self.max_consecutive_alarms < 0:
+            raise ConfigError(
+                "guard.window must be at least 2 and guard.max_consecutive_alarms at least 0 (0 = never), not "
+                f"{self.window}, {self.max_consecutive_alarms}"
+            )
+        for name in ("grad_norm", "kl", "entropy", "loss"):
+            value = getattr(self, name, 0)
+            if not (value == 0 or value > 1):
+                raise ConfigError(f"guard.{name} must be above 1, or 0 to ignore it, not {value}")
+        if not 0 < self.lr_factor < 1:
+            raise ConfigError(f"guard.lr_factor must be above 0 and below 1, not {self.lr_factor}")
+
+
+@dataclass(frozen=True)
+class GuardConfig(_GuardOptions):
+    """Compare each step's entropy, KL and gradient norm with the median of the steps before it."""
+
+    kl: float = 10.0
+    """Spike: a KL to the reference or to the old policy above this many times the median, and above 0.1 nats. 0 = never."""
+    entropy: float = 3.0
+    """Spike: an entropy this many times above the median (and above 1 nat) or below it (from 0.3 nats). 0 = never."""
+
+
+@dataclass(frozen=True)
+class SupervisedGuardConfig(_GuardOptions):
+    """Compare each step's loss and gradient norm with the median of the steps before it."""
+
+    loss: float = 3.0
+    """Spike: a loss above this many times the median, and above 1 nat. 0 = never."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """How a run is measured, on held-out problems at the sampling temperature."""
+    """Evaluation on held-out problems, at the sampling temperature."""
 
     problems: int = 256
-    """Held-out problems; 0 = no evaluation."""
+    """Number of held-out problems; 0 = no evaluation."""
     samples_per_prompt: int = 8
     """Completions per problem."""
     every: int = 0
-    """Also evaluate every so many steps; 0 = before and after only."""
+    """Also evaluate every this many steps; 0 = only before and after training."""
 
     def __post_init__(self) -> None:
         if self.problems < 0 or self.every < 0 or self.samples_per_prompt < 1:
@@ -339,12 +127,12 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run can be taken up again."""
+    """When a run's state is saved."""
 
     every: int = 25
     """Steps between checkpoints; one is always written at the end and at --stop-after."""
     keep: int = 2
-    """How many checkpoints stay on disk; one that a stop has left in between goes first."""
+    """Number of checkpoints kept on disk; those written by a stop are deleted first."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
@@ -355,48 +143,48 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """All that a run needs to know besides its algorithm."""
+    """All options of a run apart from its algorithm."""
 
     model: Annotated[Any, named_arg("ID|DIR", str)] = "tiny"
-    """Directory or hub id of a causal language model; tiny = the base model inside the package. From Python also a model."""
+    """Directory or hub id of a causal language model; tiny = the base model inside the package. In Python also a model."""
     tokenizer: Annotated[Any, named_arg("ID|DIR", str, "the model's own")] = None
-    """Directory or hub id of another tokenizer than the model's. From Python also a tokenizer."""
+    """Directory or hub id of a tokenizer other than the model's. In Python also a tokenizer."""
     trust_remote_code: bool = False
-    """Let Python code in the folder or repository of model, tokenizer and reference run; without it such a model is refused."""
+    """Run Python code from the folder or repository of model, tokenizer and reference; without it such a model is refused."""
     task: Annotated[Any, named_arg("NAME|FILE", str)] = "embedded"
-    """Where prompts come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
+    """Source of prompts: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     With levels of difficulty: curriculum:NAME. A taskset of verifiers: verifiers:ID.
-    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
+    Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]].
     Several are mixed by weight: 0.7*a.jsonl+0.3*b.jsonl.
-    From Python also rows, each a dict with `prompt`."""
+    In Python also rows, each a dict with `prompt`."""
     row_map: Annotated[Any, named_arg("FILE:NAME", str, "none")] = None
-    """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    """Function applied to each row of the data, a dict; it returns the row to use, or None to drop it: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
-    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
+    """Drop rows that cannot be used, and report how many; otherwise the first is an error, with file and line."""
     decontaminate: Annotated[int, tyro.conf.arg(name="task.decontaminate")] = 0
-    """Leave out of training, and count, rows with so many words in a row of a held-out prompt (8 to 13).
-    0 = only those whose prompt is held out itself."""
+    """Drop training rows that share this many consecutive words with a held-out prompt (8 to 13 is usual), and report how many.
+    0 = only those whose prompt is itself held out."""
     reward: Annotated[tuple[Any, ...], named_arg("NAME", tuple[str, ...], "the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
     environment: Annotated[Any, named_arg("FILE:NAME", str, "the prompt and one answer")] = None
-    """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
-    Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
-    Without --reward its own rewards are all there is. From Python also the object."""
+    """Environment of the episodes: calculator, or a class or ToolUse of your own, mine.py:NAME.
+    From other libraries: gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID.
+    Without --reward only its own rewards count. In Python also the object."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
-    """Seconds that one reset, step or close of the environment may take; what takes longer costs its episode.
-    What has not been over a single time after four such calls ends the run, resumably."""
+    """Seconds allowed for one reset, step or close of the environment; a call that exceeds it fails its episode.
+    If the first four calls of a method all exceed it, the run stops, resumably."""
     step_end: Annotated[str | None, optional_arg("REGEX", "the task's own")] = None
-    """Where a step ends, for an algorithm that only asks where (VinePPO): at the end of every match, '\\n' = at every line."""
+    """End of a reasoning step, for an algorithm that needs only that (VinePPO): the end of every match; '\\n' = every line."""
     eval_data: Annotated[Any, named_arg("FILE", str, "a sixteenth of the task, chosen by a hash of the prompt")] = None
-    """Data of held-out problems, one or a mix, for a task that is data. From Python also rows."""
+    """Held-out problems, a data set or a mix, for a task that is data. In Python also rows."""
     steps: int = 16
-    """Rollouts, each followed by the algorithm's updates."""
+    """Number of rollouts, each followed by the algorithm's updates."""
     max_staleness: int = 0
-    """Steps by which samples may be behind the weights.
-    Above 0 a later rollout is drawn while these are updated, and what that changes is corrected for."""
+    """Number of steps by which samples may lag behind the weights.
+    Above 0, later rollouts are sampled during the updates, and the algorithm corrects for the difference."""
     tokens: Annotated[int | None, optional_arg("INT", "no budget")] = None
-    """End earlier, after the step in which so many tokens have been sampled; a learning-rate schedule still counts steps."""
+    """Stop earlier, after the step in which this many tokens have been sampled; learning-rate schedules still count steps."""
     prompts_per_step: int = 64
     """Prompts per rollout."""
     samples_per_prompt: Annotated[int | None, optional_arg("INT", "the algorithm's own")] = None
@@ -405,182 +193,333 @@ class RunOptions:
         float | None,
         optional_arg(
             "FLOAT",
-            f"{TINY_MODEL_LR:g}/√K for the tiny model, K updates a rollout; {DEFAULT_LR:g} for any other, of adapters {DEFAULT_LR * LORA_LR_FACTOR:g}",
+            f"{TINY_MODEL_LR:g}/√K for the tiny model, K updates per rollout; {DEFAULT_LR:g} for others, "
+            f"{DEFAULT_LR * LORA_LR_FACTOR:g} for adapters",
         ),
     ] = None
     """Peak learning rate."""
     seed: int = 0
-    """Of everything drawn at random."""
+    """Seed of all random numbers."""
     output: Annotated[str | None, optional_arg("DIR", "the next free runs/ALGORITHM-N")] = None
-    """The run's folder."""
+    """Folder of the run."""
     directory: Annotated[str | None, optional_arg("DIR", "the current folder")] = None
-    """Where relative names of files and folders begin; what is not there is looked for in the current folder.
-    A run's own file says it, so that a run goes on from anywhere."""
+    """Folder that relative file names refer to; a file that is missing there is looked for in the current folder.
+    A run's own file records it, so that the run can be resumed from anywhere."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
-    """The policy as it is sampled."""
+    """How the policy is sampled."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """What draws completions."""
+    """The engine that samples completions."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     """Precision, device, memory."""
     rewards: RewardConfig = field(default_factory=RewardConfig)
-    """The reward workers."""
+    """Reward workers."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """Held-out accuracy."""
+    """Evaluation on held-out problems."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """Against divergence."""
+    """Detection of divergence."""
     track: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
-    """Services that follow the run too: wandb, tensorboard, trackio, mlflow. Each is an extra."""
+    """Tracking services: wandb, tensorboard, trackio, mlflow. Each is an extra."""
+
+    @property
+    def publishes_sharded(self) -> bool:
+        """Whether no process holds the full policy during training: several learn, and engines sample."""
+        return self.learner.world_size > 1 and self.sampler.engine != LOCAL
 
 
 @dataclass(frozen=True)
 class UncheckedRun(RunOptions):
-    """Options and algorithm, not yet checked against each other: a file or flags may still change either."""
+    """Options and algorithm before they are checked against each other; a file or flags may still change both."""
 
     algorithm: Algorithm = DAPO
-    """The method: one equation's parts."""
+    """The algorithm: the parts of one equation."""
 
 
 @dataclass(frozen=True)
 class Run(UncheckedRun):
-    """One training run; `run.toml` in its folder holds it whole.
+    """One training run. `run.toml` in its folder holds all of it.
 
     Raises:
-        ConfigError: options that contradict each other, with the reason and the way out.
+        ConfigError: The options contradict each other; the message says which to change.
     """
 
     def __post_init__(self) -> None:
         check_run(self)
 
     @property
+    def effective_samples_per_prompt(self) -> int:
+        """G: `samples_per_prompt`, or the algorithm's own where it is None."""
+        return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
+
+    @property
     def minibatch_warning(self) -> str:
-        """What is to be said where a rollout has fewer prompts than its algorithm has minibatches, which are of whole groups;
-        empty where it has enough."""
-        wanted, prompts = self.algorithm.update_rule.minibatches, self.prompts_per_step
-        if wanted <= prompts:
+        """A warning if a rollout has fewer prompts than its algorithm has minibatches of whole groups; otherwise empty."""
+        minibatches, prompts = self.algorithm.update_rule.minibatches, self.prompts_per_step
+        if minibatches <= prompts:
             return ""
         return (
-            f"{self.algorithm.name} splits a rollout into {wanted} minibatches of whole groups, and {prompts} prompts a step make "
-            f"{prompts}, with one prompt each: raise prompts_per_step to {wanted} for its own number of updates"
+            f"{self.algorithm.name} splits a rollout into {minibatches} minibatches of whole groups, but {prompts} prompts per "
+            f"step make only {prompts}, one prompt each: raise prompts_per_step to {minibatches} for its usual number of updates"
         )
 
     @property
     def object_options(self) -> tuple[str, ...]:
-        """The options that are given as objects, which a file cannot hold: such a run goes on from Python only."""
-        names = ("model", "tokenizer", "task", "map", "environment", "eval/reward")
-        found = tuple(n for n in names if not isinstance(getattr(self, n), str | NoneType))
-        return found + (() if all(isinstance(reward, str) for reward in self.reward) else ("reward",))
+        """Options given as Python objects, which a file cannot hold; such a run is resumed from Python."""
+        names = ("model", "tokenizer", "task", "row_map", "environment", "eval_data")
+        objects = tuple(n for n in names if not isinstance(getattr(self, n), str | NoneType))
+        return objects + (() if all(isinstance(reward, str) for reward in self.reward) else ("reward",))
 
     def describe_option(self, option: str) -> str:
-        """An option for people: its name, or its object's class."""
+        """Return an option's name, or the class of its object."""
         value = getattr(self, option)
         return value if isinstance(value, str) else f"{type(value).__name__} object"
 
     def without_objects(self) -> Run:
-        """The same with a word in the place of every object, for files and trackers."""
+        """Return the run with a placeholder for each object, for files and trackers."""
 
-        def word(value: Any) -> Any:
-            return (
-                value
-                if isinstance(value, str)
-                else OBJECT_PREFIX + str(getattr(value, "__name__", type(value).__name__))
-            )
+        def name(value: Any) -> Any:
+            if isinstance(value, str):
+                return value
+            return OBJECT_PREFIX + str(getattr(value, "__name__", type(value).__name__))
 
-        changes: dict[str, Any] = {name: word(getattr(self, name)) for name in self.object_options if name != "reward"}
-        return replace(self, **changes, reward=tuple(map(word, self.reward)))
-
-    @property
-    def effective_samples_per_prompt(self) -> int:
-        """G."""
-        return self.algorithm.samples_per_prompt if self.samples_per_prompt is None else self.samples_per_prompt
-
-    @property
-    def publishes_sharded(self) -> bool:
-        """Whether no process has the policy as a whole once training has begun: several learn, and engines draw."""
-        return self.learner.world_size > 1 and self.sampler.engine != LOCAL
+        changes: dict[str, Any] = {
+            option: name(getattr(self, option)) for option in self.object_options if option != "reward"
+        }
+        return replace(self, **changes, reward=tuple(map(name, self.reward)))
 
     def rollouts_ahead(self, step: int) -> int:
-        """Rollouts that are drawn before `step` begins."""
+        """Return how many rollouts are sampled before `step` starts."""
         return max(0, min(self.max_staleness, self.steps - step + 1))
 
+    def is_finished(self, step: int, tokens: int) -> bool:
+        """Return whether the run ends after `step` steps and `tokens` sampled tokens."""
+        return step >= self.steps or (self.tokens is not None and tokens >= self.tokens)
+
     def resolve(self) -> Run:
-        """With every open choice filled in: group size, learning rate, precision, the generation budget in the parts that ask for
-        it, and no more minibatches than a rollout has prompts."""
-        algorithm = replace(
-            self.algorithm.with_max_tokens(self.sampling.max_tokens),
-            samples_per_prompt=self.effective_samples_per_prompt,
-        )
+        """Fill in every open choice: samples per prompt, learning rate, precision, the token budget of parts that use it, and no
+        more minibatches than a rollout has prompts."""
+        samples = self.effective_samples_per_prompt
+        algorithm = replace(self.algorithm.with_max_tokens(self.sampling.max_tokens), samples_per_prompt=samples)
+        rule = algorithm.update_rule
         if self.minibatch_warning:
-            rule = replace(algorithm.update_rule, minibatches=self.prompts_per_step)  # type: ignore[type-var]
+            rule = replace(rule, minibatches=self.prompts_per_step)  # type: ignore[type-var]
             algorithm = replace(algorithm, update_rule=rule)
-        step = algorithm.update_rule
-        updates = step.updates if step.uses_lr else step.critic_updates
-        usual = (
-            TINY_MODEL_LR / updates**0.5
-            if isinstance(self.model, str) and self.model == "tiny"
-            else DEFAULT_LR * self.learner.lora_lr_multiplier
-        )
-        if (
-            algorithm.critic is not None and not algorithm.update_rule.uses_lr
-        ):  # there is no policy's rate for it to follow
-            algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.learning_rate(usual)))
-        default = usual if algorithm.update_rule.uses_lr else None
-        lr = default if self.lr is None else self.lr
+        updates = rule.updates if rule.uses_lr else rule.critic_updates
+        tiny = isinstance(self.model, str) and self.model == "tiny"
+        default = TINY_MODEL_LR / updates**0.5 if tiny else DEFAULT_LR * self.learner.lora_lr_multiplier
+        if algorithm.critic is not None and not rule.uses_lr:  # its rate cannot follow the policy's, which has none
+            algorithm = replace(algorithm, critic=replace(algorithm.critic, lr=algorithm.critic.learning_rate(default)))
+        lr = self.lr if self.lr is not None else default if rule.uses_lr else None
         learner = self.learner.resolve()
-        return replace(
-            self, algorithm=algorithm, samples_per_prompt=self.effective_samples_per_prompt, lr=lr, learner=learner
+        return replace(self, algorithm=algorithm, samples_per_prompt=samples, lr=lr, learner=learner)
+
+
+def check_run(run: Run) -> None:
+    """Raise ConfigError for the first option that is wrong, alone or together with others."""
+    _check_types(run)
+    for name in ("steps", "prompts_per_step"):
+        if getattr(run, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
+    if run.decontaminate < 0:
+        raise ConfigError(
+            f"task.decontaminate is a number of words, at least 0 (0 = identical prompts only), not {run.decontaminate}"
+        )
+    if run.tokens is not None and run.tokens < 1:
+        raise ConfigError(f"tokens must be at least 1, not {run.tokens}; leave it out for no budget")
+    check_environment_timeout(run.environment_timeout)
+    if run.max_staleness < 0:
+        raise ConfigError(f"max_staleness must be at least 0, not {run.max_staleness}")
+    learner_fields = run.algorithm.filter_needs & LEARNER_FIELDS
+    if run.max_staleness and learner_fields:
+        raise ConfigError(
+            f"a filter of {run.algorithm.name} reads {min(learner_fields)}, which the learner computes during a rollout, but with "
+            f"max_staleness={run.max_staleness} it is updating then: set max_staleness to 0, or drop the filter"
+        )
+    if run.learner.routing_replay and run.sampler.engine != LOCAL:
+        raise ConfigError(
+            f"learner.routing_replay replays the experts that the sampler used, which {run.sampler.engine} does not report: set it "
+            "to false, or use --sampler.engine local"
+        )
+    check_fsdp_options(run.learner)
+    check_lr(run.lr)
+    check_seed(run.seed)
+    check_folders(run.output, run.directory)
+    check_services(run.track)
+    check_sampling(run.algorithm, run.effective_samples_per_prompt, run.sampling.temperature)
+    check_rollout(run.algorithm)
+    samples, evaluation = run.effective_samples_per_prompt, run.evaluation
+    if samples < 1:
+        raise ConfigError(f"samples_per_prompt must be at least 1, not {samples}")
+    check_completion_count("prompts_per_step", run.prompts_per_step, "samples_per_prompt", samples)
+    check_completion_count(
+        "evaluation.problems", evaluation.problems, "evaluation.samples_per_prompt", evaluation.samples_per_prompt
+    )
+    if run.sampling.temperature == 0:
+        raise ConfigError("temperature=0 makes all samples of a prompt equal: set --temperature above 0")
+    if run.sampling.is_truncated:
+        raise ConfigError(
+            "training with top_p < 1 or top_k > 0 would sample from another distribution than the one that is trained, and the "
+            "ratio of an unchanged policy would not be 1. Leave top_p = 1 and top_k = 0 (eval accepts both)"
+        )
+    if run.learner.score_parameters and "grad_logp_sq_norm" not in run.algorithm.needs:
+        raise ConfigError(
+            f"learner.score_parameters is {run.learner.score_parameters!r}, but no part of {run.algorithm.name} reads score "
+            "norms: put OptimalBaseline(norm='exact') into advantage, or leave it empty"
+        )
+    _check_lr_options(run)
+    _check_step_end(run)
+    reference = run.algorithm.reference
+    if reference is not None and reference.refresh_after_stall and not (evaluation.every and evaluation.problems):
+        raise ConfigError(
+            f"Reference.refresh_after_stall = {reference.refresh_after_stall} counts periodic evaluations without improvement, "
+            "and this run has none: set evaluation.every (and evaluation.problems) above 0, or refresh_after_stall to 0"
+        )
+    rule = run.algorithm.update_rule
+    if run.minibatch_warning and "minibatches" not in {f.name for f in fields(rule)}:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{rule.minibatches} minibatches of whole groups need as many prompts per step, not {run.prompts_per_step}"
         )
 
 
-# What is to happen in the course of a run, and cannot before its end.
+def _check_types(run: Run) -> None:
+    """Refuse a name where Python needs an object, and one name where several belong."""
+    if not isinstance(run.algorithm, Algorithm):
+        example = f"pg.get_algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
+        raise ConfigError(f"algorithm must be an Algorithm, such as {example}, not {run.algorithm!r}")
+    for place, part in run.algorithm.parts():
+        if problem := frozen_problem(type(part), place):
+            raise ConfigError(problem)
+    if isinstance(run.reward, str):
+        raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
+
+
+def _check_lr_options(run: Run) -> None:
+    """Refuse options of gradient steps for an update rule that takes none."""
+    rule, critic = run.algorithm.update_rule, run.algorithm.critic
+    kind = type(rule).__name__
+    if rule.uses_lr:
+        return
+    if run.guard.action == "rollback":
+        raise ConfigError(
+            f"guard.action=rollback lowers the learning rate, and {kind} has none: use skip, stop or warn"
+        )
+    remedy = (
+        "algorithm.update_rule.delta, in nats per token, sets the size of its steps"
+        if isinstance(rule, TrustRegion)
+        else "it has no such setting"
+    )
+    if run.lr is not None:
+        critic_lr = "; the critic's learning rate is algorithm.critic.lr" if critic is not None else ""
+        raise ConfigError(
+            f"lr is {run.lr:g}, but {kind} has no learning rate: {remedy}{critic_lr}. Leave lr out (--lr None)"
+        )
+    if critic is None and run.optimizer != OptimizerConfig():
+        raise ConfigError(
+            f"optimizer.* sets AdamW, which {kind} does not use, and there is no critic: {remedy}. Leave these options out"
+        )
+
+
+def _check_step_end(run: Run) -> None:
+    """Refuse `step_end` for an algorithm that ignores steps, or that also needs their rewards."""
+    if run.step_end is None:
+        return
+    check_step_pattern(run.step_end)
+    name, needs = run.algorithm.name, run.algorithm.all_needs
+    if "step_end" not in needs:
+        raise ConfigError(f"step_end is {run.step_end!r}, but no part of {name} uses reasoning steps: leave it out")
+    if "token_reward" in needs:
+        raise ConfigError(
+            f"step_end={run.step_end!r} marks where steps end, but {name} also needs a reward for each: name a process reward "
+            "instead, --reward exact_match mine.py:f with @reward(process=True)"
+        )
+
+
+def check_environment_timeout(seconds: float) -> None:
+    """Raise ConfigError for a limit that is not positive and finite."""
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"environment.timeout must be above 0 seconds and finite, not {seconds:g}; a long limit is 86400, a day"
+        )
+
+
+def check_lr(lr: float | None) -> None:
+    """Raise ConfigError for a learning rate that is negative, not finite, or so large that it overflows in the optimizer."""
+    if lr is None:
+        return
+    if not 0 <= lr < math.inf:
+        raise ConfigError(f"lr must be at least 0 and finite, not {lr}")
+    if lr > MAX_LR:
+        raise ConfigError(f"lr must be at most {MAX_LR:g}, not {lr:g}")
+
+
+def check_completion_count(prompts_option: str, prompts: int, samples_option: str, samples: int) -> None:
+    """Raise ConfigError for more than `MAX_COMPLETIONS` at once, naming the two options."""
+    if prompts * samples > MAX_COMPLETIONS:
+        raise ConfigError(
+            f"{prompts_option} {prompts} times {samples_option} {samples} must be at most {MAX_COMPLETIONS:,} completions: lower "
+            "one of them"
+        )
+
+
+def check_folders(output: str | None, directory: str | None = None) -> None:
+    """Raise ConfigError for a name that no file system accepts, and for an empty output: an unset variable would otherwise write
+    into the current folder."""
+    if output is not None and not str(output).strip():
+        raise ConfigError(
+            f"output must name a folder, not {output!r}: leave it out for the next free one, or use . for the current one"
+        )
+    for option, name in (("output", output), ("directory", directory)):
+        try:
+            valid = name is None or b"\0" not in os.fsencode(str(name))
+        except UnicodeError:  # half a surrogate pair
+            valid = False
+        if not valid:
+            raise ConfigError(f"{option} must name a folder, not {name!r}, which no file system accepts")
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for a seed that torch or a counter-based generator does not accept."""
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be at least 0 and below 2**63, not {seed}")
 
 
 def describe_idle_schedules(run: Run) -> tuple[str, ...]:
-    """For people: each schedule of the algorithm, and the watch over processes, that never acts in this run, with the way out.
+    """Describe each schedule that never takes effect in this run, with a remedy.
 
-    A token budget may end a run earlier still; when is not known before.
+    A token budget may end a run even earlier, at a step that is not known in advance.
     """
-    return (*_reference(run), *_critic(run), *_watch(run))
+    return tuple(_find_idle_schedules(run))
 
 
-def _reference(run: Run) -> Iterator[str]:
-    """What is taken anew after the last step is never compared with."""
-    reference, steps, evaluated = run.algorithm.reference, run.steps, run.evaluation.every
-    if reference is None:
-        return
-    if reference.refresh_every is not None and reference.refresh_every >= steps:
-        less = f", or --algorithm.reference.refresh-every at {max(1, steps // 4)}, say" if steps > 1 else ""
+def _find_idle_schedules(run: Run) -> Iterator[str]:
+    reference, critic, steps, every = run.algorithm.reference, run.algorithm.critic, run.steps, run.evaluation.every
+    if reference is not None and reference.refresh_every is not None and reference.refresh_every >= steps:
+        smaller = f", or --algorithm.reference.refresh-every to {max(1, steps // 4)}, say" if steps > 1 else ""
         yield (
-            f"Reference.refresh_every = {reference.refresh_every} never acts in this run of {_format_steps(steps)}: π_ref stays the initial "
-            f"policy. Set --steps above {reference.refresh_every}{less}"
+            f"Reference.refresh_every = {reference.refresh_every} never takes effect in this run of {_format_steps(steps)}: π_ref "
+            f"stays the initial policy. Set --steps above {reference.refresh_every}{smaller}"
         )
-    first = (
-        evaluated * ((reference.refresh_after_stall or 0) + 1) + 1
-    )  # the best score, `stall` that do not exceed it, and a rollout
-    if reference.refresh_after_stall is not None and first >= steps:
-        less = ", or a smaller --evaluation.every" if evaluated > 1 else ""
+    if reference is not None and reference.refresh_after_stall is not None:
+        # the best score, `refresh_after_stall` evaluations that do not exceed it, and a rollout
+        first = every * (reference.refresh_after_stall + 1) + 1
+        if first >= steps:
+            smaller = ", or a smaller --evaluation.every" if every > 1 else ""
+            yield (
+                f"Reference.refresh_after_stall = {reference.refresh_after_stall} never takes effect in this run of "
+                f"{_format_steps(steps)}: with an evaluation every {_format_steps(every)} π_ref is refreshed after step {first} at "
+                f"the earliest. Set --steps above {first}{smaller}"
+            )
+    if critic is not None and critic.pretrain >= steps:
         yield (
-            f"Reference.refresh_after_stall = {reference.refresh_after_stall} never acts in this run of {_format_steps(steps)}: with an evaluation every "
-            f"{_format_steps(evaluated)} π_ref is taken anew after step {first} at the earliest. Set --steps above {first}{less}"
-        )
-
-
-def _critic(run: Run) -> Iterator[str]:
-    critic = run.algorithm.critic
-    if critic is not None and critic.pretrain >= run.steps:
-        yield (
-            f"Critic.pretrain = {critic.pretrain} may take the whole of this run of {_format_steps(run.steps)}: until the values "
-            f"explain {critic.pretrain_until:.0%} of the returns' variance the policy stands still. Set --steps above "
+            f"Critic.pretrain = {critic.pretrain} may take all {_format_steps(steps)} of this run: until the values explain "
+            f"{critic.pretrain_until:.0%} of the returns' variance, the policy is not trained. Set --steps above "
             f"{critic.pretrain}, or a smaller --algorithm.critic.pretrain"
         )
-
-
-def _watch(run: Run) -> Iterator[str]:
     if run.learner.world_size == 1 and run.learner.hang_timeout != LearnerConfig().hang_timeout:
-        yield "learner.hang_timeout is for several processes, and one process learns: leave it out, or set --learner.world-size"
+        yield "learner.hang_timeout has no effect with one process: leave it out, or set --learner.world-size"
 
 
 def _format_steps(n: int) -> str:

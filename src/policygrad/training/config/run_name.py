@@ -1,4 +1,4 @@
-"""What a run is called: the named algorithm it starts from, and what of it was changed, so that no other bears its name."""
+"""Names of runs: the named algorithm a run starts from, plus what was changed in it, so that no other algorithm bears its name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from policygrad.algorithms import ALGORITHMS
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import ROLES
 
-_RATES = ("lr",)
-"""Settings that a run fills in from its own options, as its learning rate."""
-_OPEN = ("length", None)
-"""What a run sets to its budget."""
-_LONGEST = 60
-"""Characters of a name, at most: it becomes a folder's."""
+_FILLED_IN = ("lr",)
+"""Settings that a run fills in from its own options."""
+_OPEN_LENGTH = ("length", None)
+"""A setting that a run fills in with its token budget."""
+_MAX_CHARACTERS = 60
+"""Longest name; it becomes a folder's."""
 
 
 @dataclass(frozen=True)
 class PartChange:
-    """Parts of one field that are not the named algorithm's."""
+    """Parts added to or removed from one field of the named algorithm."""
 
     field: str
     added: tuple[Any, ...] = ()
@@ -31,7 +31,7 @@ class PartChange:
 
 @dataclass(frozen=True)
 class SettingChange:
-    """One setting of a part that stayed; `slice_box` is its class, or "" for the algorithm's own."""
+    """A changed setting; `part` is the part's class, or "" for a setting of the algorithm."""
 
     part: str
     name: str
@@ -41,7 +41,7 @@ class SettingChange:
 
 @dataclass(frozen=True)
 class RunName:
-    """An algorithm beside the named one whose name it has; nothing changed where there is none of that name."""
+    """An algorithm compared with the named one; without changes if none has its name."""
 
     base: str
     part_changes: tuple[PartChange, ...] = ()
@@ -49,93 +49,94 @@ class RunName:
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything is other than the named algorithm's."""
         return bool(self.part_changes or self.setting_changes)
 
     @property
     def name(self) -> str:
-        """`grpo+ClippedImportance`, `grpo-KLToReference`; plain where only settings differ."""
-        marks, kept = [mark for swap in self.part_changes for mark in _marks(swap)], list[str]()
-        for mark in marks:
-            if len("".join([self.base, *kept, mark])) > _LONGEST:
+        """`grpo+ClippedImportance`, `grpo-KLToReference`; the base's name if only settings differ."""
+        suffixes = [suffix for change in self.part_changes for suffix in _suffixes(change)]
+        shown = list[str]()
+        for suffix in suffixes:
+            if len("".join([self.base, *shown, suffix])) > _MAX_CHARACTERS:
                 break
-            kept.append(mark)
-        left = len(marks) - len(kept)
-        return "".join([self.base, *kept]) + (f"+{left}more" if left else "")
+            shown.append(suffix)
+        hidden = len(suffixes) - len(shown)
+        return "".join([self.base, *shown]) + (f"+{hidden}more" if hidden else "")
 
     @property
     def title(self) -> str:
-        """The name, and the settings that differ: `grpo (Clip.high = 0.28)`."""
-        told = [f"{s.part}.{s.name}".lstrip(".") + f" = {format_setting(s.new_value)}" for s in self.setting_changes]
-        told = [*told[:3], f"{len(told) - 3} settings more"] if len(told) > 4 else told
-        return f"{self.name} ({', '.join(told)})" if told else self.name
+        """The name with the settings that differ: `grpo (Clip.high = 0.28)`."""
+        settings = [
+            f"{s.part}.{s.name}".lstrip(".") + f" = {format_setting(s.new_value)}" for s in self.setting_changes
+        ]
+        if len(settings) > 4:
+            settings = [*settings[:3], f"{len(settings) - 3} more settings"]
+        return f"{self.name} ({', '.join(settings)})" if settings else self.name
 
 
-def name_run(a: Algorithm, max_tokens: int | None = None, base: Algorithm | None = None) -> RunName:
-    """What differs from `row`, the named algorithm of the same name where it is left out.
+def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorithm | None = None) -> RunName:
+    """Compare an algorithm with `base`, by default the named algorithm of the same name.
 
-    budget: tokens a completion may have, for lengths that are open in either; None = a length is no change where one is open.
+    Args:
+        max_tokens: Token budget for lengths that either leaves open; None = an open length counts as no change.
     """
-    base = ALGORITHMS.get(a.name) if base is None else base
+    base = ALGORITHMS.get(algorithm.name) if base is None else base
     if base is None:
-        return RunName(a.name)
+        return RunName(algorithm.name)
     if max_tokens is not None:
-        base, a = base.with_max_tokens(max_tokens), a.with_max_tokens(max_tokens)
-    swaps, settings = list[PartChange](), list[SettingChange]()
-    for name in ROLES:
-        if name == "reference" and "logp_ref" not in a.needs:
-            continue  # which nothing reads
-        theirs, mine = _held(base, name), _held(a, name)
-        kept, swap = _aligned(name, theirs, mine)
-        swaps += [] if swap is None else [swap]
-        settings += [s for old, new in kept for s in _settings(old, new)]
-    if base.old_policy != a.old_policy:
-        settings.append(SettingChange("", "old_policy", base.old_policy, a.old_policy))
-    return RunName(a.name, tuple(swaps), tuple(settings))
+        base, algorithm = base.with_max_tokens(max_tokens), algorithm.with_max_tokens(max_tokens)
+    part_changes, setting_changes = list[PartChange](), list[SettingChange]()
+    for field in ROLES:
+        if field == "reference" and "logp_ref" not in algorithm.needs:
+            continue  # nothing reads it
+        pairs, added, removed = _align(_parts_in(base, field), _parts_in(algorithm, field))
+        if added or removed:
+            part_changes.append(PartChange(field, added, removed))
+        setting_changes += [change for old, new in pairs for change in _compare_settings(old, new)]
+    if base.old_policy != algorithm.old_policy:
+        setting_changes.append(SettingChange("", "old_policy", base.old_policy, algorithm.old_policy))
+    return RunName(algorithm.name, tuple(part_changes), tuple(setting_changes))
 
 
 def format_setting(value: Any) -> str:
-    """A setting's value: 0.28, none, `SequenceMean`."""
+    """Return a setting's value as text: 0.28, none, `SequenceMean`."""
     if value is None:
         return "none"
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else value
-        if isinstance(value, str)
-        else re.sub(r"\(\)$", "", repr(value))
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else re.sub(r"\(\)$", "", repr(value))
 
 
-def _held(a: Algorithm, name: str) -> tuple[Any, ...]:
-    value = getattr(a, name)
+def _parts_in(algorithm: Algorithm, field: str) -> tuple[Any, ...]:
+    value = getattr(algorithm, field)
     return tuple(p for p in (value if isinstance(value, tuple) else (value,)) if p is not None)
 
 
-def _aligned(
-    name: str, theirs: tuple[Any, ...], mine: tuple[Any, ...]
-) -> tuple[list[tuple[Any, Any]], PartChange | None]:
-    """(parts of the same class on both sides, and what is on one side only)."""
-    kept, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()
-    kinds = [type(p) for p in theirs], [type(p) for p in mine]
+def _align(
+    base: tuple[Any, ...], new: tuple[Any, ...]
+) -> tuple[list[tuple[Any, Any]], tuple[Any, ...], tuple[Any, ...]]:
+    """Return (pairs of parts of the same class, parts only in `new`, parts only in `base`)."""
+    pairs, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()
+    kinds = [type(p) for p in base], [type(p) for p in new]
     for tag, i, j, k, m in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
         if tag == "equal":
-            kept += zip(theirs[i:j], mine[k:m], strict=True)
+            pairs += zip(base[i:j], new[k:m], strict=True)
         else:
-            removed += theirs[i:j]
-            added += mine[k:m]
-    return kept, PartChange(name, tuple(added), tuple(removed)) if added or removed else None
+            removed += base[i:j]
+            added += new[k:m]
+    return pairs, tuple(added), tuple(removed)
 
 
-def _settings(old: Any, new: Any) -> list[SettingChange]:
-    values = [(f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(old) if f.name not in _RATES]
-    return [SettingChange(type(new).__name__, name, a, b) for name, a, b in values if a != b and (name, a) != _OPEN]
+def _compare_settings(old: Any, new: Any) -> list[SettingChange]:
+    values = [(f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(old) if f.name not in _FILLED_IN]
+    kind = type(new).__name__
+    return [SettingChange(kind, name, a, b) for name, a, b in values if a != b and (name, a) != _OPEN_LENGTH]
 
 
-def _marks(swap: PartChange) -> list[str]:
-    """`+New` for what came in, in the place of as many; `-Old` for what went without another in its place."""
-    added, removed = [[type(p).__name__ for p in side] for side in (swap.added, swap.removed)]
+def _suffixes(change: PartChange) -> list[str]:
+    """Return `+New` for each added part, and `-Old` for each removed one that no added part replaces."""
+    added, removed = [[type(p).__name__ for p in side] for side in (change.added, change.removed)]
     if added and Counter(added) == Counter(removed):
-        return ["+reordered" if set(map(type, swap.added)) == set(map(type, swap.removed)) else f"+{added[0]}"]
-    gone = removed[len(added) :]
-    return [*(f"+{name}" for name in added), *(f"-{name}" for name in gone)]
+        same_classes = set(map(type, change.added)) == set(map(type, change.removed))
+        return ["+reordered" if same_classes else f"+{added[0]}"]
+    return [*(f"+{name}" for name in added), *(f"-{name}" for name in removed[len(added) :])]

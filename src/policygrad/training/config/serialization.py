@@ -1,7 +1,11 @@
-"""A run's configuration as TOML, both ways. An unknown key is an error that names the nearest known one.
+"""A run's configuration as TOML, both ways. An unknown key is an error that suggests the closest known one.
 
-A part of the algorithm is a table whose `slice_box` names its class (`Clip`, or `module:Class`, `path/to/file.py:Class` of one's own);
-without `slice_box` the table changes fields of the part that is there. "none" stands for no part.
+A part of the algorithm is a table whose `part` names its class (`Clip`, or `module:Class` or `path/to/file.py:Class` for a custom
+one); without `part` the table changes fields of the part that is already there. "none" stands for no part.
+
+The structuring is written by hand rather than with cattrs: options change a base instead of building a new object, parts are
+chosen by name and may be user code, and every message names file, key and remedy, so that all but the scalars would be custom
+hooks.
 """
 
 from __future__ import annotations
@@ -19,144 +23,46 @@ import tomli_w
 
 import policygrad
 from policygrad.algorithms import get_algorithm
-from policygrad.algorithms import get_algorithm as named
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.errors import ConfigError
-from policygrad.training.config.paths import resolve_directory, resolve_paths, with_full_paths
+from policygrad.training.config.paths import resolve_config_paths, resolve_directory, with_full_paths
 from policygrad.training.config.run import OBJECT_PREFIX, Run, UncheckedRun
 from policygrad.training.config.supervised import SupervisedConfig
 from policygrad.training.config.trust import NO_PERMISSIONS, CodePermissions, check_permissions
 from policygrad.utils.filesystem import read_toml
 from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
-# Which parts there are, by name and by place, and what is said when a name is wrong.
-
-
-def suggest_name(name: str, known: Iterable[str]) -> str:
-    """' did you mean …?' or the known names."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-
-
-def list_parts(place: str | None = None) -> list[str]:
-    """policygrad's own parts by class name, sorted; `split_location` = those that go into that field of an algorithm."""
-    found = []
-    for name in policygrad.__all__:
-        kind = getattr(policygrad, name)
-        if (
-            isinstance(kind, type)
-            and kind is not Algorithm
-            and (_place(kind) == place if place else _place(kind) is not None)
-        ):
-            found.append(name)
-    return found
-
-
-def load_part_class(name: str, where: str, dotted: str) -> type:
-    """The class of a part by its policygrad name, or `module:Class`, or `path/to/file.py:Class`.
-
-    Raises:
-        ConfigError: no such class, or not a dataclass.
-    """
-    if is_user_reference(name):
-        script = (
-            "; it was defined in a script: move the class to a module of its own"
-            if name.startswith("__main__:")
-            else ""
-        )
-        try:
-            kind = load_object(name, f"{where}: {dotted}: cannot import the part {name!r}")
-        except ConfigError as error:
-            raise ConfigError(f"{error}{script}") from error
-        if isinstance(kind, Algorithm):
-            raise ConfigError(
-                f"{where}: {dotted}: {name!r} ({find_assignment(name)}) is a whole algorithm, not a part: --algorithm {name}"
-            )
-        if not isinstance(kind, type):
-            raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: name its class, which is a frozen dataclass")
-        if problem := frozen_problem(kind):
-            raise ConfigError(f"{where}: {dotted}: {name!r}: {problem}")
-        return kind
-    if name not in list_parts():
-        known = list_parts(dotted.rpartition(".")[2]) or list_parts()
-        hint = (
-            suggest_name(name, list_parts())
-            if difflib.get_close_matches(name, list_parts(), 1, 0.5)
-            else suggest_name(name, known)
-        )
-        raise ConfigError(
-            f"{where}: {dotted}: no part is called {name!r}: {hint}; your own is module:Class or file.py:Class"
-        )
-    return getattr(policygrad, name)  # type: ignore[no-any-return]
-
-
-def load_algorithm(name: str) -> Algorithm:
-    """The named algorithm, or one of a user's own: `module:NAME`, `path/to/file.py:NAME`.
-
-    Raises:
-        ConfigError: an unknown name, with the nearest known one; no such module, file or attribute; no algorithm.
-    """
-    if not is_user_reference(name):
-        return get_algorithm(name)
-    found = load_object(name, f"algorithm {name!r}", Algorithm)
-    if isinstance(found, type) and is_dataclass(found):
-        field = next((field for field, role in ROLES.items() if issubclass(found, role.bases)), "FIELD")
-        raise ConfigError(
-            f"algorithm {name!r}: {find_definition(found) or name} is a part, not an algorithm: put it into one, "
-            f"--algorithm.{field} {name}, or in the file NAME = dataclasses.replace(policygrad.GRPO, {field}=…)"
-        )
-    if not isinstance(found, Algorithm):
-        raise ConfigError(
-            f"algorithm {name!r} ({find_assignment(name)}) is {type(found).__name__}, not a policygrad.Algorithm"
-        )
-    return replace(found, name=name.rpartition(":")[2]) if found.name == Algorithm().name else found
-
-
-def _place(kind: type) -> str | None:
-    """The field of an algorithm that one of policygrad's parts goes into, by its base class; None = not one of them."""
-    if not kind.__module__.startswith("policygrad.core.") or kind.__module__ == "policygrad.core.base":
-        return None
-    return next((field for field, role in ROLES.items() if issubclass(kind, role.bases)), None)
-
-
-def check_part_field(kind: type, where: str, dotted: str) -> None:
-    """Refuses a part of ours in a place where it means nothing; what others write is theirs to know."""
-    place, own = dotted.rpartition(".")[2], _place(kind)
-    if own is not None and own != place and place in ROLES:
-        raise ConfigError(
-            f"{where}: {dotted}: {kind.__name__} goes into {own!r}, not {place!r}, which takes {', '.join(list_parts(place))}"
-        )
-
-
 NONE = "none"
 ConfigT = typing.TypeVar("ConfigT", bound=UncheckedRun | SupervisedConfig)
 
 
-def dump_config(run: Run | SupervisedConfig) -> str:
-    """The whole configuration, enough to run it again."""
-    return tomli_w.dumps(_plain(run.without_objects() if isinstance(run, Run) else run))
+def dump_config(config: Run | SupervisedConfig) -> str:
+    """Return the complete configuration as TOML."""
+    return tomli_w.dumps(_to_plain(config.without_objects() if isinstance(config, Run) else config))
 
 
 def load_config(path: Path | str, base: ConfigT, permissions: CodePermissions = NO_PERMISSIONS) -> ConfigT:
-    """`base` changed by what the file says. allowed: the code that it may name.
+    """Return `base` changed by a file's options.
+
+    Args:
+        permissions: Code that the file may name.
 
     Raises:
-        ConfigError: no such file, code that is not allowed, no TOML, an unknown key, a value of the wrong type, parts that
-            contradict each other.
+        ConfigError: The file cannot be read or is no TOML, names code without permission, has an unknown key or a value of the
+            wrong type, or its parts contradict each other.
     """
     path = Path(path)
     try:
-        data = resolve_directory(read_config(path), path)
+        data = resolve_directory(read_config_file(path), path)
         check_permissions(with_full_paths(data), path, permissions)
         return from_dict(data, base, str(path))
     except RecursionError as error:
-        raise ConfigError(f"{path} cannot be read as a configuration: tables in tables, too deep") from error
+        raise ConfigError(f"{path} cannot be read as a configuration: its tables are nested too deeply") from error
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A file's tables. Raises ConfigError where there are none to read."""
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return a file's tables. Raises ConfigError if it cannot be read or is no TOML."""
     try:
         return read_toml(path)
     except OSError as error:
@@ -165,70 +71,147 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except ValueError as error:  # brackets in brackets, an integer of thousands of digits
+    except ValueError as error:  # deeply nested brackets, or an integer of thousands of digits
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
 
 
 def from_dict(data: Mapping[str, Any], base: ConfigT, where: str) -> ConfigT:
-    """`base` changed by a nested mapping as TOML gives it."""
-    return _change(base, data, where, "")  # type: ignore[no-any-return]
+    """Return `base` changed by nested mappings as TOML has them; `where` starts every error message."""
+    return _apply(base, data, where, "")  # type: ignore[no-any-return]
 
 
 def algorithm_to_dict(algorithm: Algorithm) -> dict[str, Any]:
-    """Every part with its class and fields: JSON and TOML can hold it, and a checkpoint does."""
-    return _algorithm(algorithm)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Algorithm):
-        return _algorithm(value)
-    if is_dataclass(value):
-        items = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return {name: _plain(item) for name, item in items if item is not None}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _algorithm(algorithm: Algorithm) -> dict[str, Any]:
+    """Return every part with its class and fields, in a form that JSON and TOML can hold."""
     out: dict[str, Any] = {}
     for f in fields(algorithm):
         value = getattr(algorithm, f.name)
         if isinstance(value, tuple):
-            out[f.name] = [_part(item) for item in value]
+            out[f.name] = [_part_to_dict(part) for part in value]
         else:
-            out[f.name] = value if isinstance(value, (str, int)) else NONE if value is None else _part(value)
+            out[f.name] = value if isinstance(value, (str, int)) else NONE if value is None else _part_to_dict(value)
     return out
 
 
-def _part(part: Any) -> dict[str, Any]:
+def _part_to_dict(part: Any) -> dict[str, Any]:
     kind = type(part)
-    own = getattr(policygrad, kind.__name__, None) is not kind
-    name = import_path(kind) if own else kind.__name__
-    values = {f.name: getattr(part, f.name) for f in fields(part)}
-    return {"part": name, **{k: _field(v) for k, v in values.items()}}
+    is_custom = getattr(policygrad, kind.__name__, None) is not kind
+    out: dict[str, Any] = {"part": import_path(kind) if is_custom else kind.__name__}
+    for f in fields(part):
+        value = getattr(part, f.name)
+        # an open field is written as "none": left out, it would be read as the named algorithm's value
+        out[f.name] = NONE if value is None else _part_to_dict(value) if is_dataclass(value) else value
+    return out
 
 
-def _field(value: Any) -> Any:
-    """An open field is written out: left away, it would be the named algorithm's when the file is read."""
-    return NONE if value is None else _part(value) if is_dataclass(value) else value
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Algorithm):
+        return algorithm_to_dict(value)
+    if is_dataclass(value):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return {name: _to_plain(item) for name, item in items if item is not None}
+    return [_to_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _change(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
-    known = {f.name for f in fields(base)}
+def suggest_name(name: str, names: Iterable[str]) -> str:
+    """Return "did you mean …?" for the closest name, or all known names."""
+    names = list(names)
+    closest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {closest[0]!r}?" if closest else f"known: {', '.join(sorted(names))}"
+
+
+def list_parts(field: str | None = None) -> list[str]:
+    """Return the class names of policygrad's parts, sorted; with `field`, those that fit this field of an algorithm."""
+    kinds = [(name, getattr(policygrad, name)) for name in policygrad.__all__]
+    places = [(name, _field_of(kind)) for name, kind in kinds if isinstance(kind, type) and kind is not Algorithm]
+    return [name for name, place in places if (place == field if field else place is not None)]
+
+
+def load_part_class(name: str, where: str, dotted: str) -> type:
+    """Return the class of a part by its policygrad name, `module:Class`, or `path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: There is no such class, or it is no frozen dataclass.
+    """
+    if is_user_reference(name):
+        try:
+            kind = load_object(name, f"{where}: {dotted}: cannot import the part {name!r}")
+        except ConfigError as error:
+            in_script = name.startswith("__main__:")
+            hint = "; it was defined in a script: move the class to a module of its own" if in_script else ""
+            raise ConfigError(f"{error}{hint}") from error
+        if isinstance(kind, Algorithm):
+            raise ConfigError(
+                f"{where}: {dotted}: {name!r} ({find_assignment(name)}) is an algorithm, not a part: use --algorithm {name}"
+            )
+        if not isinstance(kind, type):
+            raise ConfigError(f"{where}: {dotted}: {name!r} is not a part: name its class, which is a frozen dataclass")
+        if problem := frozen_problem(kind):
+            raise ConfigError(f"{where}: {dotted}: {name!r}: {problem}")
+        return kind
+    names = list_parts()
+    if name not in names:
+        if not difflib.get_close_matches(name, names, 1, 0.5):
+            names = list_parts(dotted.rpartition(".")[2]) or names
+        raise ConfigError(
+            f"{where}: {dotted}: no part is called {name!r}: {suggest_name(name, names)}; a custom one is module:Class or "
+            "file.py:Class"
+        )
+    return getattr(policygrad, name)  # type: ignore[no-any-return]
+
+
+def load_algorithm(name: str) -> Algorithm:
+    """Return a named algorithm, or a custom one: `module:NAME`, `path/to/file.py:NAME`.
+
+    Raises:
+        ConfigError: The name is unknown, the code cannot be imported, or the object is no algorithm.
+    """
+    if not is_user_reference(name):
+        return get_algorithm(name)
+    value = load_object(name, f"algorithm {name!r}", Algorithm)
+    if isinstance(value, type) and is_dataclass(value):
+        field = next((field for field, role in ROLES.items() if issubclass(value, role.bases)), "FIELD")
+        raise ConfigError(
+            f"algorithm {name!r}: {find_definition(value) or name} is a part, not an algorithm: put it into one, "
+            f"--algorithm.{field} {name}, or in the file NAME = dataclasses.replace(policygrad.GRPO, {field}=…)"
+        )
+    if not isinstance(value, Algorithm):
+        raise ConfigError(
+            f"algorithm {name!r} ({find_assignment(name)}) is {type(value).__name__}, not a policygrad.Algorithm"
+        )
+    return replace(value, name=name.rpartition(":")[2]) if value.name == Algorithm().name else value
+
+
+def _field_of(kind: type) -> str | None:
+    """Return the field of an algorithm that one of policygrad's parts goes into; None = the class is no such part."""
+    if not kind.__module__.startswith("policygrad.core.") or kind.__module__ == "policygrad.core.base":
+        return None
+    return next((field for field, role in ROLES.items() if issubclass(kind, role.bases)), None)
+
+
+def check_part_field(kind: type, where: str, dotted: str) -> None:
+    """Raise ConfigError for one of policygrad's parts in a field where it has no meaning; custom parts may go anywhere."""
+    field, expected = dotted.rpartition(".")[2], _field_of(kind)
+    if expected is not None and expected != field and field in ROLES:
+        raise ConfigError(
+            f"{where}: {dotted}: {kind.__name__} goes into {expected!r}, not {field!r}, which takes {', '.join(list_parts(field))}"
+        )
+
+
+def _apply(base: Any, data: Mapping[str, Any], where: str, prefix: str) -> Any:
+    names = {f.name for f in fields(base)}
     hints = typing.get_type_hints(type(base))
     changes: dict[str, Any] = {}
     for key, value in data.items():
         dotted = f"{prefix}{key}"
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key {dotted!r}: {suggest_name(key, known)}")
+        if key not in names:
+            raise ConfigError(f"{where}: unknown key {dotted!r}: {suggest_name(key, names)}")
         current = getattr(base, key)
         if isinstance(current, Algorithm):
-            changes[key] = _read_algorithm(current, value, where, dotted)
+            changes[key] = _parse_algorithm(current, value, where, dotted)
         elif is_dataclass(current):
-            changes[key] = _change(current, _table(value, where, dotted), where, f"{dotted}.")
+            changes[key] = _apply(current, _check_table(value, where, dotted), where, f"{dotted}.")
         else:
-            changes[key] = _typed(value, hints[key], where, dotted)
+            changes[key] = _parse_value(value, hints[key], where, dotted)
     return _build(lambda: replace(base, **changes), where, prefix.rstrip(".") or "the run")
 
 
@@ -239,51 +222,43 @@ def _build(make: typing.Callable[[], Any], where: str, dotted: str) -> Any:
         raise ConfigError(f"{where}: {dotted}: {error}") from error
 
 
-def _table(value: Any, where: str, dotted: str) -> Mapping[str, Any]:
+def _check_table(value: Any, where: str, dotted: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: {dotted!r} is a table, not {value!r}: write [{dotted}] and its keys below")
     return value
 
 
-def _typed(value: Any, hint: Any, where: str, dotted: str) -> Any:
-    options = (
-        typing.get_args(hint) if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
-    )
+def _parse_value(value: Any, hint: Any, where: str, dotted: str) -> Any:
+    is_union = isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = [kind for kind in (typing.get_args(hint) if is_union else (hint,)) if kind is not NoneType]
     if isinstance(value, str) and value.startswith(OBJECT_PREFIX):
-        kind = value.removeprefix(OBJECT_PREFIX)
         raise ConfigError(
-            f"{where}: {dotted!r} was a {kind} object given in Python, which no file can hold: go on from Python, "
-            "pg.train(run, resume=folder) with the same object, or write a name here"
+            f"{where}: {dotted!r} was a {value.removeprefix(OBJECT_PREFIX)} object given in Python, which no file can hold: "
+            "resume from Python, pg.train(run, resume=folder) with the same object, or write a name here"
         )
-    for option in options:
-        option = str if option is Any else option  # by name here, where Python may give an object
-        if option is NoneType:
-            continue
-        if typing.get_origin(option) is tuple and isinstance(value, list):
-            return _typed_tuple(value, typing.get_args(option), where, dotted)
-        if typing.get_origin(option) is typing.Literal and isinstance(value, str):
-            return value  # the part itself refuses what it does not know, and says why
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
+    for kind in kinds:
+        kind = str if kind is Any else kind  # a name here, where Python may give an object
+        if typing.get_origin(kind) is tuple and isinstance(value, list):
+            items = typing.get_args(kind)
+            if items[-1] is Ellipsis:
+                items = items[:1] * len(value)
+            elif len(items) != len(value):
+                raise ConfigError(f"{where}: {dotted!r} must be a list of {len(items)}, not {value!r}")
+            pairs = enumerate(zip(value, items, strict=True))
+            return tuple(_parse_value(item, hint, where, f"{dotted}[{i}]") for i, (item, hint) in pairs)
+        if typing.get_origin(kind) is typing.Literal and isinstance(value, str):
+            return value  # the part checks it, and explains what it accepts
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if isinstance(option, type) and isinstance(value, option) and not (option is int and isinstance(value, bool)):
+        if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
             return value
-    names = " or ".join(_type_name(o) for o in options if o is not NoneType)
-    raise ConfigError(f"{where}: {dotted!r} must be {names}, not {value!r}")
+    raise ConfigError(f"{where}: {dotted!r} must be {' or '.join(map(_describe_type, kinds))}, not {value!r}")
 
 
-def _typed_tuple(value: list[Any], kinds: tuple[Any, ...], where: str, dotted: str) -> tuple[Any, ...]:
-    if kinds[-1] is not Ellipsis and len(kinds) != len(value):
-        raise ConfigError(f"{where}: {dotted!r} must be a list of {len(kinds)}, not {value!r}")
-    each = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
-    return tuple(
-        _typed(item, kind, where, f"{dotted}[{i}]") for i, (item, kind) in enumerate(zip(value, each, strict=True))
-    )
-
-
-def _type_name(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
-        return f"a list of {_type_name(typing.get_args(kind)[0])}"
-    words = {
+        return f"a list of {_describe_type(typing.get_args(kind)[0])}"
+    descriptions = {
         "Any": "text in quotes",
         "str": "text in quotes",
         "int": "a whole number",
@@ -291,75 +266,75 @@ def _type_name(kind: Any) -> str:
         "bool": "true or false",
     }
     name = getattr(kind, "__name__", str(kind))
-    return words.get(name, name)
+    return descriptions.get(name, name)
 
 
-def _read_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
+def _parse_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
     if isinstance(value, str):
         return _build(lambda: load_algorithm(value), where, dotted)  # type: ignore[no-any-return]
-    value = dict(_table(value, where, dotted))
+    value = dict(_check_table(value, where, dotted))
     name = value.get("name")
     if isinstance(name, str) and name != current.name:
         try:
-            current = named(name)
+            current = get_algorithm(name)
         except ValueError:
-            current = replace(current, name=name)  # a method of one's own, spelled out part by part
-    known = {f.name for f in fields(Algorithm)}
+            current = replace(current, name=name)  # a custom algorithm, given part by part
+    names = {f.name for f in fields(Algorithm)}
     changes: dict[str, Any] = {}
     for key, item in value.items():
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key '{dotted}.{key}': {suggest_name(key, known)}")
-        place, there = f"{dotted}.{key}", getattr(current, key)
-        if isinstance(there, tuple):
+        if key not in names:
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}': {suggest_name(key, names)}")
+        place, present = f"{dotted}.{key}", getattr(current, key)
+        if isinstance(present, tuple):
             if not isinstance(item, list):
-                raise ConfigError(
-                    f"{where}: {place!r} is a list of parts: write [[{place}]] and a `slice_box` for each"
-                )
-            changes[key] = tuple(parse_part(None, one, where, place) for one in item)
-        elif isinstance(there, (str, int)):
-            changes[key] = _typed(item, type(there), where, place)
+                raise ConfigError(f"{where}: {place!r} is a list of parts: write [[{place}]] and a `part` for each")
+            changes[key] = tuple(parse_part(None, part, where, place) for part in item)
+        elif isinstance(present, (str, int)):
+            changes[key] = _parse_value(item, type(present), where, place)
         else:
-            changes[key] = parse_part(there, item, where, place)
+            changes[key] = parse_part(present, item, where, place)
             if changes[key] is None and NoneType not in typing.get_args(typing.get_type_hints(Algorithm)[key]):
                 raise ConfigError(f"{where}: {place!r} cannot be none: it takes {', '.join(list_parts(key))}")
     return _build(lambda: replace(current, **changes), where, dotted)  # type: ignore[no-any-return]
 
 
 def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
-    """Build the part that a name, or a table of a `slice_box` and its settings, describes; None for the word `none`.
+    """Build the part that a name, or a table of a `part` and its settings, describes; None for "none".
 
     Args:
-        current: the part that stands there: settings that are left out keep its values where it is of the same class.
-        where: what holds the value, which begins the message of a refusal; dotted: the key there.
+        current: The present part. If it is of the same class, settings that are left out keep its values.
+        where: What holds the value, at the start of every error message.
+        dotted: The value's key there.
 
     Raises:
-        ConfigError: no such part, a setting that it does not have, or a value of another type.
+        ConfigError: There is no such part or setting, or a value has the wrong type.
     """
     if value == NONE:
         return None
-    value = {"part": value} if isinstance(value, str) else dict(_table(value, where, dotted))
+    value = {"part": value} if isinstance(value, str) else dict(_check_table(value, where, dotted))
     name = value.pop("part", None)
     if name is None and current is None:
-        raise ConfigError(f"{where}: {dotted!r} needs a `slice_box`, the class it is made of, e.g. part = 'Clip'")
+        raise ConfigError(f"{where}: {dotted!r} needs a `part`, the name of its class, e.g. part = 'Clip'")
     kind = type(current) if name is None else load_part_class(name, where, dotted)
     check_part_field(kind, where, dotted)
-    known = {f.name for f in fields(kind)}
+    names = {f.name for f in fields(kind)}
     hints = typing.get_type_hints(kind)
-    for key in value:
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {suggest_name(key, known)}")
-    values = {k: _read_field(v, hints[k], where, f"{dotted}.{k}") for k, v in value.items()}
+    values: dict[str, Any] = {}
+    for key, item in value.items():
+        if key not in names:
+            raise ConfigError(f"{where}: unknown key '{dotted}.{key}' of {kind.__name__}: {suggest_name(key, names)}")
+        place = f"{dotted}.{key}"
+        if item == NONE and NoneType in typing.get_args(hints[key]):
+            values[key] = None
+        elif isinstance(item, Mapping):
+            values[key] = parse_part(None, item, where, place)
+        else:
+            values[key] = _parse_value(item, hints[key], where, place)
     same: Any = current if type(current) is kind else None
     return _build(lambda: kind(**values) if same is None else replace(same, **values), where, dotted)
 
 
-def _read_field(value: Any, hint: Any, where: str, dotted: str) -> Any:
-    if value == NONE and NoneType in typing.get_args(hint):
-        return None
-    return parse_part(None, value, where, dotted) if isinstance(value, Mapping) else _typed(value, hint, where, dotted)
-
-
-# A configuration in words, from its TOML alone: whoever reads of a run need not have the parts that a user wrote.
+# A configuration for people, from its TOML alone, so that a run can be read about without its custom parts.
 
 PART_LABELS = {
     "advantage": "advantage Ψ",
@@ -372,55 +347,53 @@ PART_LABELS = {
     "filters": "filters",
     "critic": "critic",
     "reward_model": "reward model",
-    "update_rule": "update_rule",
+    "update_rule": "update rule",
 }
-"""Of an algorithm, in the equation's order."""
+"""An algorithm's fields, in the equation's order."""
 
 
 def format_option(value: Any) -> str:
-    """An option's value: a part as `Clip(low=0.2, high=0.28)`, a list with commas."""
+    """Return an option's value as text: a part as `Clip(low=0.2, high=0.28)`, a list with commas."""
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{k}={format_option(v)}" for k, v in value.items() if k != "part")
-        return f"{value['part']}({inside})" if "part" in value and inside else str(value.get("part", inside))
+        settings = ", ".join(f"{k}={format_option(v)}" for k, v in value.items() if k != "part")
+        return f"{value['part']}({settings})" if "part" in value and settings else str(value.get("part", settings))
     if isinstance(value, list):
         return ", ".join(map(format_option, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def format_parts(algorithm: Mapping[str, Any]) -> dict[str, str]:
-    """Where a part goes -> the part; what is absent is left out."""
-    said = {label: format_option(algorithm[key]) for key, label in PART_LABELS.items() if key in algorithm}
-    return {label: text for label, text in said.items() if text not in ("", "none")}
+    """Return label → part for the parts that an algorithm has."""
+    texts = {label: format_option(algorithm[key]) for key, label in PART_LABELS.items() if key in algorithm}
+    return {label: text for label, text in texts.items() if text not in ("", NONE)}
 
-
-# What a run was measured on and how, from the `run.toml` in its folder: its task, rewards and lengths, and no more of it.
 
 EVAL_OPTIONS = (
-    "task", "map", "skip_bad_rows", "reward", "environment", "environment_timeout", "eval/reward", "sampling", "seed",
+    "task", "row_map", "skip_bad_rows", "reward", "environment", "environment_timeout", "eval_data", "sampling", "seed",
     "trust_remote_code",
 )  # fmt: skip
-"""Options that mean the same where a model is measured."""
-_READ = (*EVAL_OPTIONS, "evaluation", "rewards", "learner", "directory")
+"""Options that mean the same in training and evaluation."""
 
 
-def load_eval_options(file: Path, allowed: CodePermissions) -> tuple[UncheckedRun, tuple[str, ...]]:
-    """(the run as far as it is measured, with its files wherever they are, and the options that were objects of Python's, which the
-    file does not hold).
+def load_eval_options(file: Path, permissions: CodePermissions) -> tuple[UncheckedRun, tuple[str, ...]]:
+    """Return what an evaluation uses of a run's `run.toml`: its task, rewards and lengths, with full paths, and the names of
+    options that were Python objects, which the file does not hold.
 
-    Its algorithm is not read, so that parts of one's own need no leave.
+    The algorithm is not read, so that its custom parts need no permission.
 
     Raises:
-        ConfigError: what cannot be read, or code that is not allowed.
+        ConfigError: The file cannot be read, or names code without permission.
     """
-    data = {name: value for name, value in resolve_directory(read_config(file), file).items() if name in _READ}
+    names = (*EVAL_OPTIONS, "evaluation", "rewards", "learner", "directory")
+    data = {name: value for name, value in resolve_directory(read_config_file(file), file).items() if name in names}
     objects = tuple(name for name, value in data.items() if _is_object(value))
     data = {name: value for name, value in data.items() if name not in objects}
     if isinstance(data.get("learner"), Mapping):
         data["learner"] = {name: data["learner"][name] for name in ("device", "dtype") if name in data["learner"]}
-    check_permissions(with_full_paths(data), file, allowed)
-    return resolve_paths(from_dict(data, UncheckedRun(), str(file))), objects
+    check_permissions(with_full_paths(data), file, permissions)
+    return resolve_config_paths(from_dict(data, UncheckedRun(), str(file))), objects
 
 
 def _is_object(value: Any) -> bool:
-    several = value if isinstance(value, list) else [value]
-    return any(isinstance(word, str) and word.startswith(OBJECT_PREFIX) for word in several)
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(item, str) and item.startswith(OBJECT_PREFIX) for item in values)

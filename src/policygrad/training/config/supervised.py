@@ -1,4 +1,4 @@
-"""What `policygrad sft` and `policygrad reward-model` need to know: frozen dataclasses, defaults < TOML file < flags."""
+"""Configurations of `policygrad sft` and `policygrad reward-model`: frozen dataclasses, like a run's."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from policygrad.training.config.run import (
 )
 
 MAX_EPOCHS = 10**9
-"""Epochs: beyond any run, and what a step's number still counts exactly."""
+"""More than any run has, and few enough for exact step numbers."""
 TINY_MODEL_LR, DEFAULT_LR = 1e-3, 1e-5
 """Default learning rates: the embedded model of 0.7M parameters, and larger ones (Ouyang et al. 2022, appendix C: about 9e-6)."""
 
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """One training on labelled data. `KIND.toml` in its folder holds it whole.
+    """One training run on labelled data. `KIND.toml` in its folder holds all of it.
 
     Raises:
-        ConfigError: options that make no sense, with the way out.
+        ConfigError: The options contradict each other; the message says which to change.
     """
 
     kind: ClassVar[str] = ""
-    """The command's name, which is also that of the configuration file in the folder."""
+    """Name of the command and of the configuration file."""
 
     data: Annotated[str, optional_arg("FILE", "required")] = ""
-    """The training data, .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `load_dataset_table`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
+    """Training data: .jsonl, .jsonl.gz, .parquet or .arrow, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
     row_map: Annotated[str | None, optional_arg("FILE:NAME", "none")] = None
-    """A function that is given each row, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    """Function applied to each row, a dict; it returns the row to use, or None to drop it: mine.py:f."""
     skip_bad_rows: bool = False
-    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
+    """Drop rows that cannot be used, and report how many; otherwise the first is an error, with file and line."""
     model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
-    """Directory or hub id of the model to start from; tiny = the base model inside the package."""
+    """Directory or hub id of the initial model; tiny = the base model inside the package."""
     trust_remote_code: bool = False
-    """Let Python code in the model's folder or repository run; without it such a model is refused."""
+    """Run Python code from the model's folder or repository; without it such a model is refused."""
     eval_data: Annotated[
         str | None, optional_arg("FILE", "a sixteenth of the data, chosen by a hash of the prompt")
     ] = None
-    """Data to measure on; training leaves its prompts out."""
+    """Evaluation data; its prompts are excluded from training."""
     epochs: int = 1
     """Passes over the data."""
     batch_size: int = 64
@@ -60,17 +60,17 @@ class SupervisedConfig:
         float | None,
         optional_arg(
             "FLOAT",
-            f"{TINY_MODEL_LR:g} for the tiny model, {DEFAULT_LR:g} for any other, of adapters {DEFAULT_LR * LORA_LR_FACTOR:g}",
+            f"{TINY_MODEL_LR:g} for the tiny model, {DEFAULT_LR:g} for others, {DEFAULT_LR * LORA_LR_FACTOR:g} for adapters",
         ),
     ] = None
     """Peak learning rate."""
     seed: int = 0
-    """Of the order of the rows, and of what is drawn at random."""
+    """Seed of the order of the rows and of all random numbers."""
     output: Annotated[str | None, optional_arg("DIR", "the next free runs/COMMAND-N")] = None
-    """The run's folder."""
+    """Folder of the run."""
     directory: Annotated[str | None, optional_arg("DIR", "the current folder")] = None
-    """Where relative names of files and folders begin; what is not there is looked for in the current folder.
-    A run's own file says it, so that a run goes on from anywhere."""
+    """Folder that relative file names refer to; a file that is missing there is looked for in the current folder.
+    A run's own file records it, so that the run can be resumed from anywhere."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="cosine"))
     """AdamW, schedule, clipping."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -78,9 +78,9 @@ class SupervisedConfig:
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=100))
     """Checkpoints."""
     guard: SupervisedGuardConfig = field(default_factory=SupervisedGuardConfig)
-    """Against divergence."""
+    """Detection of divergence."""
     track: Annotated[tuple[str, ...], optional_arg("NAME", "none")] = ()
-    """Services that follow the run too: wandb, tensorboard, trackio, mlflow. Each is an extra."""
+    """Tracking services: wandb, tensorboard, trackio, mlflow. Each is an extra."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
@@ -94,34 +94,28 @@ class SupervisedConfig:
         check_services(self.track)
         if self.learner.score_parameters:
             raise ConfigError(
-                f"learner.score_parameters is for policy gradients; {self.kind} reads none: leave it empty"
+                f"learner.score_parameters is for policy gradients; {self.kind} does not use it: leave it empty"
             )
         if self.learner.routing_replay:
             raise ConfigError(
-                f"learner.routing_replay replays the experts that sampled, and {self.kind} samples nothing: leave it out"
+                f"learner.routing_replay replays a sampler's experts, and {self.kind} samples nothing: leave it out"
             )
         if self.learner.tensor_parallel > 1:
             raise ConfigError(
-                f"learner.tensor_parallel is for policygrad train; {self.kind} spreads by learner.world_size: leave it out"
+                f"learner.tensor_parallel is for policygrad train; {self.kind} uses learner.world_size: leave it out"
             )
         check_fsdp_options(self.learner)
 
     def resolve(self) -> Self:
-        """With every open choice filled in.
+        """Fill in every open choice.
 
         Raises:
-            ConfigError: no data.
+            ConfigError: No data.
         """
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
-        lr = (
-            self.lr
-            if self.lr is not None
-            else TINY_MODEL_LR
-            if self.model == "tiny"
-            else DEFAULT_LR * self.learner.lora_lr_multiplier
-        )
-        return replace(self, lr=lr, learner=self.learner.resolve())
+        default = TINY_MODEL_LR if self.model == "tiny" else DEFAULT_LR * self.learner.lora_lr_multiplier
+        return replace(self, lr=default if self.lr is None else self.lr, learner=self.learner.resolve())
 
 
 @dataclass(frozen=True)
@@ -133,6 +127,6 @@ class SFTConfig(SupervisedConfig):
 
 @dataclass(frozen=True)
 class RewardModelConfig(SupervisedConfig):
-    """A reward model from preferences."""
+    """Training of a reward model on preferences."""
 
     kind: ClassVar[str] = "reward-model"

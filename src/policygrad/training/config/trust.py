@@ -1,10 +1,12 @@
-"""What a file of options may have imported. Naming code on the command line is leave to run it; a file may come from anybody.
+"""Which code a configuration file may bring in, and where it may send texts and weights.
 
-The same holds for where its texts and weights go: servers on other machines and folders outside of the file's own.
+A file may come from anyone, so code that it names is imported only if one of these holds:
 
-Without being asked for, a file's own code is imported where a script would find it who is written here: in the current folder, but
-not in what the file came with, nor among the installed packages; and what this process has loaded already from elsewhere than
-those. All else needs `--allow-code`. Nothing is imported to find that out.
+- the command line names it, in an option or by `--allow-code`;
+- it lies below the current folder, but neither in the folder that the file came in nor among the installed packages;
+- this process has already imported it, and it is not an installed package.
+
+Servers on other machines, and folders outside the file's own, always need `--allow-code`. Nothing is imported to find this out.
 """
 
 from __future__ import annotations
@@ -25,170 +27,160 @@ from policygrad.utils.user_code import add_cwd_to_path, is_user_reference
 
 RUN_FILE = "run.toml"
 GENERATED_FILES = (RUN_FILE, "sft.toml", "reward-model.toml", "plan.json")
-"""Files of options that policygrad writes into the folder of a run or of a comparison; code beside them came with them."""
-_WORDS = ("name", "old_policy")  # of an algorithm, which are text and no parts
+"""Configuration files that policygrad writes into the folder of a run or comparison; code beside them came with them."""
+_TEXT_FIELDS = ("name", "old_policy")  # fields of an algorithm that hold text rather than parts
 
 
 @dataclass(frozen=True)
 class CodePermissions:
-    """What the command line, or the caller, has said may run."""
+    """What the command line, or the caller, allows."""
 
     names: tuple[str, ...] = ()
-    """Modules, with all that is in them; files; folders."""
+    """Modules with everything in them, files, folders, servers."""
     remote_code: bool = False
-    """Whether a model's own code may."""
+    """Whether a model's own code may run."""
     overridden: frozenset[str] = frozenset()
-    """Options that the command line sets anew, so that what the file says of them is not used: `sampler.urls`."""
+    """Options that the command line sets, so that the file's values are not used: `sampler.urls`, `sampler.folder`."""
 
 
 NO_PERMISSIONS = CodePermissions()
 
 
-def check_permissions(data: Mapping[str, Any], file: Path, allowed: CodePermissions) -> None:
-    """Refuses a file of options that would run code nobody here has named, or send a run's texts and weights out of its folder and
-    this machine. data: what it says.
+def check_permissions(data: Mapping[str, Any], file: Path, permissions: CodePermissions) -> None:
+    """Check that a file's options run no code, and send texts and weights nowhere, without permission.
 
     Raises:
-        ConfigError: with the words that allow it.
+        ConfigError: A permission is missing; the message says how to give it.
     """
-    require_permissions(
-        filter_unpermitted(config_code_references(data), file, allowed),
-        bool(data.get("trust_remote_code")),
-        file,
-        allowed,
-    )
-    if leads_out := find_remote_targets(data, file, allowed):
+    missing = filter_unpermitted(find_code_references(data), file, permissions)
+    require_permissions(missing, bool(data.get("trust_remote_code")), file, permissions)
+    if targets := find_remote_targets(data, file, permissions):
         raise ConfigError(
-            f"{file}: sampler.urls and sampler.folder name {', '.join(leads_out)}: prompts and weights would go to servers on "
-            f"another machine, or to a folder outside of {file.parent}, which a file cannot permit. If you want that, add --allow-code "
-            f"{shlex.join(leads_out)} (from Python allow={tuple(leads_out)}), or give your own --sampler.urls, --sampler.folder"
+            f"{file}: sampler.urls and sampler.folder name {', '.join(targets)}: prompts and weights would go to servers on "
+            f"another machine, or to a folder outside {file.parent}, which a file cannot allow. To allow it, add --allow-code "
+            f"{shlex.join(targets)} (in Python allow_code={tuple(targets)}), or set --sampler.urls, --sampler.folder yourself"
         )
 
 
-def require_permissions(missing: Sequence[str], remote_code: bool, file: Path, allowed: CodePermissions) -> None:
-    """Refuse code that needs permission and has none. missing: its names; remote_code: whether the file asks for a model's own.
-
-    Raises:
-        ConfigError: with the words that allow it.
-    """
-    if remote_code and not allowed.remote_code:
+def require_permissions(missing: Sequence[str], remote_code: bool, file: Path, permissions: CodePermissions) -> None:
+    """Raise ConfigError if code in `missing` has no permission, or if the file wants a model's own code to run and may not."""
+    if remote_code and not permissions.remote_code:
         raise ConfigError(
-            f"{file}: trust_remote_code lets Python in the model's folder run, which a file cannot say for you: give "
-            "--trust-remote-code too (from Python pass the run, policygrad.train(run, resume=…)), or take the line out"
+            f"{file}: trust_remote_code lets Python code in the model's folder run, which a file cannot allow: add "
+            "--trust-remote-code (in Python pass the run, policygrad.train(run, resume=…)), or remove the line"
         )
     if missing:
         raise ConfigError(
-            f"{file} names code of its own, {missing[0]}, which this command has not: a run folder with parts or rewards of one's "
-            f"own is a program. If it is yours, or you have read it, add --allow-code {' '.join(missing)} (from Python "
-            f"allow={tuple(missing)}); a map that is named again, --row-map FILE:NAME, needs no more"
+            f"{file} names code of its own, {missing[0]}, which the command line does not: a run folder with custom parts or "
+            f"rewards is a program. If it is yours, or you have read it, add --allow-code {' '.join(missing)} (in Python "
+            f"allow_code={tuple(missing)}); a row map that is given again, --row-map FILE:NAME, needs nothing else"
         )
 
 
 def missing_permissions(
-    data: Mapping[str, Any], file: Path, allowed: CodePermissions = NO_PERMISSIONS, *, elsewhere: bool = False
+    data: Mapping[str, Any], file: Path, permissions: CodePermissions = NO_PERMISSIONS, *, new_process: bool = False
 ) -> list[str]:
-    """The modules and files that options in `file` would have imported, and the servers and folders elsewhere that a sampler would
-    be given, as far as they need leave, sorted. elsewhere: in a process to come, which has loaded nothing."""
-    return sorted(
-        {
-            *filter_unpermitted(config_code_references(data), file, allowed, elsewhere=elsewhere),
-            *find_remote_targets(data, file, allowed),
-        }
-    )
+    """Return the modules, files, servers and folders in a file's options that need permission and have none, sorted.
+
+    Args:
+        new_process: Answer for another process, which has imported nothing yet.
+    """
+    code = filter_unpermitted(find_code_references(data), file, permissions, new_process=new_process)
+    return sorted({*code, *find_remote_targets(data, file, permissions)})
 
 
-def find_remote_targets(data: Mapping[str, Any], file: Path, allowed: CodePermissions = NO_PERMISSIONS) -> list[str]:
-    """The servers on other machines that options in `file` would have a policy drawn by, and the folder outside of the file's own
-    that they would have weights written to, as far as they need permission and have none."""
+def find_remote_targets(
+    data: Mapping[str, Any], file: Path, permissions: CodePermissions = NO_PERMISSIONS
+) -> list[str]:
+    """Return the sampler's servers on other machines, and its folder if that is outside the file's own, without permission."""
     sampler = data.get("sampler")
     if not isinstance(sampler, Mapping):
         return []
-    urls = [] if "sampler.urls" in allowed.overridden else sampler.get("urls", ())
-    found = [str(url) for url in urls if not is_local_url(str(url))] if isinstance(urls, (list, tuple)) else []
-    folder = None if "sampler.folder" in allowed.overridden else sampler.get("folder")
-    if isinstance(folder, str) and not any(_is_below(folder, place) for place in (str(file.parent), *allowed.names)):
-        found.append(folder)
-    return [place for place in found if place not in allowed.names]
+    urls = [] if "sampler.urls" in permissions.overridden else sampler.get("urls", ())
+    targets = [str(url) for url in urls if not is_local_url(str(url))] if isinstance(urls, (list, tuple)) else []
+    folder = None if "sampler.folder" in permissions.overridden else sampler.get("folder")
+    if isinstance(folder, str) and not any(_is_below(folder, f) for f in (str(file.parent), *permissions.names)):
+        targets.append(folder)
+    return [target for target in targets if target not in permissions.names]
 
 
-def _is_below(folder: str, place: str) -> bool:
+def _is_below(path: str, folder: str) -> bool:
     try:
-        return Path(folder).expanduser().resolve().is_relative_to(Path(place).expanduser().resolve())
-    except (OSError, ValueError, RuntimeError):  # a NUL in it, or the home of a user that there is not
+        return Path(path).expanduser().resolve().is_relative_to(Path(folder).expanduser().resolve())
+    except (OSError, ValueError, RuntimeError):  # a NUL in it, or the home of an unknown user
         return False
 
 
 def filter_unpermitted(
-    codes: Iterable[str], file: Path, allowed: CodePermissions, *, elsewhere: bool = False
+    codes: Iterable[str], file: Path, permissions: CodePermissions, *, new_process: bool = False
 ) -> list[str]:
-    """Those of the modules, files and addresses in `file` that need permission and have none, sorted."""
-    asked = {code for code in codes if not _is_allowed(code, allowed)}
-    return sorted(code for code in asked if not _is_ours(code, file, elsewhere))
+    """Return the modules, files and addresses named in `file` that need permission and have none, sorted."""
+    unlisted = {code for code in codes if not _is_listed(code, permissions)}
+    return sorted(code for code in unlisted if not _is_trusted(code, file, new_process))
 
 
-def code_in_argv(words: Sequence[str]) -> list[str]:
-    """The modules, files and addresses that a command line names, as `--flag value` or `--flag=value`, alone or in a list."""
-    found, flag, directory = set[str](), "", None
-    for word in words:
+def code_in_argv(argv: Sequence[str]) -> list[str]:
+    """Return the modules, files and addresses that a command line names, by `--flag value` or `--flag=value`, also in a list."""
+    names, flag, directory = set[str](), "", None
+    for word in argv:
         value = word
         if word.startswith("--"):
             flag, _, value = word.partition("=")
         if flag == "--directory":
             directory = value or directory
-        if value:
-            pieces = [find_code(value)] if flag == "--reward" else map(_of_word, value.split(","))
-            found |= {code for piece in pieces for code in piece}
-    return sorted(found | {str(Path(directory, code)) for code in found if directory and code.endswith(".py")})
+        if value and flag == "--reward":
+            names |= set(find_code(value))
+        else:
+            for item in value.split(",") if value else ():
+                if _is_address(item):
+                    names |= set() if is_local_url(item) else {item}
+                elif is_user_reference(item):
+                    names |= set(code_references(item))
+    return sorted(names | {str(Path(directory, name)) for name in names if directory and name.endswith(".py")})
 
 
-def overridden_in_argv(words: Sequence[str]) -> frozenset[str]:
-    """Of the options that `Allowed.overridden` may hold, those that a command line sets."""
-    flags = {word.partition("=")[0] for word in words}
+def overridden_in_argv(argv: Sequence[str]) -> frozenset[str]:
+    """Return the options of `CodePermissions.overridden` that a command line sets."""
+    flags = {word.partition("=")[0] for word in argv}
     return frozenset(name for name in ("sampler.urls", "sampler.folder") if f"--{name}" in flags)
 
 
-def _of_word(word: str) -> list[str]:
-    if _is_address(word):
-        return [] if is_local_url(word) else [word]
-    return code_references(word) if is_user_reference(word) else []
-
-
-def config_code_references(data: Mapping[str, Any]) -> Iterator[str]:
-    """What reading these options would import: as `toml.from_dict` does, and the rewards when they are made."""
+def find_code_references(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield everything that reading these options, and loading their rewards, would import."""
     rewards = data.get("reward")
     for name in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(name, str):
             yield from find_code(name)
-    for option in ("map", "environment", "task"):
+    for option in ("row_map", "environment", "task"):
         name = data.get(option)
         if isinstance(name, str) and is_user_reference(name) and (option != "task" or split_environment_name(name)):
             yield from code_references(name)
     algorithm = data.get("algorithm")
     if isinstance(algorithm, Mapping):
         for key, value in algorithm.items():
-            if key not in _WORDS:
-                yield from _of_parts(value)
+            if key not in _TEXT_FIELDS:
+                yield from _code_of_parts(value)
     else:
-        yield from _of_parts(algorithm)
+        yield from _code_of_parts(algorithm)
 
 
-def _of_parts(value: Any) -> Iterator[str]:
+def _code_of_parts(value: Any) -> Iterator[str]:
     if isinstance(value, str) and is_user_reference(value):
         yield value.rpartition(":")[0] or value
     elif isinstance(value, list):
         for item in value:
-            yield from _of_parts(item)
+            yield from _code_of_parts(item)
     elif isinstance(value, Mapping):
-        yield from _of_parts(value.get("part"))
-        yield from (code for item in value.values() if isinstance(item, Mapping) for code in _of_parts(item))
+        yield from _code_of_parts(value.get("part"))
+        yield from (code for item in value.values() if isinstance(item, Mapping) for code in _code_of_parts(item))
 
 
-def _is_allowed(code: str, allowed: CodePermissions) -> bool:
-    if code in allowed.names or _is_address(code):
-        return code in allowed.names
-    file = _file(code)
-    for given in allowed.names:
-        name = given.rpartition(":")[0] or given
+def _is_listed(code: str, permissions: CodePermissions) -> bool:
+    if code in permissions.names or _is_address(code):
+        return code in permissions.names
+    file = _find_file(code)
+    for allowed in permissions.names:
+        name = allowed.rpartition(":")[0] or allowed
         if f"{code}.".startswith(f"{name}."):
             return True
         if file is not None and file.is_relative_to(Path(name).expanduser().resolve()):
@@ -200,47 +192,44 @@ def _is_address(code: str) -> bool:
     return code.startswith(("http://", "https://"))
 
 
-def _is_ours(code: str, options: Path, elsewhere: bool) -> bool:
-    """Whether it is code of whoever runs this, as far as its place can tell."""
-    if code == "__main__":  # which is running
+def _is_trusted(code: str, options_file: Path, new_process: bool) -> bool:
+    """Return whether code needs no permission, judged by its location."""
+    if code == "__main__":  # it is running
         return True
-    if _is_address(code):  # it would be shown what the model writes, and a key
+    if _is_address(code):  # a judge there would see what the model writes, and a key
         return False
-    file = _file(code)
-    if file is None or not file.exists():  # built in; or there is none, which whoever imports it says
-        return file is not None or _spec(code) is None
-    if any(file.is_relative_to(installed) for installed in _installed()):
+    file = _find_file(code)
+    if file is None or not file.exists():  # built in; or missing, which importing it reports
+        return file is not None or _find_spec(code) is None
+    installed = {path for kind, path in sysconfig.get_paths().items() if kind.endswith("lib")}
+    installed |= {path for path in sys.path if path.endswith("-packages")}
+    if any(file.is_relative_to(Path(path).resolve()) for path in installed):
         return False
-    return _is_here(file, options) or (not elsewhere and _loaded(file))
+    if _is_local_code(file, options_file):
+        return True
+    return not new_process and any(
+        getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())
+    )
 
 
-def _is_here(file: Path, options: Path) -> bool:
-    """Whether it is below the current folder, and not in that folder of it which the options came in (`runs` of runs/grpo-1)."""
-    here, folder = Path.cwd().resolve(), options.resolve().parent
-    if not file.is_relative_to(here):
+def _is_local_code(file: Path, options_file: Path) -> bool:
+    """Return whether a file is below the current folder, but not in the subfolder that the options came in (`runs` for
+    runs/grpo-1)."""
+    current, folder = Path.cwd().resolve(), options_file.resolve().parent
+    if not file.is_relative_to(current):
         return False
-    if folder == here:
-        return options.name not in GENERATED_FILES
-    if folder.is_relative_to(here):
-        return not file.is_relative_to(here / folder.relative_to(here).parts[0])
-    return not here.is_relative_to(folder)
+    if folder == current:
+        return options_file.name not in GENERATED_FILES
+    if folder.is_relative_to(current):
+        return not file.is_relative_to(current / folder.relative_to(current).parts[0])
+    return not current.is_relative_to(folder)
 
 
-def _loaded(file: Path) -> bool:
-    return any(getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values()))
-
-
-def _installed() -> list[Path]:
-    """Where packages are, Python's own among them: nobody wrote those for this run."""
-    places = {place for kind, place in sysconfig.get_paths().items() if kind.endswith("lib")}
-    return [Path(place).resolve() for place in {*places, *(p for p in sys.path if p.endswith("-packages"))}]
-
-
-def _file(code: str) -> Path | None:
-    """The file, or the package's folder, that the name would import; None = it has none, or there is no such module."""
+def _find_file(code: str) -> Path | None:
+    """Return the file, or the package's folder, that a name would import; None = it has none, or there is no such module."""
     if code.endswith(".py"):
         return Path(code).expanduser().resolve()
-    spec = _spec(code)
+    spec = _find_spec(code)
     if spec is None:
         return None
     if spec.origin and spec.has_location:
@@ -248,8 +237,8 @@ def _file(code: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))).resolve() if spec.submodule_search_locations else None
 
 
-def _spec(code: str) -> Any:
-    """Of the first word: to find a submodule, Python would import what it is in."""
+def _find_spec(code: str) -> Any:
+    """Find the top-level module: to find a submodule, Python would import its package."""
     top = code.partition(".")[0]
     add_cwd_to_path(top)
     try:
