@@ -387,7 +387,7 @@ def test_adapters_of_a_rank_beyond_every_matrix_are_refused() -> None:
     from policygrad.models.lora_config import Lora
 
     with pytest.raises(
-        ConfigError, match="rank must be at most 128, as no matrix of the model has a higher one, not 1,000,000"
+        ConfigError, match="rank must be at most 128, the highest rank of the model's matrices, not 1,000,000"
     ):
         load_model("tiny", lora=Lora(rank=10**6))
 

@@ -181,7 +181,8 @@ def _difference(a: Algorithm) -> str:
 def defaults(a: Algorithm) -> list[tuple[str, str, str, str]]:
     """(part, setting, value, source) of every default."""
     rows = []
-    for field, part in a.parts():
+    for key, part in a.named_parts():
+        field = key.partition(".")[0]
         if field == "reference" and "logp_ref" not in a.needs:
             continue
         label, kind = EQUATION_COLUMNS[field][1], type(part).__name__
@@ -204,7 +205,7 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
     parent = ABOUT[a.name].parent
     if parent is not None and key not in RECIPE_FIELDS:
         theirs = ALGORITHMS[parent]
-        held = [getattr(p, setting) for _, p in theirs.parts() if type(p) is type(part)]
+        held = [getattr(p, setting) for p in theirs.parts() if type(p) is type(part)]
         if value in held if part is not None else value == theirs.samples_per_prompt:
             inherited = origin(theirs, part, setting, value)
             if inherited not in (OURS, DEFAULT_SOURCES.get(key)):

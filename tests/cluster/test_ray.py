@@ -45,7 +45,7 @@ class Guess:
         await asyncio.sleep(0)
         worth = float(sum(c.isdigit() for c in action.text)) + 0.25 * len(action.text) + self.draw.random()
         if self.turns == 3:
-            return pg.Step(reward=worth, ended="guessed")
+            return pg.Step(reward=worth, stop_reason="guessed")
         return pg.Step(pg.Observation(f" no, {self.draw.randrange(100)}: "), worth / 2)
 """
 
@@ -141,7 +141,7 @@ def test_a_client_from_elsewhere_goes_on_with_a_stopped_run(
 
 def test_what_has_no_room_is_said_within_seconds(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
     told = list[str]()
-    with pytest.raises(RunError, match=r"need 6 CPUs, and the cluster has 2, of which 2 are free.*--cluster\.cpus"):
+    with pytest.raises(RunError, match=r"need 6 CPUs, the cluster has 2, 2 of them free.*--cluster\.cpus"):
         train_on_cluster(
             replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=told.append
         )

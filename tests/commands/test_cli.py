@@ -299,7 +299,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train --temperature 0", "set sampling.temperature above 0"),
         ("train reinforce --temperature 0", "set --temperature above 0"),
         ("train --top-p 0.9", "Leave top_p = 1"),
-        ("train grpo --algorithm.reference none", "a KL term without a reference"),
+        ("train grpo --algorithm.reference none", "needs a reference, and reference is None"),
         ("train reinforce --algorithm.update-rule.epochs 2", "one update per rollout"),
         ("train grpo --algorithm.terms.kl-to-reference.form k1", "zero expected gradient"),
         ("train rloo --algorithm.shaping.kl-in-reward.form k3", "KLInReward takes k1 only"),

@@ -66,8 +66,8 @@ PARTS = {
 def test_no_composition_of_other_parts_has_the_plain_name(parts: dict[str, Any]) -> None:
     a = replace(pg.GRPO, **parts)
     same = all(
-        [type(p) for field, p in a.parts() if field == name]
-        == [type(p) for field, p in pg.GRPO.parts() if field == name]
+        [type(p) for key, p in a.named_parts() if key.partition(".")[0] == name]
+        == [type(p) for key, p in pg.GRPO.named_parts() if key.partition(".")[0] == name]
         for name in parts
     )
     assert (name_run(a).name == "grpo") == same

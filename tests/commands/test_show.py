@@ -31,7 +31,7 @@ def test_matrix_fits(width: int | None) -> None:
         at = next(i for i, line in enumerate(lines) if line.split() and line.split()[0] == name)
         assert type(a.advantage[0]).__name__ in " ".join(lines[at : at + 3])
     text = " ".join(" ".join(lines).split())
-    for place, part in (pair for a in ALGORITHMS.values() for pair in a.parts()):
+    for place, part in (pair for a in ALGORITHMS.values() for pair in a.named_parts()):
         usual = place == "update_rule" and part == pg.Algorithm().update_rule
         assert usual or place == "reference" or type(part).__name__ in text
     assert "Clip(3e-4, 4e-4)" in text  # what is not the default always stands there

@@ -144,13 +144,13 @@ def test_corrections_of_ones_own_stay() -> None:
 @pytest.mark.parametrize("algorithm", [pg.RLOO, replace(pg.GRPO, old_policy="sampler")], ids=["learner", "sampler"])
 def test_a_sampler_that_says_nothing_is_refused_where_it_is_needed(algorithm: pg.Algorithm) -> None:
     batch = replace(drawn()[0], logp_sampler=None)
-    with pytest.raises(pg.ConfigError, match=r"Batch\.logp_sampler is None, and .*: let the sampler give"):
+    with pytest.raises(pg.ConfigError, match=r"Batch\.logp_sampler is None, and .*: the sampler must return"):
         resolve_old_policy(algorithm, batch, VERSION)
     resolve_old_policy(pg.RLOO, replace(batch, version=None), VERSION)
 
 
 def test_what_cannot_be_meant_with_the_sampler_as_the_old_policy() -> None:
-    with pytest.raises(pg.ConfigError, match=r"which OnPolicy ignores: leave 'learner'.*ratio=Token\(\)"):
+    with pytest.raises(pg.ConfigError, match=r"which OnPolicy ignores: use 'learner'.*ratio=Token\(\)"):
         replace(pg.RLOO, old_policy="sampler")
     with pytest.raises(pg.ConfigError, match=r"TruncatedIS corrects for π_old/μ.*corrections=\(\)"):
         replace(pg.GRPO, old_policy="sampler", corrections=(pg.TruncatedIS(),))

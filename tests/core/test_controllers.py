@@ -107,21 +107,21 @@ def test_the_adapted_beta_is_memory_and_no_setting() -> None:
 )
 def test_the_memory_of_other_parts_is_refused(state: dict[str, Any]) -> None:
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
-    with pytest.raises(pg.ConfigError, match=r"in rloo shaping\.0 has one: begin anew with algorithm\.init"):
+    with pytest.raises(pg.ConfigError, match=r"stateful parts of rloo are shaping\.0: start with algorithm\.init_state"):
         algorithm.with_state(state)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "target 0": (lambda: pg.KLInReward(target=0.0), "KLInReward.target must be greater than 0 nats a token"),
+    "target 0": (lambda: pg.KLInReward(target=0.0), "KLInReward.target must be above 0 nats per token"),
     "target NaN": (lambda: pg.KLToReference(target=NAN), "KLToReference.target"),
     "a negative target": (lambda: pg.ExactKLToOld(target=-1.0), "ExactKLToOld.target"),
-    "a rule alone": (lambda: pg.KLToReference(rule="doubling"), "there is none: set target"),
+    "a rule alone": (lambda: pg.KLToReference(rule="doubling"), "rule needs a target to adapt beta to: set target"),
     "a rule alone, in the reward": (
         lambda: pg.KLInReward(rule="proportional"),
-        "KLInReward.rule adapts beta to a target",
+        "KLInReward.rule needs a target",
     ),
     "no such rule": (lambda: pg.KLToOld(target=0.1, rule="tripling"), "proportional, doubling, not 'tripling'"),  # type: ignore[arg-type]
-    "β of 0 with a target": (lambda: pg.KLToOld(0.0, target=0.1), "beta is 0 and would stay so"),
+    "β of 0 with a target": (lambda: pg.KLToOld(0.0, target=0.1), "beta is 0 and would stay 0"),
     "a negative β": (lambda: pg.ExactKLToOld(-1.0), "ExactKLToOld.beta must be at least 0"),
     "no rounds": (lambda: pg.DualDescent(rounds=0), "DualDescent.rounds"),
     "no epochs": (lambda: pg.DualDescent(epochs=0), "epochs must be at least 1"),
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a target and one step": (
         lambda: replace(pg.PPO_PENALTY, update_rule=pg.GradientSteps()),
-        "before the only one it is 0",
+        "which is 0 before the only one",
     ),
 }
 

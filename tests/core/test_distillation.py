@@ -157,26 +157,26 @@ REFUSED = {
         lambda: replace(pg.DISTILL, advantage=(pg.GroupMean(), pg.TeacherLogRatio())),
         ["TeacherLogRatio starts from", "put it first"],
     ),
-    "no reference": (lambda: replace(pg.DISTILL, reference=None), ["without a reference"]),
+    "no reference": (lambda: replace(pg.DISTILL, reference=None), ["needs a reference, and reference is None"]),
     "a teacher that is refreshed": (
         lambda: pg.Reference(refresh_every=5, model="x"),
-        ["Reference.model = 'x' stays", "leave them open"],
+        ["Reference.model='x' is frozen", "unset either"],
     ),
     "a teacher that follows a stall": (
         lambda: pg.Reference(refresh_after_stall=5, model="x"),
-        ["Reference.model = 'x'"],
+        ["Reference.model='x'"],
     ),
     "a reference that nobody reads": (
         lambda: replace(pg.DAPO, reference=pg.Reference(model="x")),
-        ["reference.model is 'x'", "no part of dapo reads", "distill"],
+        ["reference.model is 'x'", "no part of dapo uses", "distill"],
     ),
     "no teacher in a run": (
         lambda: check_rollout(pg.DISTILL),
-        ["distill learns from a teacher, and none is named", "--teacher", "Reference(model=…)"],
+        ["distill learns from a teacher: set --teacher", "--teacher", "Reference(model=…)"],
     ),
     "a trust region with the exact KL": (
         lambda: replace(pg.TRPO, terms=(pg.ExactKLToReference(),)),
-        ["TrustRegion looks ahead", "KLToReference(form='r*k1')"],
+        ["TrustRegion evaluates candidate weights", "KLToReference(form='r*k1')"],
     ),
 }
 

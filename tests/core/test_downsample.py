@@ -208,7 +208,7 @@ def test_gradient_and_value_are_those_of_the_definition(
 def test_refusals() -> None:
     algorithm = replace(GRPO, filters=(pg.Downsample(8),))
     with pytest.raises(
-        pg.ConfigError, match="trains on 8 of a prompt's samples, and there are 4: set samples_per_prompt to 8"
+        pg.ConfigError, match="trains on 8 samples per prompt, and there are 4: set samples_per_prompt to 8"
     ):
         check_sampling(algorithm, 4, 1.0)
     with pytest.raises(pg.ConfigError, match=r"Downsample\.keep to 4 or less"):

@@ -114,16 +114,16 @@ def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
 def test_a_share_is_not_asked_to_choose_for_the_update() -> None:
     algorithm, batch, logits, psi, coef, *_ = whole("selecting", Shape((3, 4), 5, seed=5, binary=False))
     bare, logp = replace(batch, selected=None), policy(logits, batch.tokens, batch.mask)
-    with pytest.raises(pg.ConfigError, match=r"Loudest chooses among all tokens of an update.*with_selected"):
+    with pytest.raises(pg.ConfigError, match=r"Loudest selects among all tokens of an update.*with_selected_tokens"):
         pg.surrogate(logp, bare, psi, algorithm, coef)
     by_halves = [
         with_selected_tokens(pg.Forward(logp[rows]), bare.select(rows), psi[rows], algorithm).selected
         for rows in (slice(3), slice(3, None))
     ]
     assert not torch.equal(torch.cat(by_halves), batch.selected)  # or the choice would not depend on the update
-    with pytest.raises(pg.ConfigError, match="Loudest and Loudest would each choose"):
+    with pytest.raises(pg.ConfigError, match="Loudest and Loudest each select tokens"):
         replace(algorithm, corrections=(Loudest(), Loudest()))
-    with pytest.raises(pg.ConfigError, match="Loudest chooses among the tokens of one gradient step, and TrustRegion"):
+    with pytest.raises(pg.ConfigError, match="Loudest selects tokens of one gradient step, and TrustRegion"):
         replace(pg.TRPO, corrections=(Loudest(),))
 
 

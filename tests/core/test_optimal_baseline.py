@@ -221,11 +221,11 @@ def test_needs_and_refusals() -> None:
     assert exact.needs == {"grad_logp_sq_norm", "logp_old", "logp_ref"}
     assert proxy.needs == frozenset()
     batch = replace(group_of([0.0, 1.0], [1.0, 2.0]), grad_logp_sq_norm=None)
-    with pytest.raises(ValueError, match=r"OptimalBaseline needs Batch\.score_norm.*norm='length'"):
+    with pytest.raises(ValueError, match=r"OptimalBaseline needs Batch\.grad_logp_sq_norm.*norm='length'"):
         first(batch, pg.OptimalBaseline())
     with pytest.raises(ValueError, match=r"'exact'.*or 'length'.*not 'lenght'"):
         pg.OptimalBaseline("lenght")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="OptimalBaseline compares the samples of one prompt"):
         check_sampling(exact, 1, 1.0)
-    with pytest.raises(ValueError, match=r"Batch\.score_norm has shape \[3\]"):
+    with pytest.raises(ValueError, match=r"Batch\.grad_logp_sq_norm has shape \[3\]"):
         replace(batch, grad_logp_sq_norm=torch.ones(3))

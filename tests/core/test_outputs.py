@@ -200,9 +200,9 @@ def test_nan_advantages_name_the_link_that_made_them(chain: tuple[pg.Advantage, 
     """Every link after it returns NaN too."""
     with pytest.raises(pg.NumericsError) as caught:
         replace(BASE, advantage=chain).compute_advantages(square())
-    place = f"psi.{chain.index(ByZero())}"
+    place = f"advantage.{chain.index(ByZero())}"
     assert str(caught.value).startswith(
-        f"ByZero in {place} returned NaN or infinite numbers although all that it reads is"
+        f"ByZero in {place} returned NaN or infinite numbers although all its inputs are"
     )
     assert caught.value.part == "ByZero"
 
@@ -212,7 +212,7 @@ def test_a_link_that_reads_nan_is_not_blamed_for_it() -> None:
     assert batch.logp_ref is not None
     broken = replace(batch, logp_ref=batch.logp_ref / 0)
     with pytest.raises(
-        pg.NumericsError, match=r"^ReadsReference in psi\.0 .*Batch\.logp_ref, which it reads, holds such"
+        pg.NumericsError, match=r"^ReadsReference in advantage\.0 .*Batch\.logp_ref, which it reads, contains such"
     ):
         replace(BASE, advantage=(ReadsReference(),)).compute_advantages(broken)
 

@@ -133,24 +133,24 @@ def test_report() -> None:
 REFUSED = {
     "no β": (lambda: pg.ImplicitReward(beta=0.0), ["ImplicitReward.beta must be above 0"]),
     "a negative rate": (lambda: pg.ImplicitReward(lr=-1.0), ["ImplicitReward.lr", "-1"]),
-    "no rate at all": (lambda: pg.ImplicitReward().learning_rate(None), ["ImplicitReward.lr is open", "1e-6"]),
+    "no rate at all": (lambda: pg.ImplicitReward().learning_rate(None), ["ImplicitReward.lr is None", "1e-6"]),
     "a discount above 1": (lambda: pg.ImplicitProcess(1.1), ["ImplicitProcess.gamma", "[0, 1]"]),
     "rewards that nobody learns": (
         lambda: replace(pg.PRIME, reward_model=None),
-        ["process rewards that nobody learns", "reward_model=ImplicitReward()"],
+        ["ImplicitProcess() needs a reward model", "reward_model=ImplicitReward()"],
     ),
     "a reward model that nobody reads": (
         lambda: replace(pg.GRPO, reward_model=pg.ImplicitReward()),
-        ["that no advantage reads", "ImplicitProcess()"],
+        ["no advantage uses the reward model", "ImplicitProcess()"],
     ),
-    "no reference": (lambda: replace(pg.PRIME, reference=None), ["without a reference"]),
+    "no reference": (lambda: replace(pg.PRIME, reference=None), ["needs a reference, and reference is None"]),
     "a moving reference": (
         lambda: replace(pg.PRIME, reference=pg.Reference(refresh_every=5)),
-        ["measured against the reference", "every=None"],
+        ["relative to the reference", "refresh_every=None"],
     ),
     "a trust region": (
         lambda: replace(pg.PRIME, update_rule=pg.TrustRegion(0.01), filters=()),
-        ["TrustRegion moves the policy alone", "GradientSteps()"],
+        ["TrustRegion updates only the policy", "GradientSteps()"],
     ),
     "another part in its place": (
         lambda: replace(pg.PRIME, reward_model=pg.Critic()),

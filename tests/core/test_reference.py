@@ -65,8 +65,7 @@ def test_refreshed(reference: Reference, scores: list[float | None], expected: l
 def test_it_says_when() -> None:
     assert Reference().formula == "the initial policy, frozen"
     assert Reference(refresh_every=5, refresh_after_stall=3, reset_optimizer=True).formula == (
-        "the policy, taken anew every 5 rollouts and when 3 held-out evaluations in a row bring nothing better, the "
-        "optimiser's state reset"
+        "the policy, refreshed every 5 rollouts and after 3 evaluations without improvement, with an optimizer reset"
     )
 
 

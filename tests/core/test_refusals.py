@@ -39,9 +39,9 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: pg.Algorithm(ratio=pg.Token()),
         ["OnPolicy ignores the ratio", "ratio is Token", "Importance()"],
     ),
-    "a gate without a ratio": (lambda: pg.Algorithm(gate=pg.Clip()), ["Clip gates a ratio", "ratio=Token()"]),
-    "KL in the loss, no reference": (lambda: replace(pg.GRPO, reference=None), ["KL term without a reference"]),
-    "KL in the reward, no reference": (lambda: replace(pg.RLOO, reference=None), ["KL term without a reference"]),
+    "a gate without a ratio": (lambda: pg.Algorithm(gate=pg.Clip()), ["Clip needs a ratio", "ratio=Token()"]),
+    "KL in the loss, no reference": (lambda: replace(pg.GRPO, reference=None), ["needs a reference, and reference is None"]),
+    "KL in the reward, no reference": (lambda: replace(pg.RLOO, reference=None), ["needs a reference, and reference is None"]),
     "cap, high below 1": (lambda: pg.ClippedImportance(0.0, 0.28), ["absolute", "high = 0.28", "1 + ε_high"]),
     "cap, low above 1": (lambda: pg.ClippedImportance(1.5, 5.0), ["absolute", "low = 1.5"]),
     "cap, low negative": (lambda: pg.ClippedImportance(-0.2, 5.0), ["absolute", "low = -0.2"]),
@@ -59,7 +59,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a clip that is no number": (lambda: pg.Clip(high=math.nan), ["Clip.high must be at least 0, not nan"]),
     "a discount above 1": (lambda: pg.GAE(gamma=1.5), ["GAE.gamma must be in [0, 1], not 1.5"]),
     "no budget": (lambda: pg.FixedLength(0), ["FixedLength.length", "at least 1 token"]),
-    "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "leave the part out"]),
+    "no penalty": (lambda: pg.SoftOverlong(scale=0.0), ["SoftOverlong.scale", "remove the part"]),
     "no such level": (lambda: pg.KLInReward(level="turn"), ["KLInReward.level", "'token'", "'sequence'", "'turn'"]),  # type: ignore[arg-type]
     "no cache": (lambda: pg.SoftOverlong(cache=0.0), ["SoftOverlong.cache", "(0, 1]"]),
     "a mode of dynamic sampling": (lambda: pg.DropZeroVariance("skip"), ["'refill', 'reweight' or 'drop'", "skip"]),  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
 BUILT |= {
     "a part where a tuple belongs": (
         lambda: pg.Algorithm(advantage=pg.GroupMean()),  # type: ignore[arg-type]
-        ["psi is a tuple of parts, not GroupMean", "advantage=(GroupMean(),), with the comma"],
+        ["advantage is a tuple of parts, not GroupMean", "advantage=(GroupMean(),), with the comma"],
     ),
     "a list where a tuple belongs": (
         lambda: pg.Algorithm(terms=[pg.Entropy()]),  # type: ignore[arg-type]
@@ -97,21 +97,21 @@ BUILT |= {
     ),
     "a class in a tuple": (
         lambda: replace(pg.GRPO, advantage=(pg.GroupMean,)),
-        ["psi holds the class GroupMean, not a part: write GroupMean()"],
+        ["advantage holds the class GroupMean, not a part: write GroupMean()"],
     ),
-    "no gate": (lambda: replace(pg.GRPO, gate=None), ["needs a part as its gate", "OnPolicy()"]),
-    "no aggregation": (lambda: replace(pg.GRPO, aggregation=None), ["needs a part as its aggregate", "SequenceSum()"]),
-    "no step": (lambda: replace(pg.GRPO, update_rule=None), ["needs a part as its step", "GradientSteps()"]),
-    "a ratio as a gate": (lambda: replace(pg.GRPO, gate=pg.Token()), ["is not a gate", "no weight or value()"]),
+    "no gate": (lambda: replace(pg.GRPO, gate=None), ["gate is None", "OnPolicy()"]),
+    "no aggregation": (lambda: replace(pg.GRPO, aggregation=None), ["aggregation is None", "SequenceSum()"]),
+    "no step": (lambda: replace(pg.GRPO, update_rule=None), ["update_rule is None", "GradientSteps()"]),
+    "a ratio as a gate": (lambda: replace(pg.GRPO, gate=pg.Token()), ["is not a gate but a ratio: put it into ratio"]),
     "an advantage as a term": (
         lambda: replace(pg.GRPO, terms=(pg.GroupMean(),)),
-        ["GroupMean()", "is not a term", "score(out, batch, psi)"],
+        ["GroupMean()", "is not a term but an advantage"],
     ),
-    "a number as an advantage": (lambda: pg.Algorithm(advantage=(3,)), ["3 is not a part that psi can hold"]),  # type: ignore[arg-type]
-    "a number as a reference": (lambda: replace(pg.GRPO, reference=3), ["3 is not a reference", "no due()"]),
+    "a number as an advantage": (lambda: pg.Algorithm(advantage=(3,)), ["3 is not an advantage: a part in advantage inherits policygrad.Advantage"]),  # type: ignore[arg-type]
+    "a number as a reference": (lambda: replace(pg.GRPO, reference=3), ["3 is not a reference: a part in reference inherits policygrad.Reference"]),
     "a reference reset that never comes": (
         lambda: Reference(reset_optimizer=True),
-        ["Reference.reset_optimizer", "`every` or `stall`", "never happen"],
+        ["Reference.reset_optimizer", "refresh_every or refresh_after_stall", "no effect"],
     ),
     "solved prompts that nobody sees": (
         lambda: replace(pg.SCALE_RL, filters=(pg.DropZeroVariance(), pg.NoPositiveResampling())),
@@ -123,7 +123,7 @@ BUILT |= {
     ),
     "a reference that waits and that no part reads": (
         lambda: replace(pg.DR_GRPO, reference=Reference(refresh_after_stall=2)),
-        ["no part reads", "stall=None"],
+        ["no part uses it", "refresh_after_stall=None"],
     ),
 }
 
@@ -197,7 +197,7 @@ def test_a_lone_coefficient_tensor_for_terms_that_aggregate_otherwise(call) -> N
     batch, logits = make(Shape((3,), 4, seed=0, binary=False))
     algorithm = replace(pg.GRPO, terms=(pg.KLToReference(0.04, "k3", aggregation=pg.TokenMean()),))
     logp, psi = policy(logits, batch.tokens, batch.mask), algorithm.compute_advantages(batch)
-    with pytest.raises(ValueError, match=r"KLToReference aggregates otherwise.*all_coefficients"):
+    with pytest.raises(ValueError, match=r"KLToReference aggregates differently.*all_coefficients"):
         call(logp, batch, psi, algorithm, algorithm.coefficients(batch))
     call(logp, batch, psi, algorithm, algorithm.all_coefficients(batch))
 
@@ -244,7 +244,7 @@ def test_a_gate_asked_alone_looks_at_shapes_too() -> None:
 def test_a_reward_that_is_not_finite_is_refused_where_it_is_read(bad: float) -> None:
     mask = torch.ones(4, 2, dtype=torch.bool)
     group, reward = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, bad, 1.0])
-    with pytest.raises(ValueError, match=r"row 2: give a number, or leave the completion out"):
+    with pytest.raises(ValueError, match=r"row 2: set a number, or exclude the completion"):
         pg.DR_GRPO.compute_advantages(pg.Batch(mask=mask, group=group, reward=reward))
     token_reward = torch.tensor([[0.0, 0.0], [0.0, bad], [0.0, 0.0], [bad, 0.0]])
     with pytest.raises(ValueError, match="in rows 1, 3:"):

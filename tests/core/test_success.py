@@ -118,12 +118,12 @@ def test_maximum_likelihood_by_hand() -> None:
 
 def test_a_likelihood_of_success_takes_no_reward_below_0() -> None:
     """mean_g = 0.125 would make of a punishment of −0.5 and a success an advantage of 7; mean_g = −0.25 nothing at all."""
-    refused = r"DivideByGroupMean follows .* the reward of row 1 is -0\.5: give a reward of 0 or more.*such as grpo"
+    refused = r"DivideByGroupMean maximises .* the reward of row 1 is -0\.5: use a reward of at least 0.*such as grpo"
     for rewards in ([1, -0.5, 0, 0], [0, -0.5, 0, 0]):
         with pytest.raises(pg.ConfigError, match=refused):
             psi_of((pg.GroupMean(), pg.DivideByGroupMean()), rewards)
     for part in (pg.SoftOverlong(), pg.KLInReward()):
-        with pytest.raises(pg.ConfigError, match=f"{type(part).__name__} would lower rewards below 0: set shaping="):
+        with pytest.raises(pg.ConfigError, match=f"{type(part).__name__} would make rewards negative: set shaping="):
             replace(pg.MAXRL, shaping=(part,), reference=pg.Reference())
 
 
@@ -194,7 +194,7 @@ REFUSED = {
     "no number": (lambda: pg.ConstantBaseline(math.nan), ["ConstantBaseline.value", "finite"]),
     "a chain after": (
         lambda: replace(pg.GRPO, advantage=(pg.GroupMean(), pg.PassAtK())),
-        ["PassAtK starts from the rewards", "put it first in psi"],
+        ["PassAtK starts from the rewards", "put it first in advantage"],
     ),
     "the sampler's policy and a gate that takes no ratio": (
         lambda: replace(pg.ASYMRE, gate=pg.OnPolicy(), ratio=None, update_rule=pg.GradientSteps()),

@@ -269,19 +269,19 @@ REFUSED = [
     (lambda: pg.DriftPenalty(cap=0.0), "DriftPenalty.cap must be above 0"),
     (lambda: pg.SecondMomentFilter(-1.0), "SecondMomentFilter.threshold must be at least 0"),
     (lambda: pg.ClipCov(fraction=0.0), "ClipCov.fraction must be above 0"),
-    (lambda: pg.ClipCov(cov_low=5.0, cov_high=5.0), "ClipCov needs least < most"),
+    (lambda: pg.ClipCov(cov_low=5.0, cov_high=5.0), "ClipCov.cov_low must be below ClipCov.cov_high"),
     (lambda: pg.KLCov(form="k1"), "KLCov.form must be 'abs'"),  # type: ignore[arg-type]
     (lambda: pg.HighEntropy(1.5), "HighEntropy.fraction must be above 0 and at most 1"),
     (lambda: pg.HighEntropy(of="new"), "HighEntropy.of must be 'current'"),  # type: ignore[arg-type]
     (
         lambda: replace(pg.GMPO, ratio=pg.Sequence()),
-        "GeometricMean reads the tokens' own ratios, and ratio is Sequence.*set ratio=Token",
+        "GeometricMean needs per-token ratios, and ratio is Sequence.*set ratio=Token",
     ),
-    (lambda: replace(pg.DPPO, ratio=pg.SequenceProduct()), "DivergenceClip reads the tokens' own ratios"),
-    (lambda: replace(pg.CLIP_COV, terms=(pg.KLCov(),)), "would each choose tokens of an update"),
+    (lambda: replace(pg.DPPO, ratio=pg.SequenceProduct()), "DivergenceClip needs per-token ratios"),
+    (lambda: replace(pg.CLIP_COV, terms=(pg.KLCov(),)), "each select tokens of an update"),
     (
         lambda: replace(pg.M2PO, update_rule=pg.TrustRegion()),
-        "SecondMomentFilter chooses among the tokens of one gradient step",
+        "SecondMomentFilter selects tokens of one gradient step",
     ),
     (lambda: replace(pg.DPPO, gate=pg.OnPolicy(), ratio=None, update_rule=pg.GradientSteps()), "old_policy='sampler'"),
 ]
@@ -297,6 +297,6 @@ def test_a_choice_by_entropy_says_what_the_forward_pass_lacks() -> None:
     batch = batch_of(numbers([-1.0], [-1.0]), [1.0, 0.0])
     psi = numbers([1.0], [-1.0])
     with pytest.raises(
-        pg.ConfigError, match=r"HighEntropy chooses by the entropy of the policy as it is now.*Forward with"
+        pg.ConfigError, match=r"HighEntropy selects tokens by the current policy's entropy.*Forward with"
     ):
         pg.surrogate(numbers([-1.0], [-1.0]), batch, psi, replace(PLAIN, corrections=(pg.HighEntropy(),)))

@@ -185,7 +185,7 @@ def test_a_batch_without_a_token_has_no_credit(link: pg.Advantage) -> None:
         (lambda: pg.MultiTurnGAE(turn_gamma=2.0), "MultiTurnGAE.turn_gamma must be in"),
         (lambda: pg.BiLevelGAE(turn_lam=-1.0), "BiLevelGAE.turn_lam must be in"),
         (lambda: pg.Critic(turn_gamma=1.5), "Critic.turn_gamma must be in"),
-        (lambda: replace(pg.GRPO, advantage=(pg.TurnGAE(),)), "an advantage from values without a critic"),
+        (lambda: replace(pg.GRPO, advantage=(pg.TurnGAE(),)), "an advantage needs values, and critic is None"),
         (
             lambda: replace(pg.PPO, advantage=(pg.TurnGAE(0.9),)),
             r"TurnGAE discounts by 0.9 per turn .* by 1, .* turn_gamma=0.9",
@@ -199,9 +199,9 @@ def test_a_batch_without_a_token_has_no_credit(link: pg.Advantage) -> None:
             lambda: replace(
                 pg.GRPO, advantage=(pg.TurnReturn(), pg.TurnLeaveOneOut()), filters=(pg.MaskTruncated(True),)
             ),
-            "the advantage compares turns, and a masked completion has none left",
+            "the advantage compares turns, and a masked completion has none",
         ),
-        (lambda: psi(replace(TALK, turn_state=None), pg.TurnReturn()), r"TurnReturn needs Batch\.anchor"),
+        (lambda: psi(replace(TALK, turn_state=None), pg.TurnReturn()), r"TurnReturn needs Batch\.turn_state"),
         (lambda: psi(replace(TALK, token_reward=None), pg.TurnGAE()), r"TurnGAE needs Batch\.token_reward"),
         (lambda: psi(replace(TALK, values=None), pg.BiLevelGAE()), r"BiLevelGAE needs Batch\.values"),
     ],

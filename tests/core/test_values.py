@@ -75,7 +75,7 @@ def test_an_answer_that_was_cut_off_goes_on_in_the_critics_value_where_asked() -
     assert pg.Critic(lam=1.0).targets(known)[0].tolist() == pytest.approx([0.9, 0.9])  # and so are the critic's targets
     for link in (pg.GAE(bootstrap=True), pg.NStep(bootstrap=True), pg.LengthAdaptiveGAE(bootstrap=True)):
         assert link.needs == {"values", "bootstrap"}
-        assert "cut off" in link.formula
+        assert "truncated" in link.formula
         with pytest.raises(pg.ConfigError, match=rf"{type(link).__name__} needs Batch\.bootstrap"):
             advantage(link, batch)
     assert pg.GAE().needs == {"values"}
@@ -233,12 +233,12 @@ def test_masked_correction_drops_what_lies_outside_its_band() -> None:
 @pytest.mark.parametrize(
     ("make_it", "says"),
     [
-        (lambda: replace(pg.GRPO, advantage=(pg.GAE(),)), "without a critic"),
-        (lambda: replace(pg.GRPO, critic=pg.Critic()), "a critic that no advantage reads"),
-        (lambda: replace(pg.PPO, advantage=(pg.GroupMean(), pg.GAE())), "put it first in psi"),
+        (lambda: replace(pg.GRPO, advantage=(pg.GAE(),)), "needs values, and critic is None"),
+        (lambda: replace(pg.GRPO, critic=pg.Critic()), "no advantage uses the critic"),
+        (lambda: replace(pg.PPO, advantage=(pg.GroupMean(), pg.GAE())), "put it first in advantage"),
         (
             lambda: replace(pg.PPO, advantage=(pg.GAE(bootstrap=True),), filters=(pg.MaskTruncated(),)),
-            "MaskTruncated leaves those answers out",
+            "MaskTruncated masks them",
         ),
         (lambda: pg.GAE(lam=1.5), "GAE.lam"),
         (lambda: pg.NStep(-1), "NStep.n"),

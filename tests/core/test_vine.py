@@ -162,35 +162,35 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no completion": (lambda: pg.Vine(samples=0), ["Vine.samples must be at least 1"]),
     "a filter": (
         lambda: replace(VINE, filters=(pg.DropZeroVariance(),)),
-        ["DropZeroVariance looks at whole ones", "filters=()"],
+        ["DropZeroVariance reads full completions", "filters=()"],
     ),
     "shaping": (
         lambda: replace(VINE, shaping=(pg.SoftOverlong(),)),
-        ["SoftOverlong looks at whole ones", "shaping=()"],
+        ["SoftOverlong reads full completions", "shaping=()"],
     ),
     "something of whole answers": (
         lambda: replace(VINE, advantage=(pg.Vine(), pg.GreedyBaseline())),
-        ["Batch.baseline of whole answers"],
+        ["Batch.baseline of full completions"],
     ),
     "not first": (
         lambda: replace(VINE, advantage=(pg.GroupMean(), pg.Vine())),
         ["Vine starts from the rewards", "put it first"],
     ),
-    "a critic": (lambda: replace(VINE, critic=pg.Critic()), ["a critic that no advantage reads", "critic=None"]),
+    "a critic": (lambda: replace(VINE, critic=pg.Critic()), ["no advantage uses the critic", "critic=None"]),
     "a normaliser nobody differentiates": (
         lambda: replace(VINE, terms=()),
-        ["nothing differentiates it", "terms=(SelfNormalisation(),)"],
+        ["no term has its derivative", "terms=(SelfNormalisation(),)"],
     ),
     "a derivative of nothing": (lambda: replace(VINE, gate=pg.Importance()), ["set gate=SelfNormalised()"]),
-    "another ratio": (lambda: replace(VINE, ratio=pg.Sequence()), ["SelfNormalised reads the tokens' own ratios"]),
+    "another ratio": (lambda: replace(VINE, ratio=pg.Sequence()), ["SelfNormalised needs per-token ratios"]),
     "a correction": (
         lambda: replace(VINE, old_policy="learner", corrections=(pg.TruncatedIS(),)),
-        ["TruncatedIS would weigh", "numerator alone", "old_policy='sampler'"],
+        ["TruncatedIS would weight", "only in SelfNormalised's numerator", "old_policy='sampler'"],
     ),
     "a mean by length": (lambda: replace(VINE, aggregation=pg.SequenceMean()), ["SequenceMean by length"]),
     "nothing drawn but the likeliest": (
         lambda: check_sampling(VINE, 4, 0.0),
-        ["at temperature 0 only one is ever drawn"],
+        ["at temperature 0 only one is ever sampled"],
     ),
 }
 

@@ -109,7 +109,7 @@ def test_every_algorithm_is_described(name: str) -> None:
     assert f"Departs  {paper.deviations or 'nowhere that we know'}" in shown
     assert (paper.deviations or "nowhere that we know") in index.departures().replace("\\|", "|")
     assert "\n" not in paper.deviations
-    held = {f"{type(p).__name__}.{setting}" for _, p in ALGORITHMS[name].parts() for setting, _ in list_settings(p)}
+    held = {f"{type(p).__name__}.{setting}" for p in ALGORITHMS[name].parts() for setting, _ in list_settings(p)}
     assert set(paper.defaults) <= held | {"samples_per_prompt"}, (
         "a source for a default that the algorithm does not have"
     )

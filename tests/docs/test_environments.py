@@ -72,7 +72,7 @@ def test_the_way_from_a_function_to_a_trained_tool_user(
 def test_the_tool_is_what_earns_the_reward() -> None:
     products = block("products")["PRODUCTS"]
     right = said(products, "<tool_call>multiply(12, 34)</tool_call>", "<answer>408</answer>")
-    assert (right.reward, right.ended) == (1.0, "answer")
+    assert (right.reward, right.stop_reason) == (1.0, "answer")
     assert said(products, "<answer>407</answer>").reward == 0.0
     shown = "<tool_response>\n408\n</tool_response>"
     assert shown in right.text  # as the conversations that the model was shown have it
@@ -96,8 +96,8 @@ def test_a_hidden_number_is_found_by_asking() -> None:
 def test_an_environment_of_one_s_own_pays_each_turn() -> None:
     guess = block("guess")["Guess"]
     found = [said(guess, *[str(digit)] * 4) for digit in range(10)]  # of one seed, so of one number
-    (one,) = (t for t in found if t.ended == "found")
+    (one,) = (t for t in found if t.stop_reason == "found")
     assert (one.reward, len(one.turn_rewards)) == (1.0, 1)
     others = [t for t in found if t is not one]
-    assert {t.ended for t in others} == {"turns"}
+    assert {t.stop_reason for t in others} == {"turns"}
     assert all(len(t.turn_rewards) == 4 and 0 <= t.reward < 0.4 for t in others)

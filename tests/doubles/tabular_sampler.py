@@ -57,7 +57,7 @@ class TabularTokenizer:
     def encode(self, prompt: Any, max_tokens: int, source: str = "", tools: Any = None) -> Tensor:
         return torch.tensor([int(word) for word in prompt.split()])
 
-    def encode_answer(self, prompt: Tensor, said: Any, text: str, source: str = "") -> list[int]:
+    def encode_answer(self, prompt_ids: Tensor, prompt: Any, text: str, source: str = "") -> list[int]:
         return [*(int(word) for word in text.split()), 0]
 
     def decode(self, tokens: Tensor) -> str:

@@ -173,7 +173,7 @@ def test_an_environment_that_raises_costs_its_episode_alone(tokenizer: Tokenizer
     environment.waits = waits
     group = played(tokenizer, environment)
     (lost, kept), judged = judged_alone(group)
-    assert (lost.reward, lost.ended, kept.reward) == (None, "failed", 1.0)
+    assert (lost.reward, lost.stop_reason, kept.reward) == (None, "failed", 1.0)
     assert judged.failed == 1
     (message,) = judged.messages
     assert message.startswith("the environment's Fails")
@@ -213,7 +213,7 @@ def test_a_function_of_tools_that_raises_costs_its_episode(tokenizer: Tokenizer,
         """
         return a
 
-    given: dict[str, Any] = {"tools": (add,), "describe": False, "reward": lambda answer, example: 0.5} | {what: fails}
+    given: dict[str, Any] = {"tools": (add,), "tools_in_prompt": False, "reward": lambda answer, example: 0.5} | {what: fails}
     turns = (CALL % ("add", '"a": 1'), "3")
     (lost, kept), judged = judged_alone(played(tokenizer, pg.ToolUse(**given), turns))
     assert lost.reward is None
@@ -276,7 +276,7 @@ def every_turn(text):
     return (pg.ToolCall("surrogate", {"word": "\\udfff"}),)
 
 
-HALVES = pg.ToolUse((surrogate,), lambda answer, example: 1, describe=False, max_turns=2, form=every_turn)
+HALVES = pg.ToolUse((surrogate,), lambda answer, example: 1, tools_in_prompt=False, max_turns=2, parser=every_turn)
 """
 
 
@@ -382,8 +382,8 @@ class Hangs(World):
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_calls, "SILENCE", 0.0)
-    monkeypatch.setattr(environment_calls, "EVERY", 0.001)
+    monkeypatch.setattr(environment_calls, "REPORT_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(environment_calls, "REPORT_INTERVAL", 0.001)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -444,7 +444,7 @@ def test_a_method_that_is_never_over_in_time_ends_the_rollout(tokenizer: Tokeniz
 
     with pytest.raises(pg.EngineError, match=r"Stuck\.step was not over a single time within 0\.01 s, in 4 calls"):
         played(tokenizer, Stuck, samples=8, timeout=0.01)
-    group = played(tokenizer, Stuck, samples=8, timeout=0.01, patient=True)
+    group = played(tokenizer, Stuck, samples=8, timeout=0.01, tolerate_timeouts=True)
     assert [t.stop_reason for t in group.trajectories] == ["failed"] * 8
 
 
@@ -452,8 +452,8 @@ def test_open_episodes_are_closed_at_once_within_one_grace(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every close waits until all have begun, and one never ends; what ended the rollout is what is raised."""
-    monkeypatch.setattr(environment_calls, "CLOSING", 0.05)
-    monkeypatch.setattr("policygrad.rollout.episodes.CLOSING", 0.05)
+    monkeypatch.setattr(environment_calls, "CLOSE_TIMEOUT", 0.05)
+    monkeypatch.setattr("policygrad.rollout.episodes.CLOSE_TIMEOUT", 0.05)
     closing = list[int]()
 
     class Server(World):
@@ -512,7 +512,7 @@ def test_within_is_over_whatever_the_work_does() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (42, r"Observation\.content is text or a list of chat messages, not int 42 \(sums\.jsonl:7\)"),
+        (42, r"Observation\.content must be text or a list of chat messages, not int 42 \(sums\.jsonl:7\)"),
         (({"content": "hello"},), r"message 1 of an Observation has no role: \{'content': 'hello'\}"),
         (({"role": "user", "content": "a"}, "hello"), r"message 2 of an Observation has no role: 'hello'"),
     ],
@@ -543,7 +543,7 @@ def test_a_metric_named_as_one_of_ours_is_refused(tokenizer: Tokenizer, name: An
         async def step(self, action: pg.Action) -> pg.Step:
             return pg.Step(reward=1.0, metrics={name: 2.0})
 
-    with pytest.raises(pg.EngineError, match=rf"Odd\.step: Step\.metrics has {name!r}: .*environment/turns"):
+    with pytest.raises(pg.EngineError, match=rf"Odd\.step: Step\.metrics has the name {name!r}: .*environment/turns"):
         played(tokenizer, Odd)
 
 
@@ -552,7 +552,7 @@ def test_a_step_of_something_else_than_an_observation_is_refused(tokenizer: Toke
         async def step(self, action: pg.Action) -> pg.Step:
             return pg.Step("again")  # type: ignore[arg-type]
 
-    with pytest.raises(pg.EngineError, match=r"Odd\.step: Step\.observation is an Observation .* not str"):
+    with pytest.raises(pg.EngineError, match=r"Odd\.step: Step\.observation must be an Observation .* not str"):
         played(tokenizer, Odd)
 
 
@@ -598,7 +598,7 @@ def test_a_timeout_that_is_none_is_refused(run: pg.Run, seconds: float) -> None:
     with pytest.raises(pg.ConfigError, match=r"environment\.timeout must be above 0 seconds and finite"):
         replace(run, environment_timeout=seconds)
     with pytest.raises(pg.ConfigError, match=r"environment\.timeout must be above 0 seconds and finite"):
-        pg.evaluate("tiny", environment_timeout=seconds)
+        pg.evaluate(pg.RunOptions(environment_timeout=seconds))
 
 
 def test_the_option_reaches_the_environments_of_a_run_and_of_an_evaluation(

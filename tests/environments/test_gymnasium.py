@@ -81,7 +81,7 @@ def test_a_picture_is_read_and_words_are_taken() -> None:
         "Answer with one action in square brackets: 0 left, 1 down, 2 right, 3 up.\n[S]FFF\nFHFH\nFFFH\nHFFG\n"
     )
     assert steps[0].observation.content == "\n  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG\n"
-    assert [step.ended for step in steps if step.observation is None] == ["terminated"]
+    assert [step.stop_reason for step in steps if step.observation is None] == ["terminated"]
     assert steps[-1].reward == 1.0
     assert sum(step.reward for step in steps) == 1.0
     assert all(step.metrics == {"malformed": 0.0} for step in steps)
@@ -117,8 +117,8 @@ def test_a_text_space_takes_what_it_contains() -> None:
     assert steps[0].reward == 12.0
     assert steps[1].observation.content == "\nerror: an answer has 1 to 3 of the characters 0123456789\n"
     assert [step.metrics["malformed"] for step in steps] == [0, 1, 1, 0]
-    assert (steps[-1].observation, steps[-1].ended, steps[-1].reward) == (None, "terminated", 7.0)
-    assert played(pg.GymnasiumText("Echo-v0"), "8")[1][0].ended == "turns"  # cut off by the environment
+    assert (steps[-1].observation, steps[-1].stop_reason, steps[-1].reward) == (None, "terminated", 7.0)
+    assert played(pg.GymnasiumText("Echo-v0"), "8")[1][0].stop_reason == "turns"  # cut off by the environment
 
 
 def test_numbers_may_begin_below_zero() -> None:
@@ -134,7 +134,7 @@ def test_turns_are_budgeted_and_messages_are_messages() -> None:
     seen, steps = played(pg.GymnasiumText("Echo-v0", max_turns=2), "1", "2", "3", example=chat)
     assert [message["role"] for message in seen.content] == ["user"]
     assert steps[0].observation.content == ({"role": "user", "content": "you said 1"},)
-    assert [(step.ended, step.reward) for step in steps[1:]] == [("turns", 2.0)]
+    assert [(step.stop_reason, step.reward) for step in steps[1:]] == [("turns", 2.0)]
 
 
 def test_an_observation_of_any_space_is_described() -> None:
@@ -142,15 +142,15 @@ def test_an_observation_of_any_space_is_described() -> None:
     seen, steps = played(cards, "stick")
     assert "0 stick, 1 hit" in seen.content
     assert "the dealer" in seen.content
-    assert steps[0].ended == "terminated"
+    assert steps[0].stop_reason == "terminated"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("CartPole-v1", {}, "shows Box.*no text and no number: give describe="),
-        ("Blackjack-v1", {}, "shows Tuple"),
-        ("Pendulum-v1", {"describe": str}, "is played with Box.*Text or a Discrete space only"),
+        ("CartPole-v1", {}, "has observations in Box.*neither text nor a number: .*give describe="),
+        ("Blackjack-v1", {}, "has observations in Tuple"),
+        ("Pendulum-v1", {"describe": str}, "has actions in Box.*Text or a Discrete space only"),
         ("FrozenLake-v9", {}, "gymnasium does not make 'FrozenLake-v9'"),
         ("FrozenLake", {"options": {"depth": 3}}, "gymnasium does not make 'FrozenLake' with {'depth': 3}"),
         ("no_such_module_here:Game-v0", {}, "does not make 'no_such_module_here:Game-v0': No module named"),
@@ -176,7 +176,7 @@ def test_a_name_on_the_command_line_is_a_factory() -> None:
     made = resolve_environment("gymnasium:FrozenLake-v1")
     assert isinstance(made, pg.GymnasiumText)
     assert made.name == "FrozenLake-v1"
-    with pytest.raises(pg.ConfigError, match="CartPole-v1 shows"):
+    with pytest.raises(pg.ConfigError, match="CartPole-v1 has observations"):
         resolve_environment("gymnasium:CartPole-v1")
 
 

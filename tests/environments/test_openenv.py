@@ -112,12 +112,12 @@ def played(server: Server, *turns: str, seed: int = 0, **options: Any) -> tuple[
 
 def test_an_episode_is_a_session() -> None:
     server = Server(guessing)
-    first, steps = played(server, "3", "9", "5", seed=SEED_BOUND + 12, start={"level": 2})
+    first, steps = played(server, "3", "9", "5", seed=SEED_BOUND + 12, reset_options={"level": 2})
     assert first.content == "prompt: A digit!\ntries: 3\n"
     assert steps[0].observation.content == "\nhigher\n"
     assert steps[1].observation.content == "\nerror: Invalid message (guess: too large)\n"
     assert [step.metrics["refused"] for step in steps] == [0, 1, 0]
-    assert (steps[2].reward, steps[2].ended) == (1.0, "terminated")
+    assert (steps[2].reward, steps[2].stop_reason) == (1.0, "terminated")
     assert server.heard[0] == {"type": "reset", "data": {"level": 2, "seed": 12}}
     assert server.heard[1:] == [
         *({"type": "step", "data": {"guess": guess}} for guess in ("3", "9", "5")),
@@ -129,35 +129,35 @@ def test_an_episode_is_a_session() -> None:
 
 
 def test_words_of_one_s_own_and_turns() -> None:
-    _, steps = played(Server(guessing), "1", "2", "3", max_turns=2, observation=lambda o: o["prompt"].upper())
+    _, steps = played(Server(guessing), "1", "2", "3", max_turns=2, describe=lambda o: o["prompt"].upper())
     assert steps[0].observation.content == "\nHIGHER\n"
-    assert [(step.ended, step.reward) for step in steps[1:]] == [("turns", 0.0)]
+    assert [(step.stop_reason, step.reward) for step in steps[1:]] == [("turns", 0.0)]
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "much"])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    with pytest.raises(pg.EngineError, match=r"somewhere:1 gives the reward (nan|inf|'much'): it is a finite number"):
+    with pytest.raises(pg.EngineError, match=r"somewhere:1 gives the reward (nan|inf|'much'): it must be a finite number"):
         played(Server(lambda m: seen({"prompt": "?"}, reward=reward)), "1")
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (lambda m: None, r"http://somewhere:1 has not answered a reset within 0\.05 seconds"),
-        (lambda m: ConnectionResetError("gone"), r"has hung up at a reset \(gone\), in turn 0"),
-        (lambda m: "no json", "answers a reset with what is no message of OpenEnv's"),
-        (lambda m: {"type": "observation"}, "no message of OpenEnv's"),
-        (lambda m: ["observation"], "no message of OpenEnv's"),
-        (lambda m: {"type": "observation", "data": {"observation": "text"}}, "an observation is an object"),
-        (lambda m: error("2 of 2", "CAPACITY_REACHED"), "no room for another session: 2 of 2.*max_concurrent_envs"),
-        (lambda m: error("no key", "FACTORY_ERROR"), "cannot begin a session: no key"),
+        (lambda m: None, r"http://somewhere:1 did not answer a reset within 0\.05 seconds"),
+        (lambda m: ConnectionResetError("gone"), r"closed the connection during a reset \(gone\), in turn 0"),
+        (lambda m: "no json", "answers a reset with a message that is not OpenEnv's"),
+        (lambda m: {"type": "observation"}, "a message that is not OpenEnv's"),
+        (lambda m: ["observation"], "a message that is not OpenEnv's"),
+        (lambda m: {"type": "observation", "data": {"observation": "text"}}, "returns the observation 'text': it must be an object"),
+        (lambda m: error("2 of 2", "CAPACITY_REACHED"), "no capacity for another session: 2 of 2.*max_concurrent_envs"),
+        (lambda m: error("no key", "FACTORY_ERROR"), "cannot start a session: no key"),
         (lambda m: error("seed?", "EXECUTION_ERROR"), "refused to reset: seed?"),
     ],
 )
 def test_what_a_server_does_not_do_is_named(answer: Any, says: str) -> None:
     server = Server(answer)
     with pytest.raises(pg.EngineError, match=says):
-        played(server, seconds=0.05)
+        played(server, timeout=0.05)
     assert server.open == 0
 
 
@@ -167,7 +167,7 @@ def test_a_lost_connection_says_in_which_turn() -> None:
             raise ConnectionResetError("the server died")
         return seen({"prompt": "A digit!"})
 
-    with pytest.raises(pg.EngineError, match=r"hung up at a step \(the server died\), in turn 1"):
+    with pytest.raises(pg.EngineError, match=r"closed the connection during a step \(the server died\), in turn 1"):
         played(Server(lost), "1")
 
 
@@ -180,10 +180,10 @@ def test_there_is_no_server() -> None:
         asyncio.run(factory(TEXT).reset())
 
 
-@pytest.mark.parametrize("options", [{"max_turns": 0}, {"seconds": 0.0}, {"patience": -1.0}, {"address": ""}])
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"timeout": 0.0}, {"connect_timeout": -1.0}, {"address": ""}])
 def test_budgets_that_leave_nothing(options: dict[str, Any]) -> None:
     given = {"address": ADDRESS, "connect": Server(guessing).connect} | options
-    with pytest.raises(pg.ConfigError, match="OpenEnv takes an address"):
+    with pytest.raises(pg.ConfigError, match="OpenEnv needs an address"):
         pg.OpenEnv(**given)
 
 
@@ -223,7 +223,7 @@ def test_the_server_s_schema_says_what_an_action_is(schema: tuple[str, list[Any]
 @pytest.mark.parametrize("said", [{}, [], {"action": 3}])
 def test_a_server_that_tells_no_schema(schema: tuple[str, list[Any]], said: Any) -> None:
     schema[1][0] = said
-    with pytest.raises(pg.EngineError, match=r"/schema does not say what an action is"):
+    with pytest.raises(pg.EngineError, match=r"/schema does not describe an action"):
         played(Server(guessing), "3", address=schema[0], text_field=None)
 
 
@@ -266,12 +266,12 @@ def asked(required: tuple[str, ...] = (), fixed: Mapping[str, Any] | None = None
     ],
 )
 def test_a_turn_becomes_an_action(action: Any, text: str, read: Any) -> None:
-    assert action.read(text) == read
+    assert action.parse(text) == read
 
 
 def test_which_field_words_go_into_must_be_clear() -> None:
     with pytest.raises(
-        pg.ConfigError, match="fields a, b, and which of them words go into is not said: give text_field="
+        pg.ConfigError, match="fields a, b, and it is unclear which one takes the text: .*give text_field="
     ):
         asked(a="string", b="string")
     with pytest.raises(pg.ConfigError, match="fields none"):
@@ -289,7 +289,7 @@ def test_the_objects_of_a_text() -> None:
 def test_whatever_is_said_an_action_or_a_word_comes_of_it(text: str) -> None:
     whole = asked(("x", "y"), x="integer", y="string")
     for action in (asked(a="string"), asked(a="integer"), asked(a="number"), asked(a="boolean"), whole):
-        json.dumps(action.read(text), allow_nan=False)
+        json.dumps(action.parse(text), allow_nan=False)
 
 
 def test_a_number_of_many_digits_is_none() -> None:

@@ -125,12 +125,12 @@ def test_a_server_s_pings_are_answered_while_this_process_computes() -> None:
 
 
 def test_a_server_that_dies_is_named() -> None:
-    with serving() as address, pytest.raises(pg.EngineError, match=rf"{address} has hung up at a step .*in turn 1"):
+    with serving() as address, pytest.raises(pg.EngineError, match=rf"{address} closed the connection during a step .*in turn 1"):
         episodes(pg.OpenEnv(address), [1], lambda heard, turn: "99")
 
 
 def test_a_server_that_is_not_there_is_named(address: str) -> None:
-    with pytest.raises(pg.EngineError, match="does not say what an action is"):
+    with pytest.raises(pg.EngineError, match="does not describe an action"):
         episodes(pg.OpenEnv("http://127.0.0.1:9"), [1], upwards)
     with pytest.raises(pg.EngineError, match=r"there is no OpenEnv server at ws://127\.0\.0\.1:9/ws"):
         episodes(pg.OpenEnv("http://127.0.0.1:9", text_field="number"), [1], upwards)

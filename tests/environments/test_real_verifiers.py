@@ -100,7 +100,7 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
         yield Sum(Data(prompt=[vf.UserMessage(content="1 + 2 =")], answer="3"), self.config.task)
 '''
 REFUSED = {
-    "endless": ("INFINITE = True", "has no end"),
+    "endless": ("INFINITE = True", "is endless"),
     "boxed": ("async def setup(self, trace, runtime): pass", "needs a runtime .setup."),
     "judged": (
         "@vf.reward\n    async def ran(self, trace, runtime) -> float: return 1.0",

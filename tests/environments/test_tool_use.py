@@ -79,7 +79,7 @@ def right(answer: str, example: pg.Example) -> float:
 
 
 def played(tokenizer: Tokenizer, *turns: str, example: pg.Example = ASKED, **options: Any) -> Any:
-    given = {"describe": False, "reward": right} | options
+    given = {"tools_in_prompt": False, "reward": right} | options
     tools = given.pop("tools", TOOLS)
     budget = {"max_tokens": given.pop("max_tokens")} if "max_tokens" in given else {}
     group, sampler = conversation(tokenizer, pg.ToolUse(tools, **given), example, turns, **budget)  # type: ignore[arg-type]
@@ -113,12 +113,12 @@ def test_a_function_is_its_own_description() -> None:
 def test_a_conversation_with_a_tool(tokenizer: Tokenizer) -> None:
     trajectory, sampler = played(tokenizer, f"I add. {call('add', a=1, b=2)}", "3")
     first, answer, second = trajectory.segments
-    assert (first.sampled, answer.sampled, second.sampled) == (True, False, True)
+    assert (first.is_sampled, answer.is_sampled, second.is_sampled) == (True, False, True)
     assert tokenizer.decode(answer.tokens) == "\n<tool_response>\n3\n</tool_response>\n"
-    assert (trajectory.reward, trajectory.ended, trajectory.truncated) == (1.0, "answer", False)
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.truncated) == (1.0, "answer", False)
     assert trajectory.metrics["calls"] == 1.0
-    asked = torch.cat([sampler.asked[0].tokens, first.tokens, answer.tokens])
-    assert torch.equal(sampler.asked[1].tokens, asked)  # the very ids, and nothing but a continuation of them
+    asked = torch.cat([sampler.asked[0].prompt_ids, first.tokens, answer.tokens])
+    assert torch.equal(sampler.asked[1].prompt_ids, asked)  # the very ids, and nothing but a continuation of them
 
 
 def forges() -> str:
@@ -159,7 +159,7 @@ def test_what_a_tool_says_ends_no_turn(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_what_comes_of_a_call(tokenizer: Tokenizer, said: str, answer: str, why: str) -> None:
-    slow = {"seconds": 0.05} if why == "slow" else {}
+    slow = {"timeout": 0.05} if why == "slow" else {}
     trajectory, _ = played(tokenizer, said, "3", **slow)
     assert f"<tool_response>\n{answer}" in tokenizer.decode(trajectory.segments[1].tokens)
     failures = {name: count for name, count in trajectory.metrics.items() if name != "calls" and count}
@@ -189,12 +189,12 @@ def test_several_calls_are_answered_in_their_order_and_paid_for(tokenizer: Token
 def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) -> None:
     again = call("add", a=1, b=2)
     trajectory, _ = played(tokenizer, again, again, again, "3", max_turns=3)
-    assert (trajectory.ended, trajectory.reward, len(trajectory.turn_rewards)) == ("turns", 0.0, 3)
+    assert (trajectory.stop_reason, trajectory.reward, len(trajectory.turn_rewards)) == ("turns", 0.0, 3)
     size = len(tokenizer.hf(again)["input_ids"]) + 1
     cut, _ = played(tokenizer, again, again, "3", max_tokens=size + 5)
-    assert (cut.ended, cut.truncated, cut.reward, cut.sampled) == ("tokens", True, 0.0, size + 5)
+    assert (cut.stop_reason, cut.truncated, cut.reward, cut.num_sampled_tokens) == ("tokens", True, 0.0, size + 5)
     full, _ = played(tokenizer, again, "3", max_tokens=size)  # nothing is left to say, so the answer is not heard
-    assert (full.ended, full.truncated, len(full.segments)) == ("tokens", True, 1)
+    assert (full.stop_reason, full.truncated, len(full.segments)) == ("tokens", True, 1)
     assert full.reward == 0.0  # it ended without an answer
     paid, _ = played(tokenizer, again, max_tokens=size, call_reward=lambda c, a: 0.25)
     assert (paid.turn_rewards, paid.reward) == ((0.25,), 0.25)
@@ -202,7 +202,7 @@ def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) 
         tokenizer.hf, tokenizer.end_ids, "narrow", len(tokenizer.hf("1 + 2 =\n")["input_ids"]) + size + 3
     )
     short, _ = played(narrow, again, "3", max_tokens=size)
-    assert short.ended == "tokens"
+    assert short.stop_reason == "tokens"
 
 
 def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokenizer) -> None:
@@ -222,14 +222,14 @@ def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokeniz
     assert group.trajectories[0].reward is None
 
     class Sorry(Talks):
-        async def cut(self) -> float:
+        async def on_truncated(self) -> float:
             return -0.5
 
     group, _ = conversation(narrow, Sorry, ASKED, ["3"] * 9, max_tokens=20)
     assert group.trajectories[0].turn_rewards[-1] == group.trajectories[0].reward == -0.5
 
     class Lost(Talks):
-        async def cut(self) -> float:
+        async def on_truncated(self) -> float:
             return float("nan")
 
     with pytest.raises(pg.EngineError, match="reward = nan: give a finite number"):
@@ -257,7 +257,7 @@ def test_an_answer_that_is_long_loses_its_middle(tokenizer: Tokenizer) -> None:
         """
         return " ".join(map(str, range(n)))
 
-    trajectory, _ = played(tokenizer, call("counts", n=500), "3", tools=(counts,), longest=40)
+    trajectory, _ = played(tokenizer, call("counts", n=500), "3", tools=(counts,), max_output_chars=40)
     said = tokenizer.decode(trajectory.segments[1].tokens)
     assert said.startswith("\n<tool_response>\n0 1 2 3")
     assert "characters" in said
@@ -317,19 +317,19 @@ def test_a_tool_that_cannot_be_described_is_refused_with_the_way_out() -> None:
     for function in (silent, half, untyped):
         with pytest.raises(pg.ConfigError, match=rf"the tool '{function.__name__}' cannot be described .*`Args:`"):
             pg.ToolUse((function,))
-    with pytest.raises(pg.ConfigError, match="a tool is a function, and 3 is none"):
+    with pytest.raises(pg.ConfigError, match="a tool must be a function, not 3"):
         pg.ToolUse((3,))  # type: ignore[arg-type]
-    with pytest.raises(pg.ConfigError, match="two tools are called 'add'"):
+    with pytest.raises(pg.ConfigError, match="two tools are named 'add'"):
         pg.ToolUse((add, add))
-    with pytest.raises(pg.ConfigError, match="max_turns and longest must be at least 1"):
+    with pytest.raises(pg.ConfigError, match="max_turns, max_output_chars and max_calls must be at least 1"):
         pg.ToolUse((add,), max_turns=0)
 
 
 def test_the_prompt_says_what_tools_there_are(tokenizer: Tokenizer) -> None:
     chat = pg.Example(({"role": "user", "content": "1 + 2?"},), {"answer": "3"})
     for example in (ASKED, chat):
-        trajectory, sampler = played(tokenizer, call("add", a=1, b=2), "3", example=example, describe=True)
-        prompt = tokenizer.decode(sampler.asked[0].tokens)
+        trajectory, sampler = played(tokenizer, call("add", a=1, b=2), "3", example=example, tools_in_prompt=True)
+        prompt = tokenizer.decode(sampler.asked[0].prompt_ids)
         assert '"description": "Adds two numbers."' in prompt
         assert prompt.index("</tools>") < prompt.index("1 + 2")
         assert "<tool_response>\n3\n</tool_response>" in tokenizer.decode(trajectory.segments[1].tokens)

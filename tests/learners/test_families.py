@@ -110,6 +110,6 @@ def test_lora_leaves_out_exactly_the_layers_that_no_adapter_fits_and_refuses_the
     assert {n.rpartition(".")[2] for n in linear - adapted} == {*family.left_out}
     other = tf.AutoModelForCausalLM.from_config(family.config())
     with pytest.raises(
-        ConfigError, match=f"no adapter fits the layer '{family.left_out[0]}' of {type(other).__name__}"
+        ConfigError, match=f"the layer '{family.left_out[0]}' of {type(other).__name__} .* does not support an adapter"
     ):
         add_adapters(other, Lora(rank=2, targets=family.left_out[0]))

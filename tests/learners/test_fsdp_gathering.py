@@ -94,7 +94,7 @@ def _follows_the_weights(alone: LocalLearner, ranked: FsdpController) -> None:
     assert old.logits is not None
     assert torch.allclose(new.logits(ids), expected, atol=1e-5)
     for asked in (lambda: old.tensors["transformer.wte.weight"], lambda: old.logits(ids)):  # type: ignore[misc]
-        with pytest.raises(StaleWeightsError, match="the weights of version 0 have passed"):
+        with pytest.raises(StaleWeightsError, match="the weights of version 0 are gone"):
             asked()
     assert ranked.publish().version == 1  # and all go on
 

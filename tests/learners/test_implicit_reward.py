@@ -67,7 +67,7 @@ def test_the_exact_kl_to_the_teacher(
     model: nn.Module, teacher: nn.Module, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's gradient against autograd through Σ_a π(a) log(π(a)/π_T(a)) of one completion at a time."""
-    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", chunk)
+    monkeypatch.setattr("policygrad.learners.local.forward.MAX_LOGITS", chunk)
     batch = make_batch(3)
     learner = LocalLearner(
         model, LearnerSpec(EXACT, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=40)), reference=teacher
@@ -113,7 +113,7 @@ def test_another_width_has_no_exact_kl(model: nn.Module) -> None:
     size = int(model.config.vocab_size) + 8  # type: ignore[union-attr, arg-type]
     wide = load_model(GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=64, n_embd=24, n_layer=1, n_head=2)))
     LocalLearner(model, LearnerSpec(TAUGHT, lr=0.0, steps=1), reference=wide)
-    with pytest.raises(pg.ConfigError, match=r"ExactKLToReference compares .* logits.*TeacherLogRatio"):
+    with pytest.raises(pg.ConfigError, match=r"ExactKLToReference needs one vocabulary.* logits.*TeacherLogRatio"):
         LocalLearner(model, LearnerSpec(EXACT, lr=0.0, steps=1), reference=wide)
 
 

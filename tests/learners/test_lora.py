@@ -219,7 +219,7 @@ def test_layers_by_name_and_the_head_too(random_model: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("rank", "'rank' says nothing"),
+        ("rank", "'rank' is not a setting"),
         ("rnk=4", r"did you mean rank=…\?"),
         ("rank=4,rank=8", "once each"),
         ("rank=four", "rank must be a number, not 'four'"),

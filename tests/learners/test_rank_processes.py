@@ -100,7 +100,7 @@ def test_more_processes_than_a_machine_can_start_are_refused(monkeypatch: pytest
     monkeypatch.setattr(processes.os, "cpu_count", lambda: 2)
     check_devices("cpu", MAX_LOCAL_PROCESSES)
     with pytest.raises(
-        ConfigError, match=f"learner.world_size is 100000, .* 2 processors: give at most {MAX_LOCAL_PROCESSES}"
+        ConfigError, match=f"learner.world_size=100000 .* 2 processors. Set it to at most {MAX_LOCAL_PROCESSES}"
     ):
         check_devices("cpu", 100000)
     monkeypatch.setattr(processes.os, "cpu_count", lambda: 2 * MAX_LOCAL_PROCESSES)

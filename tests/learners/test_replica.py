@@ -129,7 +129,7 @@ def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Pat
     ("build", "says"),
     [
         (lambda: MODEL, "the model's own parameters"),
-        (lambda: small("gpt2"), r"build\(\) has other parameters"),
+        (lambda: small("gpt2"), r"build\(\) has different parameters"),
         (lambda: small("qwen3", torch.bfloat16), r"float32 in the model and torch.bfloat16 in its copy"),
     ],
 )

@@ -150,13 +150,13 @@ def length(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
 
 def test_refusals(tmp_path: Path) -> None:
     dense = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**BASE))
-    with pytest.raises(pg.ModelError, match="LlamaForCausalLM chooses no experts"):
+    with pytest.raises(pg.ModelError, match="LlamaForCausalLM has no experts"):
         LocalLearner(dense, LearnerSpec(pg.GRPO, lr=0.0, steps=1, config=REPLAY))
     model = built("mixtral")
-    with pytest.raises(pg.ConfigError, match=r"TrustRegion looks at policies.*routing_replay to false"):
+    with pytest.raises(pg.ConfigError, match=r"TrustRegion evaluates the policy without.*routing_replay=false"):
         LocalLearner(model, LearnerSpec(pg.TRPO, lr=None, steps=1, config=REPLAY))
     learner, batch = LocalLearner(model, LearnerSpec(pg.DR_GRPO, lr=0.0, steps=1, config=REPLAY)), make_batch(3)
-    with pytest.raises(pg.EngineError, match=r"the sampler does not tell them \(Generation.routes\)"):
+    with pytest.raises(pg.EngineError, match=r"this sampler does not report them \(Generation.routed_experts\)"):
         learner.update(batch, pg.DR_GRPO.compute_advantages(batch), pg.DR_GRPO)
     Routing.for_model(model).replay(torch.zeros(3, 2, 2))
     with pytest.raises(pg.ModelError, match="experts of 3 tokens, and the router MixtralTopKRouter is called with 4"):

@@ -86,9 +86,9 @@ def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     batch, norms, calls = make_batch(6), norms_of(gpt2), []
     truth, size = scored(norms, batch), sum(p.numel() for p in gpt2.parameters())
     original = ScoreNorms._sequential_norms
-    monkeypatch.setattr(ScoreNorms, "_one_by_one", lambda *a: calls.append(1) or original(*a))
+    monkeypatch.setattr(ScoreNorms, "_sequential_norms", lambda *a: calls.append(1) or original(*a))
     for at_once in (3, 1):
-        monkeypatch.setattr("policygrad.learners.local.score_norms.CHUNK", at_once * size)
+        monkeypatch.setattr("policygrad.learners.local.score_norms.MAX_LOGITS", at_once * size)
         torch.testing.assert_close(scored(norms, batch), truth, rtol=1e-10, atol=0)
     assert len(calls) == 1
 
@@ -128,10 +128,10 @@ def test_frozen_parameters_have_no_part(random_model: Path) -> None:
 
 def test_a_pattern_that_finds_nothing_is_refused_with_names(llama: nn.Module) -> None:
     for pattern in ("lm_head", "layer[9]"):
-        with pytest.raises(ValueError, match=r"no parameter.*embed_tokens\.weight.*tied") as error:
+        with pytest.raises(ValueError, match=r"no trained parameter.*embed_tokens\.weight.*tied") as error:
             select_parameters(llama, pattern)
         assert repr(pattern) in str(error.value)
-    with pytest.raises(ValueError, match=r"score_parameters '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"score_parameters='\(' is not a regular expression"):
         LearnerConfig(score_parameters="(")
     with pytest.raises(ValueError, match="no part of grpo reads score norms"):
         pg.Run(algorithm=pg.GRPO, learner=LearnerConfig(score_parameters="mlp"))

@@ -118,7 +118,7 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
 @pytest.mark.parametrize("micro_tokens", [16, 4096])
 def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, backbone: str, micro_tokens: int) -> None:
     """V of the state after the last sampled token, one completion at a time; 0 for what has ended or has no token."""
-    algorithm = with_critic(pg.Critic(backbone=backbone), psi=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
+    algorithm = with_critic(pg.Critic(backbone=backbone), advantage=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
     learner = learner_of(random_model, algorithm, micro_tokens=micro_tokens)
     network = critic_of(learner).network
     nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
@@ -168,7 +168,7 @@ def test_pretraining_goes_over_each_rollout_several_times_without_the_clip(rando
     batch = float_batch()
     taken = []
     for pretrain in (0, 1):
-        algorithm = with_critic(pg.Critic(lr=1e-2, pretrain=pretrain), step=pg.GradientSteps())
+        algorithm = with_critic(pg.Critic(lr=1e-2, pretrain=pretrain), update_rule=pg.GradientSteps())
         learner = learner_of(random_model, algorithm)
         rollout(learner, algorithm, batch)
         taken.append(critic_of(learner).optimizer.num_updates)
@@ -253,7 +253,7 @@ def test_the_learners_exact_terms_are_those_of_full_logits(
     random_model: Path, kind: str, budget: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed, merged, in chunks of three tokens, Ψ = 0 everywhere: only the term moves, and every completion counts."""
-    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", chunk)
+    monkeypatch.setattr("policygrad.learners.local.forward.MAX_LOGITS", chunk)
     step = pg.GradientSteps(epochs=2)
     algorithm = replace(pg.DR_GRPO, aggregation=pg.TokenMean(), terms=(EXACT[kind],), update_rule=step)
     model, temperature = load_model(str(random_model)).double(), 0.8

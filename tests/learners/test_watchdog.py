@@ -148,6 +148,6 @@ def test_beats_that_do_not_come_are_counted() -> None:
 
 def test_the_option() -> None:
     assert pg.LearnerConfig().hang_timeout == 45
-    with pytest.raises(pg.ConfigError, match=r"learner\.patience must be at least 0, and finite, not -1"):
+    with pytest.raises(pg.ConfigError, match=r"learner\.hang_timeout must be at least 0 and finite, not -1"):
         pg.LearnerConfig(hang_timeout=-1)
     assert pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(hang_timeout=3)).learner.hang_timeout == 3

@@ -109,7 +109,7 @@ def test_text_goes_on_as_text() -> None:
         encode_continuation(own, "1 +", " 1 =", "\nnext: ") == own.hf("\nnext: ", add_special_tokens=False)["input_ids"]
     )
     for so_far, new in (("1 +", [says("user", "2")]), ([says("user", "2")], "text")):
-        with pytest.raises(DataError, match="what began as text goes on as text"):
+        with pytest.raises(DataError, match="a text must be continued by text"):
             encode_continuation(own, so_far, "a", new)
 
 

@@ -46,7 +46,7 @@ def test_more_layers_than_the_file_has(copy: Callable[..., Path], capfd: pytest.
     said = str(caught.value)
     assert "would have random weights: its file lacks 9 tensors (model.layers.2.input_layernorm.weight, " in said
     assert said.count("model.layers.2.") == 5
-    assert " and 4 more). Give it the config.json that it was saved with, or get the whole file" in said
+    assert " and 4 more). Use the config.json that it was saved with, or get the complete file" in said
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
@@ -105,7 +105,7 @@ def test_what_a_model_of_another_task_has_beside_is_left_out_in_silence_and_else
     assert caplog.text == ""
     with_tensors(folder, lambda tensors: tensors | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)})
     with pytest.warns(
-        UserWarning, match=r"LlamaForCausalLM has no place for 1 tensor \(.*up_proj\.weight_scale\) of its file"
+        UserWarning, match=r"LlamaForCausalLM does not use 1 tensor \(.*up_proj\.weight_scale\) of its file"
     ):
         load_model(str(folder))
 

@@ -81,6 +81,6 @@ def test_a_control_token_of_one_letter_is_refused_with_the_way_out() -> None:
     own = load_tokenizer("tiny", load_model("tiny"))
     own.hf.add_special_tokens({"additional_special_tokens": ["§"]})
     with pytest.raises(
-        ModelError, match=r"^x:3: a tool or an environment has said '§', .*: take it out of what they say"
+        ModelError, match=r"^x:3: a tool or an environment returned '§', .*: remove it from their output"
     ):
         encode_continuation(own, "1", "2", "see § 3", source="x:3")

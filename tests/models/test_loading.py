@@ -42,7 +42,7 @@ def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_mo
 def test_what_is_neither_name_nor_model_is_refused(random_model: Path) -> None:
     with pytest.raises(ModelError, match=r"a model is .*, not int"):
         load_model(3)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="Linear has no `config` as a causal language model"):
+    with pytest.raises(ModelError, match="Linear has no `config` like that of a causal language model"):
         load_model(torch.nn.Linear(1, 1))
     network = load_model(str(random_model))
     with pytest.raises(ModelError, match=r"a tokenizer is .*, not list"):

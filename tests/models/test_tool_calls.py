@@ -1,4 +1,4 @@
-"""Calls as models write them, each by the convention of its own template; and what a model without one is told."""
+"""Tool calls in the formats of different chat templates, and for a model without one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_template_says_how_its_model_writes_calls(name: str, form: Any) -> Non
 def test_no_template_writes_tags_and_an_unknown_one_is_refused_when_it_is_read() -> None:
     assert parser_for_template(None) == TAGGED_PARSER
     assert not supports_tools("{{ '# no tools' }}")
-    with pytest.raises(ModelError, match=r"'glm' writes calls is not known .*ToolUse\(form=…\)"):
+    with pytest.raises(ModelError, match=r"'glm' has an unknown format for tool calls: .*ToolUse\(parser=…\)"):
         parser_for_template("{% if tools %}<tool_call>f<arg_key>{% endif %}", "glm")("anything")
 
 

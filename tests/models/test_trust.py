@@ -49,7 +49,7 @@ def with_code(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_code_in_a_model_s_folder_runs_only_when_it_is_trusted(with_code: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"brings code of its own along.* give --trust-remote-code"):
+    with pytest.raises(ModelError, match=r"includes its own code.* give --trust-remote-code"):
         load_model(str(with_code))
     with pytest.raises(ModelError, match="--trust-remote-code"):
         read_num_labels(str(with_code))
@@ -68,7 +68,7 @@ def test_code_of_a_tokenizer_is_refused_too(random_model: Path, tmp_path: Path, 
     (with_code / "own_tokenizer.py").write_text(CODE.format(ran=str(tmp_path / "ran")) + "\nclass Own: pass\n")
     changed = {"auto_map": {"AutoTokenizer": ["own_tokenizer.Own", None]}, "tokenizer_class": "Own"}
     changed_copy(with_code, tmp_path / "tokenizer", tokenizer_config=changed)
-    with pytest.raises(ModelError, match=r"the tokenizer of .* brings code of its own along"):
+    with pytest.raises(ModelError, match=r"the tokenizer of .* includes its own code"):
         load_tokenizer(str(tmp_path / "tokenizer"), load_model(str(random_model)))
     assert not (tmp_path / "ran").exists()
 

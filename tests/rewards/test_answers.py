@@ -69,7 +69,7 @@ def test_numbers_come_back_to_the_bit_in_any_pieces(said: list[SampleResult], la
 def test_steps_come_back(said: list[SampleResult]) -> None:
     asked = PendingCall(0, (40,) * len(said), process_reward=True)
     found = read(encode_reply(OURS, asked, said), asked)
-    assert found.judgements == said  # type: ignore[attr-defined]
+    assert found.results == said  # type: ignore[attr-defined]
 
 
 def test_the_first_word() -> None:
@@ -84,7 +84,7 @@ def test_the_first_word() -> None:
 def test_texts_are_cut_and_do_not_steer_a_terminal() -> None:
     said = SampleResult(None, "raised", "\x1b[2J" + "\ud800" + "x" * 5000, "E" * 500)
     found = read(encode_reply(OURS, replace(ASKED, lengths=(5,)), [said]), replace(ASKED, lengths=(5,)))
-    (judgement,) = found.judgements  # type: ignore[attr-defined]
+    (judgement,) = found.results  # type: ignore[attr-defined]
     assert judgement.message.startswith("\ufffd[2J?xxx")
     assert (len(judgement.message), len(judgement.kind)) == (1000, 100)
 
@@ -92,7 +92,7 @@ def test_texts_are_cut_and_do_not_steer_a_terminal() -> None:
 def test_more_steps_than_an_answer_may_have_are_a_failure_of_that_call() -> None:
     asked = PendingCall(0, (10,), process_reward=True)
     many = SampleResult(steps=tuple((1 + k % 10, 0.123456789) for k in range(9000)))
-    (judgement,) = read(encode_reply(OURS, asked, [many]), asked).judgements  # type: ignore[attr-defined]
+    (judgement,) = read(encode_reply(OURS, asked, [many]), asked).results  # type: ignore[attr-defined]
     assert (judgement.reason, judgement.steps) == ("type", ())
     assert "return fewer" in judgement.message
 
@@ -105,36 +105,36 @@ class Bomb:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (pickle.dumps(Bomb()), "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[3, [[1.0", "no JSON"),
-        (b"[" * 60_000, "no JSON: RecursionError"),
-        (b"[3, [[NaN, null, '', '', []]], false]", "no JSON"),
-        (b'[3, [[NaN, null, "", "", []], [1, null, "", "", []]], false]', "no JSON"),
-        (b'[3, [[Infinity, null, "", "", []], [1, null, "", "", []]], false]', "no JSON"),
-        (b'[3, [[1e999, null, "", "", []], [1, null, "", "", []]], false]', "no finite number"),
-        (b"[3, [[" + b"9" * 5000 + b', null, "", "", []], [1, null, "", "", []]], false]', "no JSON"),
-        ([3, [[10**400, None, *FINE], [1, None, *FINE]], False], "no finite number"),
-        ([3, [[-2e18, None, *FINE], [1, None, *FINE]], False], "no finite number"),
-        ([3, [[True, None, *FINE], [1, None, *FINE]], False], "no finite number"),
-        ([3, [["1", None, *FINE], [1, None, *FINE]], False], "no finite number"),
-        ([3, [[1, None, *FINE]], False], "of 1 samples, and 2 were asked"),
-        ([3, [[1, None, *FINE]] * 3, False], "of 3 samples, and 2 were asked"),
-        ([2, [[1, None, *FINE]] * 2, False], "to call 2, and call 3 was asked"),
-        ([3.0, [[1, None, *FINE]] * 2, False], "has not the fields of one"),
-        ([True, [[1, None, *FINE]] * 2, False], "has not the fields of one"),
-        ([3, [[1, None, *FINE]] * 2, 0], "has not the fields of one"),
-        ([3, {"0": 1}, False], "has not the fields of one"),
-        ({"number": 3}, "has not the fields of one"),
-        ([3, [[1, "raised", *FINE]] * 2, False], "a sample has not"),  # a failure has no value
-        ([3, [[None, "timeout", *FINE]] * 2, False], "a sample has not"),  # which is the parent's to say
-        ([3, [[None, ["raised"], *FINE]] * 2, False], "a sample has not"),
-        ([3, [[1, None, 5, "", []]] * 2, False], "a sample has not"),
-        ([3, [[1, None, "x" * 1001, "", []]] * 2, False], "a sample has not"),
-        ([3, [[1, None, "", "x" * 101, []]] * 2, False], "a sample has not"),
-        ([3, [[1, None, "", "", [[1, 1.0]]]] * 2, False], "a sample has not"),  # no process reward was asked
-        ([3, [[1, None, ""]] * 2, False], "a sample has not"),
-        ([3, [1, 2], False], "a sample has not"),
+        (pickle.dumps(Bomb()), "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[3, [[1.0", "not JSON"),
+        (b"[" * 60_000, "not JSON: RecursionError"),
+        (b"[3, [[NaN, null, '', '', []]], false]", "not JSON"),
+        (b'[3, [[NaN, null, "", "", []], [1, null, "", "", []]], false]', "not JSON"),
+        (b'[3, [[Infinity, null, "", "", []], [1, null, "", "", []]], false]', "not JSON"),
+        (b'[3, [[1e999, null, "", "", []], [1, null, "", "", []]], false]', "not a finite number"),
+        (b"[3, [[" + b"9" * 5000 + b', null, "", "", []], [1, null, "", "", []]], false]', "not JSON"),
+        ([3, [[10**400, None, *FINE], [1, None, *FINE]], False], "not a finite number"),
+        ([3, [[-2e18, None, *FINE], [1, None, *FINE]], False], "not a finite number"),
+        ([3, [[True, None, *FINE], [1, None, *FINE]], False], "not a finite number"),
+        ([3, [["1", None, *FINE], [1, None, *FINE]], False], "not a finite number"),
+        ([3, [[1, None, *FINE]], False], "1 results for 2 samples"),
+        ([3, [[1, None, *FINE]] * 3, False], "3 results for 2 samples"),
+        ([2, [[1, None, *FINE]] * 2, False], "reply to call 2 instead of call 3"),
+        ([3.0, [[1, None, *FINE]] * 2, False], "malformed reply"),
+        ([True, [[1, None, *FINE]] * 2, False], "malformed reply"),
+        ([3, [[1, None, *FINE]] * 2, 0], "malformed reply"),
+        ([3, {"0": 1}, False], "malformed reply"),
+        ({"number": 3}, "malformed reply"),
+        ([3, [[1, "raised", *FINE]] * 2, False], "malformed result"),  # a failure has no value
+        ([3, [[None, "timeout", *FINE]] * 2, False], "malformed result"),  # which is the parent's to say
+        ([3, [[None, ["raised"], *FINE]] * 2, False], "malformed result"),
+        ([3, [[1, None, 5, "", []]] * 2, False], "malformed result"),
+        ([3, [[1, None, "x" * 1001, "", []]] * 2, False], "malformed result"),
+        ([3, [[1, None, "", "x" * 101, []]] * 2, False], "malformed result"),
+        ([3, [[1, None, "", "", [[1, 1.0]]]] * 2, False], "malformed result"),  # no process reward was asked
+        ([3, [[1, None, ""]] * 2, False], "malformed result"),
+        ([3, [1, 2], False], "malformed result"),
     ],
 )
 def test_what_is_no_answer(body: object, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ def test_what_is_no_step(step: object) -> None:
 
 
 def test_a_foreign_beginning_and_a_great_length_are_refused_at_once() -> None:
-    with pytest.raises(ProtocolError, match="does not begin as this worker's do"):
+    with pytest.raises(ProtocolError, match="wrong nonce"):
         read(framed(b"", nonce=bytes(NONCE_BYTES))[: NONCE_BYTES + 4])
     with pytest.raises(ProtocolError, match="4,294,967,295 bytes"):
         read(framed(b"", length=2**32 - 1))
@@ -164,7 +164,7 @@ def test_a_foreign_beginning_and_a_great_length_are_refused_at_once() -> None:
     for word in (b'["started", 5]', b'["stopped", null]', b'["started", "%s"]' % (b"x" * 1001), b"[]"):
         inbox = ReplyParser(OURS)
         inbox.feed(framed(word))
-        with pytest.raises(ProtocolError, match="its first word is another"):
+        with pytest.raises(ProtocolError, match="unexpected first message"):
             inbox.parse_ready()
 
 

@@ -18,7 +18,7 @@ from policygrad.rewards import Reward, RewardPool, RewardScores, reward
 from policygrad.rewards.workers.pool import CallTimeEstimator, IncrementalScoring
 from policygrad.rewards.workers.process import WorkerProcess
 
-BUDGET = 0.5  # seconds, for what overruns it on purpose
+TIMEOUT = 0.5  # seconds, for what overruns it on purpose
 
 
 def unruly(prompts: Any, completions: Any, **_: Any) -> Any:
@@ -68,7 +68,7 @@ def answered(begun: IncrementalScoring, count: int) -> None:
     """Looks in until so many calls have been answered."""
     for _ in range(6000):
         begun.add_completions({})
-        if len(begun._said) >= count:
+        if len(begun._scored) >= count:
             return
         threading.Event().wait(0.01)
     raise AssertionError("nobody answers")
@@ -104,7 +104,7 @@ def test_what_hangs_costs_its_sample_and_what_was_answered_is_not_asked_again(tm
         return [1.0]
 
     completions = ["a", "hang", "bb", "none", "exit", "a"]
-    with RewardPool([unruly, counted], num_workers=2, timeout=BUDGET) as pool:
+    with RewardPool([unruly, counted], num_workers=2, timeout=TIMEOUT) as pool:
         whole = at_once(pool, completions)
         assert whole.failures == {"timeout": 1, "crashed": 1}
         (tmp_path / "calls").unlink()
@@ -141,9 +141,9 @@ def test_an_error_is_raised_with_the_scores_and_not_where_it_is_drawn() -> None:
 
 def test_what_is_waited_for_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[tuple[str, int, int]]()
-    with RewardPool([unruly], num_workers=1, timeout=BUDGET, progress=lambda *words: said.append(words)) as pool:
+    with RewardPool([unruly], num_workers=1, timeout=TIMEOUT, progress=lambda *words: said.append(words)) as pool:
         at_once(pool, ["a"])
-        monkeypatch.setattr("policygrad.rewards.workers.pool.SILENCE", 0.0)
+        monkeypatch.setattr("policygrad.rewards.workers.pool.REPORT_AFTER_SECONDS", 0.0)
         said.clear()
         with pool.score_incrementally(["p"] * 3, {}) as begun:
             begun.add_completions({0: "a"})

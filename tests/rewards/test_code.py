@@ -135,15 +135,15 @@ def test_a_row_of_humaneval_has_its_prompt_as_what_a_program_cannot_replace():
         ({"answer": "5"}, "needs tests in the task's rows: .*they have answer"),
         ({"tests": [{"input": "1"}]}, "a test without 'output'"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"input_output": "{"}, "is no JSON"),
+        ({"input_output": "{"}, "is not JSON"),
         ({"input_output": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "one output for each input"),
-        ({"input_output": {"inputs": [[1]], "outputs": [1], "fn_name": "f("}}, "which is no function's name"),
-        ({"input_output": {"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}}, "a row's test of f is no JSON"),
+        ({"input_output": {"inputs": [[1]], "outputs": [1], "fn_name": "f("}}, "which is not the name of a function"),
+        ({"input_output": {"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}}, "a row's test of f is not JSON"),
         ({"public_test_cases": [{**CASE, "testtype": "functional"}]}, "need `metadata` with 'func_name'"),
         ({"private_test_cases": "!"}, "neither JSON nor packed as LiveCodeBench does"),
         ({"private_test_cases": packed([CASE], by=pickle_of_more)}, "its pickle is more than one text"),
         ({"test": "def test_f(): pass", "entry_point": "f"}, r"defines no check\(candidate\)"),
-        ({"tests": [1]}, "are a list of texts"),
+        ({"tests": [1]}, "must be a list of texts"),
     ],
 )
 def test_rows_of_no_known_form(row, said):
@@ -152,12 +152,12 @@ def test_rows_of_no_known_form(row, said):
 
 
 def test_options_by_name():
-    assert Code.from_options("seconds=20,memory=2GiB,share=yes") == Code(20.0, "2GiB", True)
-    assert find_code("code:seconds=20") == ()
+    assert Code.from_options("timeout=20,memory=2GiB,share=yes") == Code(20.0, "2GiB", True)
+    assert find_code("code:timeout=20") == ()
     for wrong, said in (
-        ("time=1", "there is no option 'time'; write code:seconds=…,memory=…,share=…,wall=…"),
-        ("seconds=x", "seconds is a number"),
-        ("seconds=0", "seconds must be above 0"),
+        ("time=1", "has no option 'time'; write code:timeout=…,memory=…,share=…,sandbox=…"),
+        ("timeout=x", "timeout is a number"),
+        ("timeout=0", "timeout must be above 0"),
         ("memory=none", "has to be limited"),
         ("share=maybe", "share is yes or no"),
     ):
@@ -166,14 +166,14 @@ def test_options_by_name():
 
 
 def test_it_is_refused_where_no_wall_stands(monkeypatch):
-    monkeypatch.setattr("policygrad.sandbox.backends.program", lambda: None)
-    monkeypatch.setattr("policygrad.sandbox.landlock.version", lambda: 0)
+    monkeypatch.setattr("policygrad.sandbox.backends.find_bwrap", lambda: None)
+    monkeypatch.setattr("policygrad.sandbox.landlock.get_abi_version", lambda: 0)
     find_backend.cache_clear()
     try:
-        for name in ("code", "code:seconds=3"):
-            with pytest.raises(ConfigError, match="cannot be kept apart from this machine"):
+        for name in ("code", "code:timeout=3"):
+            with pytest.raises(ConfigError, match="no sandbox works on this machine"):
                 resolve_reward(name)
-        with pytest.raises(ConfigError, match="cannot be kept apart from this machine"):
+        with pytest.raises(ConfigError, match="no sandbox works on this machine"):
             RewardPool(["exact_match"], sandbox="auto")
     finally:
         find_backend.cache_clear()
@@ -263,7 +263,7 @@ def test_right_and_wrong_programs_for_the_forms_of_data_sets(name):
         ({"tests": ["assert f(1"]}, "the row with the prompt 'Write f.': no program .* setup raised SyntaxError"),
         (
             {"tests": ["class Own: pass\nassert f(Own())"]},
-            "tests can give a candidate plain data and functions, not Own",
+            "tests can pass plain data and functions to a program, not Own",
         ),
         ({"test_list": ["assert f(1)"], "test_setup_code": "1 / 0"}, "the tests' setup raised ZeroDivisionError"),
     ],

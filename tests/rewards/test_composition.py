@@ -27,7 +27,7 @@ def asked(prompts, completions, label, **columns):
 async def slow(prompts, completions):
     return [2.0 for _ in completions]
 
-@pg.reward(batch=True, budget=77)
+@pg.reward(batch=True, timeout=77)
 def all_at_once(prompts, completions):
     return [float(len(completions)) for _ in completions]
 
@@ -88,20 +88,20 @@ def test_every_way_of_writing_it_means_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0.5*format:a*2", r"two weights, 0.5 and 2: leave one away; .*format:\(\?:…\)"),
+        ("0.5*format:a*2", r"two weights, 0.5 and 2: drop one; .*format:\(\?:…\)"),
         ("math within 1..0", "needs LOW below HIGH"),
         ("math within ..", "needs LOW below HIGH"),
-        ("math if format*0.5", "a gate, 'format\\*0.5', holds or it does not"),
-        ("format:x if 0.5*format", "a gate, '0.5\\*format', holds or it does not"),
-        ("math if format:a if format", "a gate, 'format:a if format', holds or it does not"),
-        ("math if format within 0..1", "a gate, 'format within 0..1', holds or it does not"),
-        ("format:x if math within 0..1", "a gate, 'math within 0..1', holds or it does not"),
+        ("math if format*0.5", "the gate 'format\\*0.5' holds or does not"),
+        ("format:x if 0.5*format", "the gate '0.5\\*format' holds or does not"),
+        ("math if format:a if format", "the gate 'format:a if format' holds or does not"),
+        ("math if format within 0..1", "the gate 'format within 0..1' holds or does not"),
+        ("format:x if math within 0..1", "the gate 'math within 0..1' holds or does not"),
         ("worked_steps if format", "'worked_steps' scores steps"),
-        ("length_penalty", "needs longest: length_penalty:…,longest=…"),
-        ("length_penalty:longest=4,ramp=5", "ramp from 1 to longest"),
-        ("length_penalty:longest=x", "longest is a whole number, not 'x'"),
-        ("length_penalty:longest=9,unit=tokens", "unit is words or characters, not 'tokens'"),
-        ("repetition_penalty:n=3", "there is no option 'n'; write repetition_penalty:ngram=…,unit=…"),
+        ("length_penalty", "needs max_length: length_penalty:…,max_length=…"),
+        ("length_penalty:max_length=4,ramp=5", "ramp from 1 to max_length"),
+        ("length_penalty:max_length=x", "max_length is a whole number, not 'x'"),
+        ("length_penalty:max_length=9,unit=tokens", "unit is words or characters, not 'tokens'"),
+        ("repetition_penalty:n=3", "has no option 'n'; write repetition_penalty:ngram=…,unit=…"),
         ("repetition_penalty:ngram=0", "ngram must be at least 1"),
     ],
 )
@@ -197,9 +197,9 @@ def test_a_run_tells_what_each_reward_says(small: pg.Run, tmp_path: Path) -> Non
 
 def test_length_penalty_by_hand() -> None:
     """L_max 10, L_cache 4: nothing up to 6, a quarter more for each word, all of it at 10 and beyond."""
-    found = LengthPenalty.from_options("longest=10,ramp=4")
+    found = LengthPenalty.from_options("max_length=10,ramp=4")
     assert found("", ["w " * n for n in (0, 6, 7, 9, 10, 99)]) == [0, 0, -0.25, -0.75, -1, -1]
-    assert LengthPenalty.from_options("longest=10,unit=characters")("", ["w" * 9]) == [-0.5]  # a ramp of a fifth, 2
+    assert LengthPenalty.from_options("max_length=10,unit=characters")("", ["w" * 9]) == [-0.5]  # a ramp of a fifth, 2
 
 
 def test_repetition_penalty_by_hand() -> None:

@@ -70,12 +70,12 @@ def test_a_pickle_in_the_pipe_is_not_executed_and_the_run_goes_on(tmp_path: Path
             everywhere(struct.pack(">Q", len(bomb)) + bomb)
         return [1.0]
 
-    scores = score([throws], ["a", "bomb", "b", "bomb", "c"], workers=1)
+    scores = score([throws], ["a", "bomb", "b", "bomb", "c"], num_workers=1)
     assert not mark.exists()
     assert scores.total == [1.0, None, 1.0, None, 1.0]
     assert scores.failures == {"crashed": 2}
     (said,) = {re.sub(r" \(completion.*", "", message) for message in scores.messages}
-    assert said.startswith("reward 'throws' said something that is no answer (it does not begin as this worker's do)")
+    assert said.startswith("reward 'throws' sent an invalid reply (wrong nonce)")
     pickle.loads(bomb)  # which is one
     assert mark.exists()
 
@@ -86,7 +86,7 @@ def test_bytes_without_an_end_do_not_hold_up_the_others() -> None:
             everywhere(b"\0" * 65536)
         return [1.0]
 
-    scores = score([floods], ["a", "flood", "b"], workers=2)
+    scores = score([floods], ["a", "flood", "b"], num_workers=2)
     assert scores.total == [1.0, None, 1.0]
     assert scores.failures == {"crashed": 1}
 
@@ -105,9 +105,9 @@ def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
             os.write(service.sink, encode_reply(service.nonce, PendingCall(service.calls, (5,)), [SampleResult(9.0)]))
         return [1.0]
 
-    scores = score([forges], ["a", "forge", "b", "c"], workers=1)
+    scores = score([forges], ["a", "forge", "b", "c"], num_workers=1)
     assert scores.total == [1.0, 9.0, None, 1.0]
-    assert "it is to call 1, and call 2 was asked" in scores.messages[0]
+    assert "reply to call 1 instead of call 2" in scores.messages[0]
 
 
 @linux
@@ -126,7 +126,7 @@ def test_a_worker_that_says_nonsense_while_it_loads_is_named() -> None:
     def loud(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [1.0]
 
-    with pytest.raises(RewardError, match=r"said something that is no answer .* while it loaded loud"):
+    with pytest.raises(RewardError, match=r"sent an invalid reply .* while it loaded loud"):
         score([loud], ["a"])
 
 
@@ -153,7 +153,7 @@ def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyP
 
     (said,) = score([needs], ["a"]).messages
     assert "raised KeyError: 'MY_API_KEY'" in said
-    assert "do not get the environment variable MY_API_KEY: --rewards.environment MY_API_KEY gives it" in said
+    assert "do not get the environment variable MY_API_KEY: add --rewards.environment MY_API_KEY" in said
     assert "secret" not in said
 
     @reward(prepare=lambda: os.environ["MY_API_KEY"])
@@ -174,7 +174,7 @@ def test_names_of_variables() -> None:
     assert filter_environment({**given, **others}, ("http_proxy",)) == {**given, **threads, "http_proxy": "x"}
     assert explain_missing_variable("raised KeyError: 'NO_SUCH_VARIABLE_IS_SET'", ()) == ""
     for wrong in ("A=1", "", "1A"):
-        with pytest.raises(ConfigError, match="no name of an environment variable"):
+        with pytest.raises(ConfigError, match="not the name of an environment variable"):
             RewardPool(["format"], environment=(wrong,))
     with pytest.raises(ConfigError, match=r"write \('A',\)"):
         RewardPool(["format"], environment="A")
@@ -206,7 +206,7 @@ def test_sizes(text: str, count: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "4 potatoes", "-1GiB", "1e9", "5B", "0", "inf", "1" * 400, 4])
 def test_what_is_no_size(text: Any) -> None:
-    with pytest.raises(ConfigError, match=r"no size|not between|a text such as"):
+    with pytest.raises(ConfigError, match=r"not a size|not between|a text such as"):
         parse_size(text)
 
 
@@ -221,7 +221,7 @@ def leaks(prompts: Any, completions: Any, **_: Any) -> list[float]:
 
 @linux
 def test_a_worker_that_leaks_is_replaced_before_it_is_too_large() -> None:
-    scores = score([leaks], [str(i) for i in range(12)], workers=2, memory="64MiB")
+    scores = score([leaks], [str(i) for i in range(12)], num_workers=2, memory="64MiB")
     assert scores.failures == {}
     calls = [scores.total.count(pid) for pid in set(scores.total)]
     assert sum(calls) == 12
@@ -233,12 +233,12 @@ def test_a_call_that_takes_too_much_fails_with_the_options_name() -> None:
     def takes(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(len(bytearray(int(completions[0]) * MIB)))]
 
-    scores = score([takes], ["1", "4096", "2"], workers=1, memory="64MiB")
+    scores = score([takes], ["1", "4096", "2"], num_workers=1, memory="64MiB")
     assert scores.total == [MIB, None, 2 * MIB]
     assert scores.failures == {"raised": 1}
     assert "raised MemoryError" in scores.messages[0]
-    assert "a worker may take 64 MiB beyond what it has when it is loaded (--rewards.memory)" in scores.messages[0]
-    assert score([takes], ["128"], workers=1).total == [128 * MIB]  # the default is larger
+    assert "a worker may use 64 MiB beyond what it has after loading (--rewards.memory)" in scores.messages[0]
+    assert score([takes], ["128"], num_workers=1).total == [128 * MIB]  # the default is larger
 
 
 class Unspeakable(Exception):
@@ -252,7 +252,7 @@ def test_errors_of_memory_by_other_names() -> None:
         raise kinds.get(completions[0], OSError(2, "No such file"))
 
     scores = score(
-        [Reward("f", refused), Reward("fine", lambda p, c, **_: [1.0])], ["start", "torch", "file"], workers=1
+        [Reward("f", refused), Reward("fine", lambda p, c, **_: [1.0])], ["start", "torch", "file"], num_workers=1
     )
     assert ["--rewards.memory" in message for message in scores.messages] == [True, True, False]
 
@@ -273,7 +273,7 @@ def test_a_reward_of_its_own_worker_has_no_limit_and_all_go_before_the_trainer()
         Reward("shared", limit),
         Reward("turn", turn),
     ]
-    scores = score(rewards, ["a"], workers=1, memory="1GiB")
+    scores = score(rewards, ["a"], num_workers=1, memory="1GiB")
     assert scores.parts == {"alone": [0.0], "shared": [1.0], "turn": [1000.0]}
     assert score([Reward("shared", limit)], ["a"], memory="none").total == [0.0]
 
@@ -330,13 +330,13 @@ def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worke
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[int] = []
-    processes = process._processes
+    processes = process._list_processes
 
     def counted() -> list[int]:
         looks[-1] += 1
         return processes()
 
-    monkeypatch.setattr(process, "_processes", counted)
+    monkeypatch.setattr(process, "_list_processes", counted)
     for workers in (1, 4):
         pool = RewardPool(["exact_match"], num_workers=workers)
         leaders = [slot.worker.pid for slot in pool._slots if slot.worker]
@@ -349,7 +349,7 @@ def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worke
 
 @linux
 def test_a_daemon_of_a_worker_that_has_died_is_gone_too() -> None:
-    scores = score([orphaned], ["a", "die", "b"], workers=1)
+    scores = score([orphaned], ["a", "die", "b"], num_workers=1)
     assert scores.failures == {"crashed": 1}
     assert all(_gone(int(pid)) for pid in scores.total if pid is not None)
 
@@ -362,7 +362,7 @@ def test_a_worker_full_of_ended_children_is_replaced() -> None:
             subprocess.run([sys.executable, "-c", ended], check=True)
         return [float(os.getpid())]
 
-    one, leaver, other = score([leaves], ["a", "leave", "b"], workers=1).total
+    one, leaver, other = score([leaves], ["a", "leave", "b"], num_workers=1).total
     assert one == leaver != other
 
 

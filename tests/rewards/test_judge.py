@@ -60,9 +60,7 @@ def test_scores_are_asked_for_once_and_kept(rubric: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("form", ["{}", "0.5*{} within 0..1 if format"])
 def test_a_wall_without_network_is_refused_before_anybody_is_asked(rubric: Path, form: str) -> None:
     with judging(lambda text, before: (200, said(5), {})) as asked:
-        with pytest.raises(
-            ConfigError, match=r"'judge:.* asks a server, and behind --rewards.sandbox auto there is no"
-        ):
+        with pytest.raises(ConfigError, match=r"'judge:.* calls a server, and --rewards.sandbox auto has no network"):
             RewardPool([form.format(spec(rubric, asked))], num_workers=1, sandbox="auto")
         assert not asked.bodies
 
@@ -112,7 +110,7 @@ def test_what_is_wrong_for_a_while_is_asked_again(rubric: Path) -> None:
 
 def test_requests_have_a_budget_that_workers_share(rubric: Path) -> None:
     with judging(lambda text, before: (200, said(10), {})) as asked:
-        reward = resolve_reward(spec(rubric, asked, "calls=2"))
+        reward = resolve_reward(spec(rubric, asked, "max_calls=2"))
         with RewardPool([reward], num_workers=1) as pool:
             assert pool.score([""], ["a"], {}).total == [1.0]
         with RewardPool([reward], num_workers=1) as pool:  # a worker that takes another's place has no more
@@ -120,7 +118,7 @@ def test_requests_have_a_budget_that_workers_share(rubric: Path) -> None:
         assert found.total[0] == 1.0, "what is known costs nothing"
         assert sorted(map(str, found.total)) == ["1.0", "1.0", "None"]
         assert len(asked.bodies) == 2
-        assert "was asked 2 times, which is all it may be" in found.messages[0]
+        assert "was called 2 times, the maximum" in found.messages[0]
 
 
 def test_a_key_that_is_held_back_or_wrong(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +128,7 @@ def test_a_key_that_is_held_back_or_wrong(rubric: Path, monkeypatch: pytest.Monk
         assert "authorization" not in asked.headers[0]
         assert f"--rewards.environment {KEY}" in found.messages[0]
         found = score(spec(rubric, asked, f"key={KEY}"), ["a"], [KEY])
-        assert f"its key is what {KEY} holds" in found.messages[0]
+        assert f"its key is the environment variable {KEY}" in found.messages[0]
         assert "s3cret" not in found.messages[0]
 
 
@@ -166,7 +164,7 @@ def test_an_answer_that_counts(text: str) -> None:
     ],
 )
 def test_an_answer_that_does_not(text: str) -> None:
-    with pytest.raises(RewardError, match="the judge's answer is no"):
+    with pytest.raises(RewardError, match="the judge's response is not"):
         parse_score(text, 0, 10)
 
 
@@ -178,9 +176,9 @@ def test_an_answer_that_does_not(text: str) -> None:
         ("{rubric},model=m,url=localhost", "an address"),
         ("{rubric},model=m,key=sk-123", "the \\*name\\* of an environment variable"),
         ("{rubric},model=m,scale=5", "scale is LOW..HIGH, not '5'"),
-        ("{rubric},model=m,session=x", "there is no option 'session'"),
-        ("{rubric},model=m,calls=0", "at least 1"),
-        ("{rubric},model=m,seconds=nan", "seconds above 0"),
+        ("{rubric},model=m,session=x", "has no option 'session'"),
+        ("{rubric},model=m,max_calls=0", "at least 1"),
+        ("{rubric},model=m,timeout=nan", "timeout above 0"),
     ],
 )
 def test_what_is_refused(rubric: Path, words: str, says: str) -> None:

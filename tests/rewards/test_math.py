@@ -59,22 +59,22 @@ def test_the_page_names_every_policy_and_both_chains():
         (r"\boxed{1} \boxed{\frac{1}{2}} {", "boxed", r"\frac{1}{2}"),
         (r"\boxed{a\}b}", "boxed", r"a\}b"),
         (r"\boxed{1", "boxed", None),
-        ("The answer is: **5**. I hope so.", "said", "**5**"),
-        ("ANSWER: 3.5\nmore", "said", "3.5"),
-        ("the answer is 6. No, the answer is 5.", "said", "5"),
-        ("plan A is 7\nA: 8", "said", "8"),
-        ("plan A is 7", "said", None),
-        ("the answer is:\n5", "said", None),
-        ("my answers are many", "said", None),
+        ("The answer is: **5**. I hope so.", "phrase", "**5**"),
+        ("ANSWER: 3.5\nmore", "phrase", "3.5"),
+        ("the answer is 6. No, the answer is 5.", "phrase", "5"),
+        ("plan A is 7\nA: 8", "phrase", "8"),
+        ("plan A is 7", "phrase", None),
+        ("the answer is:\n5", "phrase", None),
+        ("my answers are many", "phrase", None),
         (r"$1$ and \(2\) and \[3\]", "formula", "3"),
         ("it costs $5", "formula", None),
         ("from 3 to -4.", "last", "-4"),
         ("1,234.50 dollars", "last", "1,234.50"),
         ("50 \\% of", "last", "50%"),
         ("none", "last", None),
-        ("x + 1", "whole", "x + 1"),
-        ("two\nlines", "whole", None),
-        ("it is a sentence", "whole", None),
+        ("x + 1", "line", "x + 1"),
+        ("two\nlines", "line", None),
+        ("it is a sentence", "line", None),
     ],
 )
 def test_policies(text, policy, found):
@@ -320,9 +320,9 @@ def test_policies_of_ones_own_by_name():
     assert resolve_reward("math:boxed*0.5").weight == 0.5
     assert find_code("gsm8k:hashes") == ()
     assert resolve_reward("gsm8k:boxed").function([""], ["#### 5"], answer=["5"]) == [0.0]
-    with pytest.raises(ConfigError, match="unknown extraction policy 'box'; there are answer, hashes"):
+    with pytest.raises(ConfigError, match="unknown extraction policy 'box'; choose from answer, hashes"):
         resolve_reward("gsm8k:box")
-    with pytest.raises(ConfigError, match="no extraction policy is named"):
+    with pytest.raises(ConfigError, match="no extraction policy is given"):
         resolve_reward("math:")
 
 

@@ -15,7 +15,7 @@ from policygrad.rewards.workers.failures import FailedStepTracker, UnresponsiveF
 from policygrad.rewards.workers.messages import Chunk, SampleResult, WorkerStart
 from policygrad.rewards.workers.pool import SlowCallReporter, WorkerSlot, WorkItem
 
-BUDGET = 0.2  # seconds, for what overruns it on purpose
+TIMEOUT = 0.2  # seconds, for what overruns it on purpose
 
 
 def hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -34,35 +34,35 @@ def raises_or_hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
 
 
 def test_a_function_that_never_answers_ends_the_scoring_after_two_calls_of_every_worker() -> None:
-    with RewardPool([hangs], num_workers=2, timeout=BUDGET) as pool:
+    with RewardPool([hangs], num_workers=2, timeout=TIMEOUT) as pool:
         with pytest.raises(RewardError) as caught:
             pool.score(["p"] * 512, ["x"] * 512, {})
-        assert "reward 'hangs' has not given a single reward yet, and 4 calls of it were lost" in str(caught.value)
-        assert "took more than its budget of 0.2 s" in str(caught.value)
+        assert "reward 'hangs' has not returned a single reward, and 4 calls of it were lost" in str(caught.value)
+        assert "took more than its timeout of 0.2 s" in str(caught.value)
         with pytest.raises(RewardError, match="closed"):
             pool.score(["p"], ["fine"], {})
 
 
 def test_calls_that_raise_are_no_rewards() -> None:
     with (
-        RewardPool([raises_or_hangs], num_workers=2, timeout=BUDGET) as pool,
+        RewardPool([raises_or_hangs], num_workers=2, timeout=TIMEOUT) as pool,
         pytest.raises(RewardError, match="4 calls"),
     ):
         pool.score(["p"] * 64, [str(i) for i in range(64)], {})
 
 
 def test_one_reward_is_enough_and_patience_is_endless_where_it_is_asked_for() -> None:
-    with RewardPool([hangs], num_workers=1, timeout=BUDGET) as pool:
+    with RewardPool([hangs], num_workers=1, timeout=TIMEOUT) as pool:
         assert pool.score(["p"], ["fine"], {}).total == [1.0]
         assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
-    with RewardPool([hangs], num_workers=1, timeout=BUDGET, tolerate_unresponsive=True) as pool:
+    with RewardPool([hangs], num_workers=1, timeout=TIMEOUT, tolerate_unresponsive=True) as pool:
         assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
 
 
 def test_before_it_gives_up_other_prompts_are_tried() -> None:
     """The first three samples hang, as the answers to one prompt may: the others are asked before they are all tried."""
     completions = ["x"] * 3 + ["fine"] * 9
-    with RewardPool([hangs], num_workers=1, timeout=BUDGET) as pool:  # chunks of three
+    with RewardPool([hangs], num_workers=1, timeout=TIMEOUT) as pool:  # chunks of three
         scores = pool.score(["p"] * 12, completions, {})
     assert scores.total == [None] * 3 + [1.0] * 9
 
@@ -120,7 +120,14 @@ def test_endless_patience_and_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"failing": 1.0}, {"failing": -0.1}, {"patience": -1}, {"memory": "x"}, {"environment": ("=",)}]
+    "options",
+    [
+        {"max_failed_fraction": 1.0},
+        {"max_failed_fraction": -0.1},
+        {"max_failed_steps": -1},
+        {"memory": "x"},
+        {"environment": ("=",)},
+    ],
 )
 def test_impossible_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"rewards\.{next(iter(options))}"):
@@ -138,7 +145,7 @@ def slot(name: str, *, ready: bool, deadline: float) -> WorkerSlot:
 
 def test_what_is_waited_for_is_said_after_seconds_and_then_every_second() -> None:
     now, told = [0.0], list[tuple[str, int, int]]()
-    waits = SlowCallReporter(lambda *words: told.append(words), ["x"], [10.0], 512, silence=4.0, clock=lambda: now[0])
+    waits = SlowCallReporter(lambda *words: told.append(words), ["x"], [10.0], 512, after=4.0, clock=lambda: now[0])
     busy = [slot("x", ready=True, deadline=9.0), slot("x", ready=False, deadline=99.0)]
     for now[0] in (0.0, 3.9):
         waits.report_if_due(busy)
@@ -163,7 +170,7 @@ def test_a_quick_scoring_says_nothing_and_a_slow_one_does(monkeypatch: pytest.Mo
         [],
         [("", 0, 0)],
     )
-    monkeypatch.setattr(waiting, "SILENCE", 0.0)
+    monkeypatch.setattr(waiting, "REPORT_AFTER_SECONDS", 0.0)
     told.clear()
     with RewardPool([hangs], num_workers=1, timeout=2.5, progress=lambda *words: told.append(words)) as pool:
         pool.score(["p"] * 2, ["fine", "x"], {})

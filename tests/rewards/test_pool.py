@@ -19,7 +19,7 @@ from policygrad.rewards import Reward, RewardPool, reward
 from policygrad.rewards.workers.messages import to_number
 from policygrad.rewards.workers.pool import Dispatcher
 
-BUDGET = 0.5  # seconds, for the functions that overrun it on purpose
+TIMEOUT = 0.5  # seconds, for the functions that overrun it on purpose
 
 
 def length(prompts, completions, **_):
@@ -67,8 +67,8 @@ def score(rewards, completions, columns=None, **options):
     ("deed", "reason", "message"),
     [
         ("raise", "raised", "ZeroDivisionError: division by zero at .*test_pool.py:"),
-        ("hang", "timeout", "more than its budget of 0.5 s"),
-        ("spin", "timeout", "more than its budget of 0.5 s"),
+        ("hang", "timeout", "more than its timeout of 0.5 s"),
+        ("spin", "timeout", "more than its timeout of 0.5 s"),
         ("exit", "crashed", "exit code 3"),
         ("sys.exit", "raised", "SystemExit: bye"),
         ("segfault", "crashed", "signal SIGSEGV"),
@@ -81,8 +81,8 @@ def score(rewards, completions, columns=None, **options):
     ],
 )
 def test_each_failure_costs_its_sample_only(deed, reason, message):
-    budget = BUDGET if reason == "timeout" else 60.0
-    scores = score([unruly], ["bool", deed, "bool"], budget=budget, workers=1)
+    timeout = TIMEOUT if reason == "timeout" else 60.0
+    scores = score([unruly], ["bool", deed, "bool"], timeout=timeout, num_workers=1)
     assert scores.total == [1.0, None, 1.0]
     assert scores.parts == {"unruly": [1.0, None, 1.0]}
     assert scores.failures == {reason: 1}
@@ -93,7 +93,7 @@ def test_each_failure_costs_its_sample_only(deed, reason, message):
 
 
 def test_prints_and_reads_do_not_touch_the_channel():
-    scores = score([unruly], ["print", "fd", "read", "bool"], workers=1)
+    scores = score([unruly], ["print", "fd", "read", "bool"], num_workers=1)
     assert scores.total == [1.0, 6.0, 0.0, 1.0]
     assert scores.failures == {}
 
@@ -115,7 +115,7 @@ def chatty(prompts, completions, **columns):
 
 @pytest.mark.parametrize("deed", ["raise", "exit", "hang"])
 def test_what_a_reward_prints_is_captured_and_the_last_lines_stand_in_its_failure(deed, capfd):
-    scores = score([chatty], ["flood", "good", deed], workers=1, budget=BUDGET if deed == "hang" else 60.0)
+    scores = score([chatty], ["flood", "good", deed], num_workers=1, timeout=TIMEOUT if deed == "hang" else 60.0)
     assert scores.total == [1.0, 1.0, None]
     failed, note = scores.messages
     assert f"line 3 of {deed} / line 4 of {deed} / " in failed
@@ -126,7 +126,7 @@ def test_what_a_reward_prints_is_captured_and_the_last_lines_stand_in_its_failur
 
 
 def test_what_a_reward_prints_is_shown_on_demand(capfd):
-    scores = score([chatty], ["good", "raise"], workers=1, show_output=True)
+    scores = score([chatty], ["good", "raise"], num_workers=1, show_output=True)
     assert scores.total == [1.0, None]
     assert "printed last" not in scores.messages[0]
     assert len(scores.messages) == 1
@@ -149,7 +149,7 @@ def test_order_is_kept_when_workers_are_killed_in_the_middle():
         return [float(i)]
 
     scores = score(
-        [bad_at_tens], [str(i) for i in range(150)], budget=4 * BUDGET, workers=2
+        [bad_at_tens], [str(i) for i in range(150)], timeout=4 * TIMEOUT, num_workers=2
     )  # others wait for a busy machine
     assert scores.total == [None if i % 40 == 10 or i == 70 else float(i) for i in range(150)]
     assert scores.failures == {"crashed": 4, "timeout": 1}
@@ -198,7 +198,7 @@ def test_async_lambda_and_closure():
         return [1.0]
 
     rewards = [later, hangs, Reward("double", lambda p, c, **_: [2 * len(c[0])])]
-    scores = score(rewards, ["a", "bb", "ccc"], budget=BUDGET)
+    scores = score(rewards, ["a", "bb", "ccc"], timeout=TIMEOUT)
     assert scores.parts["later"] == [1.25, 2.25, 3.25]
     assert scores.parts["double"] == [2.0, 4.0, 6.0]
     assert scores.total == [4.25, None, 10.25]
@@ -218,7 +218,7 @@ def test_batch_functions_get_everything_at_once():
     def short(prompts, completions, **_):
         return [1.0]
 
-    @reward(batch=True, timeout=BUDGET)
+    @reward(batch=True, timeout=TIMEOUT)
     def hang(prompts, completions, **_):
         time.sleep(1000)
 
@@ -233,12 +233,12 @@ def test_batch_functions_get_everything_at_once():
 
 
 def test_budget_of_a_function_counts_before_the_pools():
-    patient = Reward("patient", lambda p, c, **_: time.sleep(2 * BUDGET) or [1.0], timeout=60.0)
-    assert score([patient], ["a"], budget=BUDGET).total == [1.0]
+    patient = Reward("patient", lambda p, c, **_: time.sleep(2 * TIMEOUT) or [1.0], timeout=60.0)
+    assert score([patient], ["a"], timeout=TIMEOUT).total == [1.0]
 
 
 def test_preparation_is_not_part_of_a_budget():
-    @reward(prepare=lambda: time.sleep(2 * BUDGET), timeout=BUDGET)
+    @reward(prepare=lambda: time.sleep(2 * TIMEOUT), timeout=TIMEOUT)
     def slow_to_load(prompts, completions, **_):
         return [1.0]
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_pickled_runs_here_with_a_warning():
         with lock:
             return [1.0]
 
-    with pytest.warns(UserWarning, match=r"reward 'locked.*without a time budget"):
+    with pytest.warns(UserWarning, match=r"reward 'locked.*without a timeout"):
         pool = RewardPool([locked, locked_later, length])
     with pool:
         scores = pool.score(["p", "p"], ["a", "b"], {})
@@ -265,7 +265,7 @@ def test_what_cannot_be_pickled_runs_here_with_a_warning():
 
 
 def test_catastrophic_backtracking_is_stopped():
-    scores = score(["format:(a+)+b"], ["ab", "a" * 64, "b"], budget=BUDGET)
+    scores = score(["format:(a+)+b"], ["ab", "a" * 64, "b"], timeout=TIMEOUT)
     assert scores.total == [1.0, None, 0.0]
     assert scores.failures == {"timeout": 1}
 
@@ -349,12 +349,12 @@ def test_a_worker_that_ends_while_it_loads_is_tried_again_where_one_has_worked(t
 
     completions = ["a", "die", "b"]
     if failing == 2:
-        scores = score([dies_once], completions, workers=1)
+        scores = score([dies_once], completions, num_workers=1)
         assert scores.total == [1.0, None, 1.0]
         assert starts.stat().st_size == 4
     else:
         with pytest.raises(RewardError, match=r"ended \(exit code 9\) while it loaded dies_once"):
-            score([dies_once], completions, workers=1)
+            score([dies_once], completions, num_workers=1)
 
 
 def test_impossible_pools_are_refused(monkeypatch):
@@ -365,9 +365,9 @@ def test_impossible_pools_are_refused(monkeypatch):
         RewardPool([length, length])
     with pytest.raises(ConfigError, match="workers must be at least 1"):
         RewardPool([length], num_workers=0)
-    with pytest.raises(ConfigError, match=r"rewards.num_workers is 100000, .* give at most \d+"):
+    with pytest.raises(ConfigError, match=r"rewards.num_workers=100000 .* give at most \d+"):
         RewardPool([length], num_workers=100000)
-    with pytest.raises(ConfigError, match="budget must be a positive"):
+    with pytest.raises(ConfigError, match="timeout must be a positive"):
         RewardPool([length], timeout=0)
 
 
@@ -411,7 +411,7 @@ def mine(prompts, completions, **_):
         os.write(2, b"busy")
         while True: pass
     return [Box.value]
-pool = RewardPool([mine, lambda p, c, **_: [1.0]], budget=1000.0, show_output=True)
+pool = RewardPool([mine, lambda p, c, **_: [1.0]], timeout=1000.0, show_output=True)
 print(pool.score(["p"] * 3, ["a"] * 3, {}).total, flush=True)
 """
 

@@ -11,7 +11,8 @@ from policygrad.errors import ConfigError, DataError
 from policygrad.rewards import Reward, list_rewards, resolve_reward, reward
 from policygrad.rewards.builtin import Format, exact_match, extract_final_answer, reasoning_gym, reasoning_gym_partial
 from policygrad.rewards.math import math
-from policygrad.rewards.workers.messages import RewardCaller, Signature, to_number
+from policygrad.rewards.workers.messages import to_number
+from policygrad.rewards.workers.worker import RewardCaller, Signature
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -132,7 +133,7 @@ def test_reasoning_gym_scorer_that_cannot_read_the_answer_says_wrong():
     exploding = {"question": "?", "answer": "zzz", "metadata": {}}
     with pytest.raises((ValueError, KeyError)):
         one(reasoning_gym, "zzz", dataset="prime_factorization", entry=exploding)
-    with pytest.raises(DataError, match="'nope', which is no reasoning-gym dataset"):
+    with pytest.raises(DataError, match="'nope', which is not a reasoning-gym dataset"):
         one(reasoning_gym, "1", dataset="nope", entry=entry)
 
 
@@ -198,7 +199,7 @@ def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "from beside_me import VALUE\n"
         "from policygrad.rewards import reward\n"
-        "@reward(batch=True, budget=7)\n"
+        "@reward(batch=True, timeout=7)\n"
         "def mine(prompts, completions, **_):\n    return [VALUE for _ in completions]\n"
     )
     (tmp_path / "exploding.py").write_text("1 / 0\n")
@@ -229,7 +230,7 @@ def test_decorator_options_reach_the_reward():
 
 
 @pytest.mark.parametrize(
-    "options", [{"weight": float("nan")}, {"weight": float("inf")}, {"budget": 0.0}, {"budget": -1}]
+    "options", [{"weight": float("nan")}, {"weight": float("inf")}, {"timeout": 0.0}, {"timeout": -1}]
 )
 def test_impossible_rewards_are_refused(options):
     with pytest.raises(ConfigError, match="reward 'mine'"):

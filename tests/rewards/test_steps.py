@@ -229,7 +229,7 @@ def test_a_process_reward_that_hangs_is_stopped() -> None:
         found = pool.score_steps(["p"] * 2, ["hang", "good"], {})
     assert found.steps == [None, ((2, 1.0), (4, 0.5))]
     assert found.failures == {"timeout": 1}
-    assert "more than its budget" in found.messages[0]
+    assert "more than its timeout" in found.messages[0]
 
 
 def test_several_process_rewards_add_up_and_too_large_a_sum_is_none() -> None:

@@ -131,7 +131,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_where_a_wall_is_asked_for():
     if not any(stands(name) for name in BACKENDS):
         pytest.skip("no wall stands on this machine")
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match="so no wall can be around it"):
+    with pytest.raises(ConfigError, match=r"so --rewards\.sandbox cannot contain it"):
         RewardPool([Reward("locked", lambda prompts, completions: [float(lock.locked())])], sandbox="auto")
 
 

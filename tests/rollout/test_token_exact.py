@@ -156,6 +156,6 @@ def test_reasoning_stays_while_tools_are_called() -> None:
 def test_a_template_that_cannot_go_on_is_refused_by_name() -> None:
     """Mistral's wants calls as data, which are not the text that was sampled: it takes one round of calls, and no second."""
     call = f" {CALLS['mistral_tools']}"
-    assert played("mistral_tools", call, " 3")[0].trajectories[0].ended == "answer"
+    assert played("mistral_tools", call, " 3")[0].trajectories[0].stop_reason == "answer"
     with pytest.raises(pg.ModelError, match="'mistral_tools' refuses the messages"):
         played("mistral_tools", call, call, " 3")

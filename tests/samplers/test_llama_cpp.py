@@ -379,7 +379,7 @@ class Phases(pg.Tracker):
 def test_without_a_server_a_run_waits_with_a_message_ends_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_pool, "SILENCE", 0.0)
+    monkeypatch.setattr(server_pool, "REPORT_AFTER_SECONDS", 0.0)
     run = pg.Run(
         algorithm=pg.get_algorithm("grpo"),
         sampler=replace(CONFIG, recovery_timeout=2.0),

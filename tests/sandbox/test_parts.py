@@ -411,7 +411,7 @@ def test_what_tests_and_programs_say_to_each_other(name):
 CONFINED = """
 import os, sys
 from policygrad.sandbox import landlock, seccomp
-landlock.version = lambda: int(sys.argv[1])
+landlock.get_abi_version = lambda: int(sys.argv[1])
 landlock.drop()
 landlock.restrict(["/usr", sys.prefix, sys.base_prefix], [sys.argv[2]])
 seccomp.install(alone=True, attributes=True)

@@ -1,4 +1,4 @@
-"""Tasks with levels of difficulty: reasoning-gym's own curricula, by the number of an example."""
+"""Curriculum tasks: levels of difficulty from reasoning-gym's own curricula, encoded in an example's index."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ NAME = "curriculum:chain_sum"
 
 @pytest.fixture(scope="module")
 def task() -> CurriculumTask:
-    found = pg.load_task(NAME)
-    assert isinstance(found, CurriculumTask)
-    return found
+    task = pg.load_task(NAME)
+    assert isinstance(task, CurriculumTask)
+    return task
 
 
 def numbers(example: pg.Example) -> list[str]:
-    """The terms of a sum."""
-    asked = str(example.prompt).partition("problem: ")[2]
-    return re.findall(r"\d+", asked)
+    """Return the terms of a sum."""
+    return re.findall(r"\d+", str(example.prompt).partition("problem: ")[2])
 
 
-def test_a_number_says_level_and_place() -> None:
+def test_an_index_encodes_level_and_number() -> None:
     assert encode_level_index(7, 0) == 7
     assert encode_level_index(7, 3) == 3 * LEVEL_STRIDE + 7
     assert decode_level_index(encode_level_index(7, 3)) == (3, 7)
 
 
-def test_levels_are_those_of_the_package(task: CurriculumTask) -> None:
+def test_levels_are_reasoning_gym_s(task: CurriculumTask) -> None:
     """chain_sum: 2 to 12 terms in 11 levels, 1 to 10 digits in 10."""
     assert task.levels == 11
     for level in (0, 3, 10, 99):
@@ -45,7 +44,7 @@ def test_levels_are_those_of_the_package(task: CurriculumTask) -> None:
         assert (max(terms) > 2) is (here > 0)
 
 
-def test_an_example_is_a_function_of_its_number_and_never_held_out(task: CurriculumTask) -> None:
+def test_a_training_example_is_a_pure_function_of_its_index_and_never_an_eval_prompt(task: CurriculumTask) -> None:
     again = pg.load_task(NAME)
     for place in (0, 5, encode_level_index(5, 4)):
         assert again.train_example(place) == task.train_example(place)
@@ -61,18 +60,18 @@ def test_an_example_is_a_function_of_its_number_and_never_held_out(task: Curricu
         task.train_example(-1)
 
 
-def test_held_out_problems_are_of_all_levels_and_the_same_for_every_seed(task: CurriculumTask) -> None:
+def test_eval_examples_cycle_through_all_levels_and_are_the_same_for_every_seed(task: CurriculumTask) -> None:
     found = task.eval_examples(44)
     assert [e.columns["level"] for e in found[:11]] == list(range(11))
     assert len({e.prompt for e in found}) == 44
     assert all(is_eval_prompt(e.columns["entry"]["question"]) for e in found)
     assert pg.load_task(NAME, seed=5).eval_examples(11) == found[:11]
-    many = task.eval_examples(400)  # the first level has some twelve, and is passed over then
+    many = task.eval_examples(400)  # the first level has about twelve
     assert len({e.prompt for e in many}) == 400
     assert sum(e.columns["level"] == 0 for e in many) < 400 // 11
 
 
-def test_a_mix_has_as_many_levels_as_its_longest_and_settings_stay() -> None:
+def test_a_mix_has_the_most_levels_of_its_parts_and_keeps_settings() -> None:
     mix = pg.load_task("curriculum:gcd+chain_sum:allow_negation=true")
     assert mix.levels == 11
     found = [mix.train_example(encode_level_index(i, 10)) for i in range(40)]
@@ -81,19 +80,19 @@ def test_a_mix_has_as_many_levels_as_its_longest_and_settings_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
-        ("curriculum:chain_sum:max_terms=3", "'max_terms' is what its levels set"),
+        ("curriculum:chain_sum:max_terms=3", "'max_terms' is set by its levels"),
         ("curriculum:nothing_such", "unknown task 'nothing_such'"),
         ("curriculum:chain_sum:no_such=3", "no_such"),
     ],
 )
-def test_refusals(name: str, says: str) -> None:
-    with pytest.raises(pg.DataError, match=says):
+def test_invalid_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(pg.DataError, match=message):
         pg.load_task(name)
 
 
-def test_a_data_set_without_a_curriculum_is_refused() -> None:
+def test_a_dataset_without_a_curriculum_is_refused() -> None:
     from reasoning_gym.factory import DATASETS, has_curriculum
 
     without = [name for name in sorted(DATASETS) if not has_curriculum(name) and name != "composite"]

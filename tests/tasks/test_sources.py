@@ -1,4 +1,4 @@
-"""The same rows from every kind of place, refused or skipped by where they stand, and fetched again where they are many."""
+"""Data sources: every format gives the same rows, invalid rows are reported with their location, large data is read lazily."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_the_task_that_the_lines_are(tmp_path: Path, kind: str) -> None:
-    """Order, held-out rows and what comes in later epochs."""
+def test_every_format_gives_the_same_task_as_jsonl(tmp_path: Path, kind: str) -> None:
+    """The same order, evaluation rows and later epochs."""
     name = KINDS[kind](tmp_path / kind, ROWS)
-    lines, found = load_task(write_rows(tmp_path / "lines.jsonl", ROWS), seed=3), load_task(name, seed=3)
-    assert [found.train_example(i) for i in range(500)] == [lines.train_example(i) for i in range(500)]
-    assert found.eval_examples(100) == lines.eval_examples(100)
-    assert 0 < len(found.eval_examples(100)) < 50
-    assert len(found.rows) == 200
-    assert found.rows[7:9] == lines.rows[7:9]
-    assert name in found.rows[0].source
+    lines, task = load_task(write_rows(tmp_path / "lines.jsonl", ROWS), seed=3), load_task(name, seed=3)
+    assert [task.train_example(i) for i in range(500)] == [lines.train_example(i) for i in range(500)]
+    assert task.eval_examples(100) == lines.eval_examples(100)
+    assert 0 < len(task.eval_examples(100)) < 50
+    assert len(task.rows) == 200
+    assert task.rows[7:9] == lines.rows[7:9]
+    assert name in task.rows[0].source
     before = digest_data(name)
     assert before is not None
     assert before == digest_data(name)
@@ -86,44 +86,40 @@ def test_every_kind_is_the_task_that_the_lines_are(tmp_path: Path, kind: str) ->
     assert digest_data(KINDS[kind](other / kind, ROWS[1:])) != before
 
 
-def test_rows_of_large_data_are_fetched_when_they_are_asked_for(
+def test_rows_of_large_data_are_read_lazily(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = write_rows(tmp_path / "lines.jsonl", ROWS)
-    held = load_task(name)
-    monkeypatch.setattr(sources, "HELD", 100)
+    cached = load_task(name)
+    monkeypatch.setattr(sources, "MAX_CACHED_BYTES", 100)
     rows = read_examples(name)
     assert isinstance(rows, LazyExamples)
     assert rows[5] is not rows[5]
     assert rows[5].columns["level"] == 5
-    found = load_task(name)
-    assert [found.train_example(i) for i in range(300)] == [held.train_example(i) for i in range(300)]
+    task = load_task(name)
+    assert [task.train_example(i) for i in range(300)] == [cached.train_example(i) for i in range(300)]
     read: list[int] = []
     parse = sources._parse_object
     monkeypatch.setattr(sources, "_parse_object", lambda *args: (read.append(1), parse(*args))[1])
-    found.train_example(400)
+    task.train_example(400)
     assert len(read) == 1
 
 
-def test_a_table_is_read_by_the_block() -> None:
-    asked: list[tuple[int, int]] = []
+def test_a_table_is_read_in_blocks() -> None:
+    requested: list[tuple[int, int]] = []
 
-    class Counted:
-        def __len__(self) -> int:
-            return 150
+    def read(start: int, end: int) -> list[dict[str, Any]]:
+        requested.append((start, end))
+        return [{"prompt": str(i)} for i in range(start, end)]
 
-        def rows(self, start: int, end: int) -> list[dict[str, Any]]:
-            asked.append((start, end))
-            return [{"prompt": str(i)} for i in range(start, end)]
-
-    table = TableSource(Counted(), "t")
+    table = TableSource("t", 150, read)
     assert [table[i][1]["prompt"] for i in range(150)] == [str(i) for i in range(150)]
-    assert asked == [(0, 64), (64, 128), (128, 150)]
+    assert requested == [(0, 64), (64, 128), (128, 150)]
     assert table[149][0] == "t, row 150"
 
 
-def test_verls_columns(tmp_path: Path) -> None:
-    """Messages without the keys that a table gives all of them; what is right is the answer too."""
+def test_verl_s_columns_are_read(tmp_path: Path) -> None:
+    """Messages lose the keys that a table adds; the ground truth becomes the answer."""
     for example, row in zip(read_examples(parquet(tmp_path / "train.parquet", VERL)), VERL, strict=True):
         assert list(example.prompt) == row["prompt"]
         assert example.columns["answer"] == row["reward_model"]["ground_truth"]
@@ -134,7 +130,7 @@ def test_verls_columns(tmp_path: Path) -> None:
     assert own[0].columns["answer"] == "mine"
 
 
-def test_a_map_changes_rows_and_leaves_some_out(tmp_path: Path) -> None:
+def test_a_row_map_converts_rows_and_leaves_some_out(tmp_path: Path) -> None:
     def even(row: dict[str, Any]) -> dict[str, Any] | None:
         return {"prompt": f"Q: {row['prompt']}", "answer": row["answer"]} if row["level"] % 2 == 0 else None
 
@@ -146,19 +142,19 @@ def test_a_map_changes_rows_and_leaves_some_out(tmp_path: Path) -> None:
         assert rows[1].source.endswith(("a.jsonl:3", "a.parquet, row 3"))
     task = load_task(ROWS, row_options=RowOptions(even), eval_data=[{**ROWS[0], "prompt": "new"}])
     assert task.eval_examples(9)[0].prompt == "Q: new"
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the map raised KeyError: 'nothing'"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the row map raised KeyError: 'nothing'"):
         read_examples(str(tmp_path / "a.jsonl"), RowOptions(lambda row: row["nothing"]))
-    with pytest.raises(DataError, match=r"row 1: the map returned str: return a row"):
+    with pytest.raises(DataError, match=r"row 1: the row map returned str: return a dict"):
         read_examples(str(tmp_path / "a.parquet"), RowOptions(lambda row: "text"))  # type: ignore[arg-type, return-value]
-    with pytest.raises(DataError, match=r"none of its 200 rows is left: 200 by the map"):
+    with pytest.raises(DataError, match=r"no row is left of 200: the row map left out 200"):
         read_examples(str(tmp_path / "a.jsonl"), RowOptions(lambda row: None))
-    asked = iter([*[{"prompt": "a"}] * 200, None])
-    fickle = read_examples(str(tmp_path / "a.parquet"), RowOptions(lambda row: next(asked)))
-    with pytest.raises(DataError, match="let it say the same each time"):
+    results = iter([*[{"prompt": "a"}] * 200, None])
+    fickle = read_examples(str(tmp_path / "a.parquet"), RowOptions(lambda row: next(results)))
+    with pytest.raises(DataError, match="make it deterministic"):
         fickle[0]
 
 
-def test_bad_rows_are_refused_by_place_or_skipped_and_counted(tmp_path: Path) -> None:
+def test_invalid_rows_are_refused_with_location_or_skipped_and_counted(tmp_path: Path) -> None:
     lines = [json.dumps(row) for row in ROWS[:4]]
     text = "\n".join([lines[0], "{broken", lines[1], json.dumps({"question": "x"}), '"text"', lines[2], lines[3]])
     file = tmp_path / "some.jsonl"
@@ -173,27 +169,27 @@ def test_bad_rows_are_refused_by_place_or_skipped_and_counted(tmp_path: Path) ->
         load_task(odd)
     with pytest.warns(UserWarning, match="1 of 3 rows skipped"):
         assert len(load_task(odd, row_options=RowOptions(skip_bad_rows=True)).rows) == 2
-    with pytest.raises(DataError, match="none of its 1 rows is left: 0 by the map, 1 that cannot be used"):
+    with pytest.raises(DataError, match="no row is left of 1: the row map left out 0, and 1 are invalid"):
         load_task(write_rows(tmp_path / "bad.jsonl", [{"x": 1}]), row_options=RowOptions(skip_bad_rows=True))
 
 
-def test_what_is_no_such_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(name: str, content: bytes, says: str) -> None:
+def test_unreadable_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_refused(name: str, content: bytes, message: str) -> None:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             load_task(str(tmp_path / name))
 
-    refused("a.parquet", b"PAR1 nothing", r"a\.parquet: cannot be read as Parquet")
-    refused("a.arrow", b"nothing", r"a\.arrow: cannot be read as Arrow")
-    refused("a.jsonl.gz", b"nothing", r"a\.jsonl\.gz: cannot be read")
-    refused("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-12], r"cut\.jsonl\.gz: cannot be read")
+    check_refused("a.parquet", b"PAR1 nothing", r"a\.parquet: cannot be read as Parquet")
+    check_refused("a.arrow", b"nothing", r"a\.arrow: cannot be read as Arrow")
+    check_refused("a.jsonl.gz", b"nothing", r"a\.jsonl\.gz: cannot be read")
+    check_refused("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-12], r"cut\.jsonl\.gz: cannot be read")
     with pytest.raises(DataError, match=r"gone\.parquet: no such file"):
         load_task(str(tmp_path / "gone.parquet"))
     with pytest.raises(DataError, match=r"empty\.parquet: no rows"):
         load_task(parquet_of_nothing(tmp_path / "empty.parquet"))
-    with pytest.raises(DataError, match="this task makes its own examples"):
+    with pytest.raises(DataError, match="this task generates its examples"):
         load_task("embedded", row_options=RowOptions(skip_bad_rows=True))
-    with pytest.raises(DataError, match="is no data: give a file"):
+    with pytest.raises(DataError, match="is not data: give rows or a file"):
         load_task(ROWS, eval_data="embedded")
     monkeypatch.setattr("policygrad.tasks.sources.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install '\.\[data\]' in a clone"):
@@ -218,26 +214,26 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
         load_task(f"{tmp_path / 'one'}:test")
 
 
-def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
+def test_hub_datasets_by_repository_configuration_and_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the real library, from files that stand for the hub's."""
+    """Uses the real library, with local files in place of the hub."""
     for split, rows in (("train", ROWS[:40]), ("test", ROWS[40:50])):
         write_rows(tmp_path / f"{split}.jsonl", rows)
-    asked: list[tuple[str, str | None]] = []
+    requested: list[tuple[str, str | None]] = []
     real = datasets.load_dataset
 
     def from_files(repository: str, config: str | None = None) -> Any:
-        asked.append((repository, config))
+        requested.append((repository, config))
         if repository != "openai/gsm8k":
             raise ConnectionError(f"Couldn't reach {repository!r} on the Hub")
         files = {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}
         return real("json", data_files=files, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset", from_files)
-    sources._loaded.cache_clear()
+    sources.load_dataset.cache_clear()
     task = load_task("hf:openai/gsm8k:main", eval_data="hf:openai/gsm8k:main:test")
-    assert asked == [("openai/gsm8k", "main")] * 2
+    assert requested == [("openai/gsm8k", "main")] * 2
     assert [dict(row.columns) for row in task.rows] == [
         {k: v for k, v in row.items() if k != "prompt"} for row in ROWS[:50]
     ]
@@ -248,19 +244,19 @@ def test_a_data_set_of_the_hub_by_repository_configuration_and_split(
         load_task("hf:nobody/nothing")
     with pytest.raises(DataError, match="is hf:REPOSITORY"):
         load_task("hf:a:b:c:d")
-    sources._loaded.cache_clear()
+    sources.load_dataset.cache_clear()
     monkeypatch.setattr(sources, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs datasets.*pip install '\.\[data\]' in a clone"):
         load_task("hf:openai/gsm8k:main")
 
 
-def test_objects_of_the_library_are_rows(tmp_path: Path) -> None:
+def test_dataset_objects_are_rows(tmp_path: Path) -> None:
     task = load_task(datasets.Dataset.from_list(ROWS[:9]), eval_data=datasets.Dataset.from_list(ROWS[9:12]))
     assert [row.prompt for row in task.rows] == [row["prompt"] for row in ROWS[:12]]
     assert task.rows[0].source == "row, row 1"
 
 
-def test_demonstrations_and_preferences_come_from_the_same_places(tmp_path: Path) -> None:
+def test_demonstrations_and_preferences_use_the_same_sources(tmp_path: Path) -> None:
     shown = [
         {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "!"}]} for i in range(3)
     ]

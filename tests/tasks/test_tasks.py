@@ -1,4 +1,4 @@
-"""Tasks: pure functions of (seed, index), held-out prompts disjoint from training, and files that say what is wrong."""
+"""Tasks: pure functions of (seed, index), evaluation prompts disjoint from training, and error messages with a location."""
 
 import json
 import os
@@ -40,11 +40,11 @@ def test_training_is_a_pure_function_of_seed_and_index(name):
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "gsm_symbolic", "manipulate_matrix", "figlet_font"])
-def test_a_page_is_the_dataset_that_its_seed_makes(name):
-    """Most pages are copies of a dataset that is made once; of some more than the seed hangs on the seed."""
+def test_a_page_equals_a_dataset_created_with_its_seed(name):
+    """Most pages are copies of a template; for some datasets more than the seed attribute depends on the seed."""
     task = ReasoningGymTask(name, parse_components(name))
-    copied = task._create(0, base=12345, page=3)
-    assert (task._pattern(0) is None) is (name in ("gsm_symbolic", "manipulate_matrix"))
+    copied = task._create_page(0, base=12345, page=3)
+    assert (task._template(0) is None) is (name in ("gsm_symbolic", "manipulate_matrix"))
     made = reasoning_gym.create_dataset(name, seed=12345 + 3 * PAGE_SIZE, size=PAGE_SIZE)
     for place in (0, 7, 700):
         random.seed(0)
@@ -54,7 +54,7 @@ def test_a_page_is_the_dataset_that_its_seed_makes(name):
 
 
 @pytest.mark.parametrize("name", ["embedded", "gcd", "basic_arithmetic+spell_backward"])
-def test_held_out_problems_are_fixed_distinct_and_never_trained_on(name):
+def test_eval_problems_are_fixed_distinct_and_never_trained_on(name):
     task = load_task(name, seed=1)
     held_out = task.eval_examples(24)
     assert len({question(e) for e in held_out}) == 24
@@ -64,9 +64,9 @@ def test_held_out_problems_are_fixed_distinct_and_never_trained_on(name):
     assert not task.eval_on_train
 
 
-def test_a_fresh_process_draws_the_same_examples():
+def test_another_process_generates_the_same_examples():
     code = (
-        "from policygrad.tasks import load_task; t = load_task('embedded', seed=5); print([t.train(7), t.held_out(3)])"
+        "from policygrad.tasks import load_task; t = load_task('embedded', seed=5); print([t.train_example(7), t.eval_examples(3)])"
     )
     task = load_task("embedded", seed=5)
     env = {**os.environ, "PYTHONHASHSEED": "12345"}
@@ -75,7 +75,7 @@ def test_a_fresh_process_draws_the_same_examples():
     assert done.stderr == ""
 
 
-def test_examples_carry_what_the_reward_needs():
+def test_examples_have_the_columns_of_the_reward():
     task = load_task("chain_sum:min_terms=2,max_terms=2")
     example = task.train_example(0)
     assert example.prompt == question(example) + "\n"
@@ -85,13 +85,13 @@ def test_examples_carry_what_the_reward_needs():
     assert task.rewards == ("reasoning_gym",)
 
 
-def test_mix_follows_the_weights():
+def test_a_mix_follows_its_weights():
     task = load_task("gcd+3*lcm")
     names = [task.train_example(i).columns["dataset"] for i in range(400)]
     assert 70 <= names.count("gcd") <= 130
 
 
-def test_global_random_state_is_left_alone():
+def test_the_global_random_state_is_unchanged():
     import numpy as np
 
     random.seed(1)
@@ -101,9 +101,9 @@ def test_global_random_state_is_left_alone():
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
-def test_a_task_with_too_few_problems_says_so():
+def test_too_few_problems_are_reported():
     task = load_task("chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
-    with pytest.raises(DataError, match=r"'chain_sum' .*asked for 1000, found \d+"):
+    with pytest.raises(DataError, match=r"'chain_sum' .*1000 requested, \d+ found"):
         task.eval_examples(1000)
 
 
@@ -129,27 +129,27 @@ def test_datasets_that_depend_on_the_hash_seed_warn(monkeypatch):
         ("", "a dataset's name is missing"),
         ("0*gcd", "the weight 0 must be positive"),
         ("composite", "join datasets with '\\+'"),
-        ("embedded+gcd", "'embedded' is a mix of its own"),
+        ("embedded+gcd", "'embedded' is a fixed mix"),
     ],
 )
-def test_bad_names_say_the_way_out(name, message):
+def test_invalid_names_are_refused_with_a_hint(name, message):
     with pytest.raises(DataError, match=message):
         load_task(name)
 
 
-def test_held_out_file_goes_with_a_jsonl_task_only():
-    with pytest.raises(DataError, match=r"held_out='x\.jsonl' goes with a JSONL task"):
+def test_eval_data_needs_a_task_made_of_data():
+    with pytest.raises(DataError, match=r"eval_data='x\.jsonl' needs a task made of data"):
         load_task("gcd", eval_data="x.jsonl")
 
 
-def test_known_tasks():
+def test_list_tasks():
     names = list_tasks()
     assert {"embedded", "embedded_steps", "gcd", "chain_sum"} <= set(names)
     assert names == sorted(names)
     assert "composite" not in names
 
 
-def test_spelling_of_a_mix():
+def test_parsing_of_a_mix():
     parts = parse_components("a:x=[1, 2],y='p+q,r',z=true + 1.5*b:w=1e+3,v=word+c")
     assert [(c.name, c.weight, c.config) for c in parts] == [
         ("a", 1.0, {"x": [1, 2], "y": "p+q,r", "z": True}),
@@ -161,7 +161,7 @@ def test_spelling_of_a_mix():
 # JSONL
 
 
-def test_jsonl_epochs_are_permutations_and_disjoint_from_held_out(tmp_path):
+def test_jsonl_epochs_are_permutations_disjoint_from_evaluation(tmp_path):
     rows = [{"prompt": f"question {i}", "answer": i} for i in range(200)]
     path = write_rows(tmp_path / "data.jsonl", rows)
     task, same, other = load_task(path, seed=1), load_task(path, seed=1), load_task(path, seed=2)
@@ -181,7 +181,7 @@ def test_jsonl_epochs_are_permutations_and_disjoint_from_held_out(tmp_path):
     assert not task.eval_on_train
 
 
-def test_a_tiny_file_is_trained_and_evaluated_on_whole(tmp_path):
+def test_all_rows_of_a_tiny_file_are_trained_and_evaluated(tmp_path):
     path = write_rows(tmp_path / "tiny.jsonl", [{"prompt": f"q{i}"} for i in range(20)])
     task = load_task(path)
     assert task.eval_on_train
@@ -191,17 +191,17 @@ def test_a_tiny_file_is_trained_and_evaluated_on_whole(tmp_path):
     assert load_task(write_rows(tmp_path / "same.jsonl", [{"prompt": "q"}] * 50)).eval_on_train
 
 
-def test_held_out_file(tmp_path):
+def test_eval_data_file(tmp_path):
     train = write_rows(tmp_path / "train.jsonl", [{"prompt": f"q{i}", "answer": i} for i in range(100)])
     clean = write_rows(tmp_path / "clean.jsonl", [{"prompt": f"r{i}", "answer": i} for i in range(5)])
     task = load_task(train, eval_data=clean)
     assert {task.train_example(i).prompt for i in range(100)} == {f"q{i}" for i in range(100)}
     assert {e.prompt for e in task.eval_examples(9)} == {f"r{i}" for i in range(5)}
     leaky = write_rows(tmp_path / "leaky.jsonl", [{"prompt": f"q{i}", "answer": i} for i in range(5)])
-    with pytest.warns(UserWarning, match="5 rows left out of training"):
+    with pytest.warns(UserWarning, match="5 of 100 rows left out of training"):
         task = load_task(train, eval_data=leaky)
     assert {task.train_example(i).prompt for i in range(95)} == {f"q{i}" for i in range(5, 100)}
-    with pytest.raises(DataError, match=r"holds every prompt of .*train\.jsonl"):
+    with pytest.raises(DataError, match=r"train\.jsonl: all prompts are evaluation prompts"):
         load_task(train, eval_data=train)
     odd = write_rows(tmp_path / "odd.jsonl", [{"prompt": "r", "solution": 1}])
     with pytest.raises(DataError, match=r"columns differ from those of .* in answer, solution"):
@@ -221,7 +221,7 @@ def test_chat_prompts(tmp_path):
         (b"", r":? no rows; write one JSON object per line"),
         (b"\n \n", "no rows"),
         (b'{"prompt": "a"}\n\n{"prompt": "b"\n', r"bad\.jsonl:3: not JSON at column 15: .* is the line cut off"),
-        (b'["a"]\n', r"bad\.jsonl:1: a JSON object is needed on every line, got a list"),
+        (b'["a"]\n', r"bad\.jsonl:1: every line must be a JSON object, got a list"),
         (b'[\n{"prompt": "a"}\n]\n', r"bad\.jsonl:1: a JSON array, not JSONL; .*jq"),
         (b'{"question": "a"}\n', r"bad\.jsonl:1: no column 'prompt' \(it has 'question'\)"),
         (b'{"prompt": 3}\n', r"bad\.jsonl:1: 'prompt' must be text or a list of chat messages, got int"),
@@ -232,15 +232,15 @@ def test_chat_prompts(tmp_path):
         (b'{"prompt": [{"role": "user", "content": 1}]}\n', r"message 1 of 'prompt': 'content' must be text, got int"),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"bad\.jsonl:2: byte 13 \(0xff\) is not UTF-8"),
         ('{"prompt": "a"}\n'.encode("utf-16"), r"bad\.jsonl:1: this is UTF-16 text; .*iconv"),
-        (b'{"prompt": "\\ud800"}\n', r"bad\.jsonl:1: 'prompt' holds half a surrogate pair \(\\ud800\)"),
+        (b'{"prompt": "\\ud800"}\n', r"bad\.jsonl:1: 'prompt' contains half a surrogate pair \(\\ud800\)"),
         (b'{"prompt": "a", "x": 1}\n{"prompt": "b"}\n', r"bad\.jsonl:2: no column 'x', which line 1 has; write null"),
         (b'\n{"prompt": "a"}\n{"prompt": "b", "x": 1}\n', r"bad\.jsonl:3: column 'x' is not in line 2"),
-        (b'{"prompt": "a", "completions": 1}\n', r"bad\.jsonl:1: a column may not be called 'completions'"),
+        (b'{"prompt": "a", "completions": 1}\n', r"bad\.jsonl:1: rename the column 'completions'"),
         (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}\n", r"bad\.jsonl:1: cannot be read as JSON"),
         (b"[" * 100_000 + b"\n", r"bad\.jsonl:1: cannot be read as JSON"),
     ],
 )
-def test_bad_files_are_refused_with_the_place_and_the_way_out(tmp_path, data, message):
+def test_invalid_files_are_refused_with_location_and_remedy(tmp_path, data, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(data)
     with pytest.raises(DataError, match=message):
@@ -273,7 +273,7 @@ value = st.recursive(
 
 @settings(deadline=None)
 @given(st.data(), st.sets(text.filter(lambda name: name not in {"prompt", "prompts", "completions"}), max_size=3))
-def test_any_rows_come_back_as_they_were_written(tmp_path_factory, data, names):
+def test_any_rows_are_read_as_they_were_written(tmp_path_factory, data, names):
     prompt = text.filter(bool) | st.lists(message, min_size=1, max_size=3)
     row = st.fixed_dictionaries({"prompt": prompt, **dict.fromkeys(names, value)})
     rows = data.draw(st.lists(row, min_size=1, max_size=5))
@@ -288,56 +288,56 @@ def test_any_rows_come_back_as_they_were_written(tmp_path_factory, data, names):
     assert all(isinstance(prompt_key(e.prompt), str) for e in examples)
 
 
-# --- rows and tasks as objects
+# Rows and tasks as objects
 
 
-def test_rows_are_a_task_like_the_file_that_holds_them(tmp_path):
+def test_rows_are_the_same_task_as_their_file(tmp_path):
     rows = [{"prompt": f"{i} + 1 =", "answer": i + 1} for i in range(200)]
-    own, file = load_task(rows, seed=3), load_task(write_rows(tmp_path / "sums.jsonl", rows), seed=3)
-    assert [own.train_example(i) for i in range(400)] == [file.train_example(i) for i in range(400)]
-    assert own.eval_examples(50) == file.eval_examples(50)
-    assert own.eval_on_train is file.eval_on_train is False
-    assert (own.name, own.rows[0].source) == ("rows", "row 1")
+    task, file = load_task(rows, seed=3), load_task(write_rows(tmp_path / "sums.jsonl", rows), seed=3)
+    assert [task.train_example(i) for i in range(400)] == [file.train_example(i) for i in range(400)]
+    assert task.eval_examples(50) == file.eval_examples(50)
+    assert task.eval_on_train is file.eval_on_train is False
+    assert (task.name, task.rows[0].source) == ("rows", "row 1")
     assert rows[0] == {"prompt": "0 + 1 =", "answer": 1}
-    assert list(load_task(file.rows).rows) == list(file.rows)  # Examples, with the place they know
+    assert list(load_task(file.rows).rows) == list(file.rows)  # Examples keep their location
     assert load_task(file.rows).rows[0].source.endswith("sums.jsonl:1")
 
 
-def test_held_out_rows_beside_rows():
+def test_eval_data_may_be_rows():
     rows = [{"prompt": str(i)} for i in range(4)]
-    with pytest.warns(UserWarning, match="rows: 1 rows left out of training") as said:
+    with pytest.warns(UserWarning, match="rows: 1 of 4 rows left out of training") as caught:
         task = load_task(rows, eval_data=[{"prompt": "2"}, {"prompt": "9"}])
-    assert said[0].filename == __file__
+    assert caught[0].filename == __file__
     assert {row.prompt for row in task.eval_examples(9)} == {"2", "9"}
     assert {task.train_example(i).prompt for i in range(3)} == {"0", "1", "3"}
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         ([], "no rows: a task needs at least one prompt"),
         ([{"prompt": "a"}, {"promt": "b"}], r"row 2: no column 'prompt' \(it has 'promt'\)"),
         ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "row 2: no column 'answer', which row 1 has"),
         ([{"prompt": "a"}, {"prompt": "b", "x": 1}], "row 2: column 'x' is not in row 1"),
-        ([{"prompt": "a", "completions": 1}], "row 1: a column may not be called 'completions'"),
+        ([{"prompt": "a", "completions": 1}], "row 1: rename the column 'completions'"),
         ([{"prompt": [{"role": "user"}]}], "row 1: message 1 of 'prompt' must be an object"),
-        (["a"], "row 1: a dict with 'prompt' or an Example is needed, got str"),
-        ([Example("a", {"prompt": "b"})], "row 1: a column may not be called 'prompt'"),
+        (["a"], "row 1: expected a dict with 'prompt' or an Example, got str"),
+        ([Example("a", {"prompt": "b"})], "row 1: an Example has its own prompt: rename the column 'prompt'"),
         (3, "got int, which has no name, rewards"),
     ],
 )
-def test_bad_rows_are_named_by_their_number(rows, says):
-    with pytest.raises(DataError, match=says):
+def test_invalid_rows_are_reported_by_number(rows, message):
+    with pytest.raises(DataError, match=message):
         load_task(rows)
 
 
-def test_a_task_of_ones_own_is_used_as_it_is():
-    own = load_task([{"prompt": "a"}])
-    assert load_task(own) is own
-    with pytest.raises(DataError, match="the task 'rows' has held-out problems of its own"):
-        load_task(own, eval_data="other.jsonl")
+def test_a_task_object_is_used_as_it_is():
+    task = load_task([{"prompt": "a"}])
+    assert load_task(task) is task
+    with pytest.raises(DataError, match="the task 'rows' has its own evaluation examples"):
+        load_task(task, eval_data="other.jsonl")
 
 
-def test_an_unknown_task_is_told_in_sentences() -> None:
-    with pytest.raises(ValueError, match=r"lists the names\. A file"):
+def test_the_message_for_an_unknown_task_is_in_sentences() -> None:
+    with pytest.raises(ValueError, match=r"lists the names\. To use"):
         load_task("qqqqqqqq")

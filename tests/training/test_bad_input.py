@@ -112,7 +112,7 @@ def changed_model(random_model: Path, tmp_path: Path) -> Callable[..., str]:
     ("name", "reason", "says"),
     [
         ("raises", "raised", "raised ZeroDivisionError"),
-        ("hangs", "timeout", "took more than its budget of 0.3 s"),
+        ("hangs", "timeout", "took more than its timeout of 0.3 s"),
         ("dies", "crashed", "exit"),
         ("nan", "nan", "returned nan"),
         ("inf", "inf", "returned inf"),
@@ -316,7 +316,7 @@ def test_a_damaged_model(bench: Bench, changed_model: Callable[..., str]) -> Non
         bench.go(model=str(model))
     weights.write_bytes(whole)
     (model / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json is no JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
         bench.go(model=str(model))
 
 

@@ -136,7 +136,7 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ("[algorithm.gate]\nhihg = 0.3", "unknown key 'algorithm.gate.hihg' of Clip: did you mean 'high'?"),
         ('[algorithm.gate]\nhigh = "0.3"', "'algorithm.gate.high' must be a number, not '0.3'"),
         ("[algorithm.gate]\nhigh = -1", "algorithm.gate: Clip.high must be at least 0, not -1.0"),
-        ('[algorithm]\nname = "grpo"\nreference = "none"', "a KL term without a reference"),
+        ('[algorithm]\nname = "grpo"\nreference = "none"', "needs a reference, and reference is None"),
         ('[algorithm]\nname = "reinforce"\nupdate_rule = { epochs = 2 }', "one update per rollout, not 2"),
         ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
         ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),

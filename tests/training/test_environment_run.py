@@ -34,7 +34,7 @@ class Guess:
         await asyncio.sleep(0)
         worth = float(sum(c.isdigit() for c in action.text))
         if self.turns == 3:
-            return pg.Step(reward=worth, metrics={"digits": worth}, ended="guessed")
+            return pg.Step(reward=worth, metrics={"digits": worth}, stop_reason="guessed")
         return pg.Step(pg.Observation(f" no, {self.draw.randrange(100)}: "), worth / 2)
 
 
@@ -55,7 +55,7 @@ def long(answer, example):
     return float(len(example.columns["answer"]))
 
 
-LOOKS = pg.ToolUse((look,), long, lambda call, answer: len(answer.text) / 9, max_turns=3, describe=False, form=every_turn)
+LOOKS = pg.ToolUse((look,), long, lambda call, answer: len(answer.text) / 9, max_turns=3, tools_in_prompt=False, parser=every_turn)
 NUMBER = 3
 """
 
@@ -141,8 +141,8 @@ def test_the_calculator_is_known_by_name(run: pg.Run) -> None:
 def test_what_is_no_environment_is_refused(run: pg.Run, tmp_path: Path) -> None:
     for given, says in (
         (f"{tmp_path / 'mine.py'}:Gess", "did you mean 'Guess'"),
-        (f"{tmp_path / 'mine.py'}:NUMBER", "makes no environment"),
-        (3, "3 makes no environment"),
+        (f"{tmp_path / 'mine.py'}:NUMBER", "creates no environment"),
+        (3, "3 creates no environment"),
     ):
         with pytest.raises(pg.ConfigError, match=says):
             pg.train(replace(run, environment=given), display=False)

@@ -107,7 +107,7 @@ def test_a_reward_that_hangs_on_every_sample_ends_the_run(
 ) -> None:
     record = Record()
     with pytest.raises(
-        pg.RewardError, match=r"'.*hangs' has not given a single reward yet, and 4 calls of it were lost"
+        pg.RewardError, match=r"'.*hangs' has not returned a single reward, and 4 calls of it were lost"
     ):
         pg.train(named(run, "hangs", evaluation=pg.EvaluationConfig(problems=problems)), display=record)
     if not problems:
@@ -117,7 +117,7 @@ def test_a_reward_that_hangs_on_every_sample_ends_the_run(
         )
     code, _, err = run_command("train", "--resume", str(run.output), "--plain")
     assert code != 0
-    assert "has not given a single reward yet" in err
+    assert "has not returned a single reward" in err
     (tmp_path / "mended").touch()
     assert pg.train(resume=tmp_path / "run", stop_after=1, display=False).steps == 1
 
@@ -133,7 +133,7 @@ class Phases(pg.Tracker):
 
 
 def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "SILENCE", 0.0)
+    monkeypatch.setattr(pool, "REPORT_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(
         pool, "_EVERY", 0.0
     )  # a worker may be slow to load, and then the reward is lost within a second

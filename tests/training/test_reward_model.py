@@ -31,7 +31,7 @@ from policygrad.models.classifier import (
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards import RewardPool, resolve_reward
 from policygrad.rewards.reward_model import ModelReward
-from policygrad.rewards.workers.messages import RewardCaller
+from policygrad.rewards.workers.worker import RewardCaller
 from policygrad.tasks.preferences import group_by_prompt, read_preferences
 from policygrad.training.reward_model import (
     PreferenceBatch,
@@ -188,7 +188,7 @@ def test_what_is_no_reward_model_is_refused(
     refused("model:", "names no model: model:DIR or model:HUB_ID")
     refused("model:no/such/dir", "reward 'model:no/such/dir': there is no model folder")
     refused(f"model:{tmp_path}", "whose folder needs config.json")
-    refused(f"model:{random_model}", "no reward model: it is a LlamaForCausalLM.*`policygrad reward-model")
+    refused(f"model:{random_model}", "not a reward model: it is a LlamaForCausalLM.*`policygrad reward-model")
     two = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     refused(f"model:{changed(config=two)}", "a classifier with 2 labels; a reward model has one")
     folder = changed(config={"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}})
@@ -310,7 +310,7 @@ def test_a_held_out_file_takes_its_prompts_out_of_training(config: pg.RewardMode
     assert measured == {row["prompt"] for row in PAIRS[:4]}
     assert not trained & measured
     assert objective.run_facts["left out"].startswith("4 pairs")
-    with pytest.raises(DataError, match="holds every prompt"):
+    with pytest.raises(DataError, match="contains every prompt"):
         PreferenceObjective(replace(config, eval_data=config.data).resolve())
 
 

@@ -219,7 +219,7 @@ def test_a_run_of_two_processes_is_that_of_one_and_any_number_goes_on_with_it(
     check_alike(alone.output, whole.output)
     assert whole.after == pytest.approx(alone.after, rel=LOOSE, abs=LOOSE)
     killed = configured(kind, random_model, tmp_path, 2, "killed")
-    with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\), in the midst of") as raised:
+    with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), in the midst of") as raised:
         train(killed, display=False, callbacks=[Killing(3)])
     assert f"policygrad {kind} --resume {killed.output}" in "".join(raised.value.__notes__)
     folder = Path(killed.output)

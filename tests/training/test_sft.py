@@ -231,10 +231,10 @@ def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> 
         ({"prompt": "a", "completion": None}, "bad.jsonl:2: 'completion' must be text, got NoneType"),
         ({"prompt": "a", "completion": "b", "messages": CHAT}, "both 'messages' and 'completion'"),
         ({"messages": "hello"}, "'messages' must be a list of chat messages, got str"),
-        ({"messages": CHAT[:2]}, r"no turn of the assistant to learn from \(roles: system, user\)"),
+        ({"messages": CHAT[:2]}, r"no assistant turn to learn from \(roles: system, user\)"),
         ({"messages": CHAT[2:]}, "the conversation begins with the assistant"),
         ({"messages": [{"role": "user"}]}, "bad.jsonl:2: message 1 must be an object like"),
-        ({"messages": [*CHAT, {"role": "tool", "content": "\ud800"}]}, "message 7 holds half a surrogate pair"),
+        ({"messages": [*CHAT, {"role": "tool", "content": "\ud800"}]}, "message 7 contains half a surrogate pair"),
         ("text", "bad.jsonl:2: a JSON object is needed on every line, got a str"),
     ],
 )

@@ -93,8 +93,8 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("distill",), "distill learns from a teacher, and none is named: give --teacher"),
-        (("dapo", "--teacher", "tiny"), "reference.model is 'tiny', and no part of dapo reads a reference"),
+        (("distill",), "distill learns from a teacher: set --teacher"),
+        (("dapo", "--teacher", "tiny"), "reference.model is 'tiny', but no part of dapo uses a reference"),
         (("iterative_grpo", "--teacher", "tiny"), "Reference.model = 'tiny' stays what it is"),
         (
             ("dapo", "--algorithm.reference", "none", "--teacher", "x"),
@@ -118,6 +118,6 @@ def test_a_teacher_that_reads_other_tokens(small: Run, tmp_path: Path) -> None:
     other.resize_token_embeddings(len(tokenizer))
     other.save_pretrained(tmp_path / "other")
     algorithm = replace(pg.DISTILL, reference=pg.Reference(model=str(tmp_path / "other")))
-    with pytest.raises(pg.ModelError, match="its vocabulary is another"):
+    with pytest.raises(pg.ModelError, match="its vocabulary differs"):
         train(replace(small, algorithm=algorithm, output=str(tmp_path / "run")), display=False)
     assert not (tmp_path / "run").exists()

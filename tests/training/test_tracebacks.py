@@ -154,7 +154,7 @@ def test_the_embedded_model_as_a_reward_is_told_what_makes_one_of_it() -> None:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"generation_config.json": "{"}, r"generation_config\.json is no JSON"),
+        ({"generation_config.json": "{"}, r"generation_config\.json is not JSON"),
         ({"generation_config.json": "[]"}, r"generation_config\.json holds no JSON object"),
         ({"generation_config.json": '{"eos_token_id": "x"}'}, "an end token of .* is 'x', not a token's number"),
         ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json holds no JSON object"),
@@ -162,7 +162,7 @@ def test_the_embedded_model_as_a_reward_is_told_what_makes_one_of_it() -> None:
         ({"hidden_size": "x"}, "'hidden_size' expected int"),
         ({"num_attention_heads": 0}, "cannot load the model"),
         ({"vocab_size": 10}, "another shape than config.json asks for"),
-        ({"model_type": "bart", "is_encoder_decoder": True}, "is an encoder with a decoder"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "is an encoder-decoder"),
     ],
 )
 def test_a_model_that_is_not_as_it_should_be(
@@ -201,7 +201,7 @@ def test_an_encoder_with_a_decoder_as_a_reward_model(tmp_path: Path) -> None:
     sizes |= {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     sizes |= {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     BartForSequenceClassification(BartConfig(**sizes, num_labels=1)).save_pretrained(tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"\(bart\) is an encoder with a decoder"):
+    with pytest.raises(ModelError, match=r"\(bart\) is an encoder-decoder"):
         load_classifier(str(tmp_path))
 
 
@@ -211,15 +211,15 @@ def test_an_encoder_with_a_decoder_on_the_hub(tmp_path: Path, monkeypatch: pytes
     told = SimpleNamespace(siblings=[])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: told)
     monkeypatch.setattr(hub, "cached_file", lambda path, name, **options: str(tmp_path / name))
-    with pytest.raises(ModelError, match=r"'org/bart' \(bart\) is an encoder with a decoder"):
+    with pytest.raises(ModelError, match=r"'org/bart' \(bart\) is an encoder-decoder"):
         load_model("org/bart")
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"prompt": "1", "x": NaN}', "NaN is no JSON; write null"),
-        ('{"prompt": "1", "x": -Infinity}', "-Infinity is no JSON"),
+        ('{"prompt": "1", "x": NaN}', "NaN is not JSON; write null"),
+        ('{"prompt": "1", "x": -Infinity}', "-Infinity is not JSON"),
         ('{"prompt": "1", "prompt": "2"}', "the key 'prompt' is there twice"),
         ('{"prompt": "1", "x": {"a": 1, "b": 2, "a": 3}}', "the key 'a' is there twice"),
     ],

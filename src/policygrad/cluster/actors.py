@@ -14,11 +14,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import cloudpickle
 import torch
@@ -33,10 +32,10 @@ from policygrad.learners.fsdp.processes import WorkerLauncher
 from policygrad.learners.fsdp.sharding import ModelSkeleton
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
-from policygrad.rewards import ProcessScores, Reward, RewardPool, RewardScores
+from policygrad.rewards import Reward, RewardPool
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers.messages import SampleResult
-from policygrad.rewards.workers.pool import IncrementalScoring, combine_scores, combine_steps
+from policygrad.rewards.workers.pool import IncrementalScoring, RewardScorer
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.base import gather_or_cancel
 from policygrad.samplers.engines.http import ServerUnavailableError
@@ -96,12 +95,17 @@ class ActorFactory:
         raise AssertionError
 
     def create_pool(
-        self, kind: type, role: str, size: int, prepare: Callable[[Any], Awaitable[Any]], **options: Any
+        self,
+        kind: type,
+        role: str,
+        size: int,
+        prepare: Callable[[Any], Awaitable[Any]],
+        on_progress: ProgressCallback = ignore_progress,
     ) -> ActorPool:
         """Create actors of one role with a pool to call them."""
         restarts = self.config.restarts
         handles = {f"{role} {i}": self.create(kind, role, i, max_restarts=restarts) for i in range(size)}
-        return ActorPool(handles, prepare, self.config.timeout, role, **options)
+        return ActorPool(handles, prepare, self.config.timeout, role, on_progress)
 
 
 class ActorPool:
@@ -309,10 +313,6 @@ def _to_cpu(tensors: Any) -> dict[str, Tensor]:
 
 # Scoring: each actor has a `RewardPool`, whose workers can be killed, with their timeouts and sandboxes.
 
-ResultTable = list[list[SampleResult]]
-"""By reward, then by completion."""
-
-
 class RewardActor:
     """Scores completions in a reward pool of its own."""
 
@@ -326,30 +326,18 @@ class RewardActor:
     def start(self, rewards: bytes, config: RewardConfig) -> None:
         """Start the workers, once."""
         if self._pool is None:
-            self._pool = RewardPool(
-                pickle.loads(rewards),
-                num_workers=config.num_workers,
-                timeout=config.timeout,
-                memory=config.memory,
-                environment=config.environment,
-                sandbox=config.sandbox,
-                show_output=config.show_output,
-                tolerate_unresponsive=not config.max_failed_steps,
-            )
+            self._pool = RewardPool.from_config(pickle.loads(rewards), config)
 
     def run_rewards(
         self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], process_rewards: bool
-    ) -> ResultTable:
-        """Score completions, as `RewardPool.run_rewards` does."""
+    ) -> list[list[SampleResult]]:
+        """Return the results by reward, then by completion."""
         assert self._pool is not None  # `start` comes first
         return self._pool.run_rewards(prompts, completions, columns, process_rewards=process_rewards)[1]
 
 
-class RayRewardPool:
-    """Divides batches between reward actors, with the interface of `RewardPool`.
-
-    The call of an actor that dies is repeated completely; none of its results have been used.
-    """
+class RayRewardPool(RewardScorer):
+    """Divides batches between reward actors. The call of an actor that dies is repeated: none of its results have been used."""
 
     def __init__(
         self,
@@ -361,53 +349,25 @@ class RayRewardPool:
     ) -> None:
         self.rewards, self._config = tuple(rewards), config
         self._code = serialise(self.rewards, "a reward")
-        self._pool = actors.create_pool(RewardActor, REWARDS, size, self._start, on_progress=on_progress)
+        self._pool = actors.create_pool(RewardActor, REWARDS, size, self._start, on_progress)
         self._run = AsyncRunner()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._run(self._pool.servers.close())
         self._run.close()
         self._pool.close()
 
-    def score(
+    def run_rewards(
         self,
         prompts: Sequence[Any],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
+        *,
+        process_rewards: bool,
         incremental: IncrementalScoring | None = None,
-    ) -> RewardScores:
-        """Score completions, as `RewardPool.score` does."""
-        chosen = [reward for reward in self.rewards if not reward.process_reward]
-        return combine_scores(chosen, self._score_table(prompts, completions, columns, chosen), completions)
-
-    def score_steps(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> ProcessScores:
-        """Score reasoning steps, as `RewardPool.score_steps` does."""
-        chosen = [reward for reward in self.rewards if reward.process_reward]
-        return combine_steps(chosen, self._score_table(prompts, completions, columns, chosen))
-
-    def is_overlap_worthwhile(self, count: int) -> bool:
-        """Return False: actors score when all completions are there."""
-        return False
-
-    def score_incrementally(
-        self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
-    ) -> AbstractContextManager[IncrementalScoring]:
-        """Not supported, and never worthwhile."""
-        raise NotImplementedError("actors score when all completions are there")
-
-    def _score_table(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        chosen: Sequence[Reward],
-    ) -> ResultTable:
-        size, process_rewards = len(completions), bool(chosen and chosen[0].process_reward)
+    ) -> tuple[list[Reward], list[list[SampleResult]]]:
+        chosen = [reward for reward in self.rewards if reward.process_reward is process_rewards]
+        size = len(completions)
         for name, values in (("prompts", prompts), *columns.items()):
             if len(values) != size:
                 raise DataError(f"{name!r} has {len(values)} values for {size} completions; give one for each")
@@ -425,7 +385,7 @@ class RayRewardPool:
             for a, b in pairwise(bounds)
         ]
         tables: list[Any] = self._run(gather_or_cancel(calls))
-        return [[result for table in tables for result in table[row]] for row in range(len(chosen))]
+        return chosen, [[result for table in tables for result in table[row]] for row in range(len(chosen))]
 
     async def _start(self, actor: Any) -> None:
         await call_actor(actor, "start", self._code, self._config)

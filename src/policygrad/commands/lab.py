@@ -192,7 +192,7 @@ def try_part(trial: PartTrial, spec: str, size: int) -> None:
         measure_algorithm(own, replace(setting, old=setting.theta), enumerate_steps(setting, min(size, 4)))
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)
-        kinds = [type(part) for _, part in own.parts()]
+        kinds = [type(part) for part in own.parts()]
         files = {inspect.getfile(kind) for kind in kinds if not kind.__module__.startswith("policygrad.")}
         mine = [frame for frame in at if frame.filename in files]
         if isinstance(error, PolicygradError) and not mine:

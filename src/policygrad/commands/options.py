@@ -242,7 +242,7 @@ def reopen_lengths(a: Algorithm, budget: int) -> Algorithm:
         return replace(part, length=None) if part.length == budget else part
 
     changes: dict[str, Any] = {}
-    for name in {name for name, _ in a.parts()}:
+    for name in {key.partition(".")[0] for key, _ in a.named_parts()}:
         value = getattr(a, name)
         changes[name] = tuple(map(reopened, value)) if isinstance(value, tuple) else reopened(value)
     return replace(a, **changes)

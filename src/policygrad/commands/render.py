@@ -210,7 +210,8 @@ def _formulas(a: Algorithm, width: int) -> Iterator[StyledLine]:
 
 def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:
     before = ""
-    for name, part in a.parts():
+    for key, part in a.named_parts():
+        name = key.partition(".")[0]
         if name == "reference" and "logp_ref" not in a.needs:
             continue
         label = "" if name == before else EQUATION_COLUMNS.get(name, ("", name))[1]

@@ -206,7 +206,7 @@ def describe_part(part: Any, width: int = 80) -> list[StyledLine]:
     if built is not None and isinstance(built, Part):
         lines += [(("Equation", HEAD),), *_equation(built, width), ()]
     lines += _text(kind, width)
-    users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for _, p in a.parts())]
+    users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for p in a.parts())]
     return [*lines, *wrap_styled((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]
 
 

@@ -1,7 +1,7 @@
-"""LEVER 1: what multiplies ∇log π. A chain of links `(psi [B, T], batch) -> psi [B, T]`; it starts from the reward to go.
+"""Advantages (lever 1): a chain of links `(psi [B, T], batch) -> psi [B, T]` that starts from the reward to go.
 
 The reward to go at token t is `G_t = reward + Σ_{t' ≥ t} token_reward_t'`; without token rewards it is the
-completion's reward R at every token. A completion's total is `R_i = G_{i,first}`. Group statistics run over the
+completion's reward R at every token. A completion's total reward is `R_i = G_{i,first}`. Group statistics are over the
 completions that count (`Batch.counted`).
 """
 
@@ -24,7 +24,7 @@ from policygrad.errors import ConfigError
 
 
 def reward_to_go(batch: Batch) -> Tensor:
-    """`G_t` [B, T]: where every chain starts. Zero at unsampled positions and for completions without a reward."""
+    """Compute `G_t` [B, T], the start of every chain; 0 at unsampled positions."""
     psi = batch.reward[:, None].expand(batch.mask.shape)
     if batch.token_reward is not None:
         psi = psi + masked.reverse_cumsum(masked.apply_mask(batch.token_reward, batch.mask))
@@ -32,7 +32,7 @@ def reward_to_go(batch: Batch) -> Tensor:
 
 
 def total_rewards(batch: Batch) -> Tensor:
-    """`R_i` [B]: reward plus the sum of token rewards; 0 for completions that do not count."""
+    """Compute `R_i` [B], the reward plus the sum of token rewards; 0 for completions that do not count."""
     total = batch.reward
     if batch.token_reward is not None:
         total = total + masked.apply_mask(batch.token_reward, batch.mask).sum(1)
@@ -40,14 +40,14 @@ def total_rewards(batch: Batch) -> Tensor:
 
 
 def is_constant_group(batch: Batch) -> Tensor:
-    """[B] bool; completions of a group whose totals are all equal (max R = min R), or that has one member: Ψ = 0."""
+    """Mark completions of groups whose total rewards are all equal, or that have one member, [B] bool: Ψ = 0 there."""
     return Groups(batch.group, batch.counted).is_constant(total_rewards(batch))
 
 
 def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
-    """Ψ − b, with b = R_i exactly in a group without spread, so that Ψ is 0 there to the last bit.
+    """Return Ψ − b, with b = R_i in groups of equal rewards, so that Ψ is exactly 0 there.
 
-    A completion without a counted sibling gets Ψ = 0 at every token: nothing to compare it with, token rewards or not.
+    A completion without a counted sibling has nothing to be compared with and gets Ψ = 0 at every token.
     """
     exact = torch.where(is_constant_group(batch) & batch.counted, total_rewards(batch), baseline)
     siblings = Groups(batch.group, batch.counted).size - batch.counted.long()
@@ -56,9 +56,9 @@ def _subtract(psi: Tensor, baseline: Tensor, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class RunningMean(Advantage):
-    """Ψ = R_i − b, b an exponential mean of past batches' rewards, so independent of this batch's actions: unbiased.
+    """Ψ = R_i − b, b an exponential mean of past batches' rewards. It does not depend on this batch, so Ψ is unbiased.
 
-    Its memory is {"mean": b, "count": rollouts seen}; before the first rollout b = 0.
+    Its state is {"mean": b, "count": rollouts seen}, with b = 0 before the first rollout.
     Source: Williams 1992, REINFORCE with a reinforcement baseline.
     """
 
@@ -66,9 +66,7 @@ class RunningMean(Advantage):
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ConfigError(
-                f"RunningMean.decay must be in [0, 1), not {self.decay}: at 1 the mean never sees a reward"
-            )
+            raise ConfigError(f"RunningMean.decay must be in [0, 1), not {self.decay}: at 1 the mean never changes")
 
     @property
     def formula(self) -> str:
@@ -78,7 +76,7 @@ class RunningMean(Advantage):
         return {"mean": 0.0, "count": 0}
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """b ← b + (mean R − b)·(1 − decay)/(1 − decay^n): the exponential mean without its start-up bias."""
+        """b ← b + (mean R − b)·(1 − decay)/(1 − decay^n): the exponential mean without start-up bias."""
         if not bool(batch.counted.any()):
             return state
         mean, count = state["mean"], state["count"] + 1
@@ -95,7 +93,7 @@ class RunningMean(Advantage):
 
 @dataclass(frozen=True)
 class FrozenRunningMean(RunningMean):
-    """A running mean at one rollout: Ψ = R_i − baseline."""
+    """A `RunningMean` under a state: Ψ = R_i − baseline."""
 
     baseline: float = 0.0
 
@@ -105,7 +103,7 @@ class FrozenRunningMean(RunningMean):
 
 @dataclass(frozen=True)
 class BatchMean(Advantage):
-    """Ψ = R_i − mean over the batch; it includes R_i, so it scales the gradient by (n − 1)/n."""
+    """Ψ = R_i − mean over the batch. The mean includes R_i, which scales the gradient by (n − 1)/n."""
 
     @property
     def formula(self) -> str:
@@ -119,7 +117,7 @@ class BatchMean(Advantage):
 
 @dataclass(frozen=True)
 class LeaveOneOut(Advantage):
-    """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline does not see R_i. Source: Ahmadian et al. 2024."""
+    """Ψ = R_i − 1/(G−1) Σ_{j≠i} R_j: unbiased, since the baseline excludes R_i. Source: Ahmadian et al. 2024."""
 
     uses_group_statistics: ClassVar[bool] = True
 
@@ -129,7 +127,7 @@ class LeaveOneOut(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         groups, total = Groups(batch.group, batch.counted), total_rewards(batch)
-        # A completion that is masked from the gradient but counts in the statistics is among its siblings' others.
+        # A completion that counts in the statistics but is masked from the gradient has all counted ones as siblings.
         num_siblings = (groups.size - batch.counted.long()).clamp(min=1)
         return _subtract(psi, (groups.sum(total) - total) / num_siblings, batch)
 
@@ -141,17 +139,17 @@ Norm = Literal["exact", "length"]
 class OptimalBaseline(Advantage):
     """Ψ = R_i − b_i, b_i = Σ_j n_j R_j / Σ_j n_j, with or without j = i, for b* = E[R‖s‖²]/E[‖s‖²], s = ∇log π(o) the score.
 
-    Of all baselines that are constant over a completion, b* gives R − b the gradient of least total variance when each
-    completion is one action (aggregation `SequenceSum`): E‖(R − b)s‖² is a parabola in b with its minimum there. Estimated
-    from a handful of siblings the weights are noise of their own, and the siblings' plain mean (`LeaveOneOut`) can do better.
+    Of all baselines that are constant over a completion, b* minimises the total variance of the gradient when each completion is
+    one action (aggregation `SequenceSum`): E‖(R − b)s‖² is a parabola in b with its minimum there. Estimated from few siblings
+    the weights are themselves noisy, and the siblings' plain mean (`LeaveOneOut`) can be better.
     Source: Weaver & Tao 2001; Greensmith, Bartlett & Baxter 2004, JMLR 5.
     """
 
     norm: Norm = "exact"
-    """n: exact = ‖s‖², a backward pass per distinct completion.
-    length = |o|, which ‖s‖² grows with when tokens' scores are orthogonal and of one size (Hao et al. 2025, OPO)."""
+    """n. exact: ‖s‖², a backward pass per distinct completion. length: |o|, which ‖s‖² is proportional to if the tokens' scores are
+    orthogonal and of equal size (Hao et al. 2025, OPO)."""
     leave_one_out: bool = True
-    """Over the siblings only, so unbiased. False = the plug-in Σ_j n_j R_j / Σ_j n_j as published: it sees R_i, so it is biased."""
+    """Exclude j = i, which is unbiased. False: Σ_j n_j R_j / Σ_j n_j as published, biased since it includes R_i."""
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -162,7 +160,7 @@ class OptimalBaseline(Advantage):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """Lengths are known; only the exact norms ask something of a learner."""
+        """Only the exact norms need a learner."""
         return frozenset({"grad_logp_sq_norm"} if self.norm == "exact" else ())
 
     @property
@@ -174,12 +172,12 @@ class OptimalBaseline(Advantage):
         groups, total, n = Groups(batch.group, batch.counted), total_rewards(batch).double(), self._weights(batch)
         over = groups.sum_excluding_self if self.leave_one_out else groups.sum
         count, total_weight = over(torch.ones_like(total)), over(n)
-        plain = over(total) / count.clamp(min=1)  # scores of norm 0 all around: no reward weighs more than another
+        plain = over(total) / count.clamp(min=1)  # all norms are 0: weigh all rewards equally
         weighted = over(n * total) / torch.where(total_weight > 0, total_weight, 1)
         return _subtract(psi, torch.where(total_weight > 0, weighted, plain).to(psi.dtype), batch)
 
     def _weights(self, batch: Batch) -> Tensor:
-        """n [B] in float64. A completion that counts in the statistics but is masked from the gradient adds no score: n = 0."""
+        """Return n [B] in float64; 0 for a completion that counts in the statistics but is masked from the gradient."""
         if self.norm == "length":
             return batch.lengths.double()
         if batch.grad_logp_sq_norm is None:
@@ -192,7 +190,7 @@ class OptimalBaseline(Advantage):
 
 @dataclass(frozen=True)
 class GroupMean(Advantage):
-    """Ψ = R_i − mean_g = (G−1)/G of leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2."""
+    """Ψ = R_i − mean_g, which is (G−1)/G times leave-one-out. Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2."""
 
     uses_group_statistics: ClassVar[bool] = True
 
@@ -206,7 +204,7 @@ class GroupMean(Advantage):
 
 @dataclass(frozen=True)
 class GroupStd(Advantage):
-    """Ψ ← Ψ/(std_g + eps), std over the group's totals. After `GroupMean`: the z-score of Shao et al. 2024 (GRPO), sec. 4.1.2.
+    """Ψ ← Ψ/(std_g + eps), std of the group's total rewards. After `GroupMean` it is the z-score of Shao et al. 2024 (GRPO), sec. 4.1.2.
 
     The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
     """
@@ -221,7 +219,7 @@ class GroupStd(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         scale = Groups(batch.group, batch.counted).std(total_rewards(batch), self.ddof) + self.eps
-        scale = torch.where(is_constant_group(batch), torch.ones_like(scale), scale)  # rounding is not spread
+        scale = torch.where(is_constant_group(batch), torch.ones_like(scale), scale)  # ignore rounding
         return masked.apply_mask(psi / scale[:, None], batch.mask)
 
 
@@ -229,7 +227,7 @@ class GroupStd(Advantage):
 class BatchStd(Advantage):
     """Ψ ← Ψ/(std_batch + eps), std of the completions' *centred* advantages over the batch. Source: Magistral 2025, sec. 2.1.
 
-    of 'rewards': the std of the rewards, which has the prompts' unequal difficulty in it. Source: Liu et al. 2025 (Lite PPO).
+    of='rewards' takes the std of the rewards, which includes differences between prompts. Source: Liu et al. 2025 (Lite PPO).
     """
 
     eps: float = 1e-4
@@ -238,7 +236,7 @@ class BatchStd(Advantage):
 
     def __post_init__(self) -> None:
         if self.of not in ("advantages", "rewards"):
-            raise ConfigError(f"BatchStd.of must be 'advantages' (centred, as Ψ is) or 'rewards', not {self.of!r}")
+            raise ConfigError(f"BatchStd.of must be 'advantages' (the centred Ψ) or 'rewards', not {self.of!r}")
 
     @property
     def formula(self) -> str:
@@ -250,19 +248,19 @@ class BatchStd(Advantage):
         else:
             x, keep = masked.first_valid(psi, batch.mask), batch.mask.any(1)
         scale = masked.std(x, keep, self.ddof) + self.eps
-        scale = torch.where(masked.is_constant(x, keep), torch.ones_like(scale), scale)  # rounding is not spread
+        scale = torch.where(masked.is_constant(x, keep), torch.ones_like(scale), scale)  # ignore rounding
         return masked.apply_mask(psi / scale, batch.mask)
 
 
-# LEVER 1: baselines that come from outside the group: a constant, and the reward of the greedy completion.
+# Baselines from outside the group: the reward of the greedy completion, and a constant.
 
 
 @dataclass(frozen=True)
 class GreedyBaseline(Advantage):
-    """Ψ = R_i − R(ō), ō the greedy completion of the same prompt, argmax token by token: independent of o_i, so unbiased.
+    """Ψ = R_i − R(ō), ō the greedy completion of the same prompt. It is independent of o_i, so Ψ is unbiased.
 
-    It is one more generation for each prompt, scored by the same rewards and not trained on. Where its reward failed (NaN)
-    there is nothing to compare with: Ψ = 0. Source: Li et al. 2023 (ReMax), arXiv:2310.10505, algorithm 1.
+    Each prompt needs one more generation, which is scored but not trained on. If its reward failed (NaN), Ψ = 0.
+    Source: Li et al. 2023 (ReMax), arXiv:2310.10505, algorithm 1.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"baseline"})
@@ -278,11 +276,11 @@ class GreedyBaseline(Advantage):
 
 @dataclass(frozen=True)
 class ConstantBaseline(Advantage):
-    """Ψ ← Ψ − value. On-policy any constant leaves the gradient's mean as it is; off-policy it decides how much is learnt from
-    success and how much from failure, and below the mean reward of what sampled success prevails.
+    """Ψ ← Ψ − value. On-policy a constant does not change the expected gradient. Off-policy it sets the balance between learning
+    from success and from failure; below the mean reward success dominates.
 
-    After `GroupMean`, value = δV: Ψ = R_i − (mean_g + δV), Arnal et al. 2025 (AsymRE), arXiv:2506.20520. Alone, R_i − c: the
-    baseline of Le Roux et al. 2025 (TOPR), arXiv:2503.14286, whose rewards of ±1 are those of 0 and 1 about ½.
+    After `GroupMean` with value = δV: Ψ = R_i − (mean_g + δV), Arnal et al. 2025 (AsymRE), arXiv:2506.20520. Alone, R_i − c: the
+    baseline of Le Roux et al. 2025 (TOPR), arXiv:2503.14286, whose rewards of ±1 correspond to 0 and 1 around ½.
     """
 
     value: float = 0.5
@@ -299,17 +297,16 @@ class ConstantBaseline(Advantage):
         return masked.apply_mask(psi - self.value, batch.mask & batch.counted[:, None])
 
 
-# LEVER 1 for other objectives than the mean reward: the likelihood of success, pass@k, the likelihood of what is accepted.
+# Objectives other than the mean reward: the likelihood of success, pass@k, the likelihood of accepted completions.
 
 
 @dataclass(frozen=True)
 class DivideByGroupMean(Advantage):
     """Ψ ← Ψ/mean_g. After `GroupMean`: (R_i − mean_g)/mean_g, maximum likelihood of success.
 
-    For rewards of 0 and 1 and p the probability of success, log p = −Σ_k (1 − p)^k/k, so ∇log p = Σ_k 1/k ∇pass@k. The mean
-    score of the right ones among G samples is an unbiased estimate of the first G terms; less the mean score of all, and 0
-    where none is right (Ψ = 0 where mean_g ≤ 0), of the first G − 1. A reward of 0 or more weighs a success; below 0 there is no
-    likelihood of it, and a group's mean near 0 would multiply what it divides. Source: Tajwar et al. 2026 (MaxRL),
+    For rewards of 0 and 1 and success probability p, log p = −Σ_k (1 − p)^k/k, so ∇log p = Σ_k 1/k ∇pass@k. The mean score of the
+    correct ones among G samples is an unbiased estimate of the first G terms. Minus the mean score of all samples, and 0 where none
+    is correct (Ψ = 0 where mean_g ≤ 0), it estimates the first G − 1. Other rewards must be at least 0. Source: Tajwar et al. 2026 (MaxRL),
     arXiv:2602.02710.
 
     Raises:
@@ -327,30 +324,30 @@ class DivideByGroupMean(Advantage):
         if bool((below := total < 0).any()):
             row = int(below.nonzero()[0])
             raise ConfigError(
-                f"DivideByGroupMean follows the likelihood of success, and the reward of row {row} is {float(total[row]):g}: give a "
-                "reward of 0 or more, such as 1 for what is right and else 0, or take an algorithm for any reward, such as grpo"
+                f"DivideByGroupMean maximises the likelihood of success, and the reward of row {row} is {float(total[row]):g}: use a "
+                "reward of at least 0, such as 1 for correct and 0 otherwise, or an algorithm for any reward, such as grpo"
             )
         mean = Groups(batch.group, batch.counted).mean(total)
-        some = mean > 0
-        return masked.apply_mask(psi / torch.where(some, mean, 1)[:, None], batch.mask & some[:, None])
+        positive = mean > 0
+        return masked.apply_mask(psi / torch.where(positive, mean, 1)[:, None], batch.mask & positive[:, None])
 
 
 @dataclass(frozen=True)
 class PassAtK(Advantage):
-    """Ψ_i = (E[max of k | i among them] − R̄)/(σ + eps): the advantage of pass@k, exact over all k-subsets of the group.
+    """Ψ_i = (E[max of k | i among them] − R̄)/(σ + eps): the advantage for pass@k, exact over all k-subsets of the group.
 
-    R̄ and σ are mean and standard deviation of a k-subset's largest reward. With c of G rewards 1 and the others 0,
-    R̄ = 1 − C(G−c, k)/C(G, k), σ = √(R̄(1 − R̄)), and Ψσ is 1 − R̄ for the right ones, 1 − R̄ − C(G−c−1, k−1)/C(G−1, k−1) for the
-    wrong ones; k = 1 is the z-score with ddof 0. Other rewards go by their order. Ψ = 0 where all k-subsets have one maximum,
-    and in a group of which fewer than k completions count.
+    R̄ and σ are the mean and standard deviation of a k-subset's largest reward. With c of G rewards 1 and the others 0,
+    R̄ = 1 − C(G−c, k)/C(G, k), σ = √(R̄(1 − R̄)), and Ψσ is 1 − R̄ for correct completions and 1 − R̄ − C(G−c−1, k−1)/C(G−1, k−1) for
+    incorrect ones; k = 1 is the z-score with ddof 0. Other rewards count by their order. Ψ = 0 where all k-subsets have the same
+    maximum, and in groups with fewer than k counted completions.
     Source: Chen et al. 2025 (pass@k training), arXiv:2508.10751, the analytical derivation.
     """
 
     k: int = 4
     eps: float = 1e-6
     normalise: bool = True
-    """Over σ. False: the difference alone, G/k times the unbiased gradient of pass@k less a baseline of the group itself.
-    That one is of Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
+    """Divide by σ. False: the difference alone, G/k times the unbiased pass@k gradient with a group baseline, as in
+    Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
     uses_group_statistics: ClassVar[bool] = True
     starts_chain: ClassVar[bool] = True
 
@@ -375,12 +372,14 @@ class PassAtK(Advantage):
         return masked.apply_mask(out[:, None], batch.mask)
 
     def _of(self, reward: Tensor) -> Tensor:
-        """[groups, n], rewards ascending along a row: the j-th is the largest of C(j−1, k−1) of the C(n, k) subsets."""
+        """Compute Ψ [groups, n] of rewards that ascend along each row: the j-th is the maximum of C(j−1, k−1) of C(n, k) subsets."""
         n, k = reward.shape[1], self.k
 
-        def shares(place: int, among: int, total: int) -> Tensor:
-            """[n] C(j − place, among)/whole, j = 1 … n."""
-            return reward.new_tensor([comb(j - place, among) / total if j >= place else 0.0 for j in range(1, n + 1)])
+        def shares(offset: int, chosen: int, total: int) -> Tensor:
+            """C(j − offset, chosen)/total for j = 1 … n, [n]."""
+            return reward.new_tensor(
+                [comb(j - offset, chosen) / total if j >= offset else 0.0 for j in range(1, n + 1)]
+            )
 
         largest, with_i = shares(1, k - 1, comb(n, k)), comb(n - 1, k - 1)
         mean = (reward @ largest)[:, None]
@@ -398,13 +397,13 @@ Keep = Literal["right", "best"]
 
 @dataclass(frozen=True)
 class RejectionSampling(Advantage):
-    """Ψ = 1 for a completion that is kept, else 0: rejection sampling, the likelihood of what was accepted.
+    """Ψ = 1 for an accepted completion, else 0: the likelihood of accepted completions.
 
-    Source: Xiong et al. 2025, arXiv:2504.11343 (right ones); Dong et al. 2023 (RAFT), arXiv:2304.06767 (the best of each prompt).
+    Source: Xiong et al. 2025, arXiv:2504.11343 (correct ones); Dong et al. 2023 (RAFT), arXiv:2304.06767 (the best of each prompt).
     """
 
     keep: Keep = "right"
-    """right: R_i ≥ threshold; best: R_i ≥ max_g R, all of them where several are."""
+    """right: R_i ≥ threshold; best: R_i = max_g R, including ties."""
     threshold: float = 1.0
     starts_chain: ClassVar[bool] = True
 
@@ -416,7 +415,7 @@ class RejectionSampling(Advantage):
 
     @property
     def uses_group_statistics(self) -> bool:  # type: ignore[override]
-        """The best of one prompt's samples is a comparison of them."""
+        """True for 'best', which compares the samples of a prompt."""
         return self.keep == "best"
 
     @property
@@ -425,24 +424,23 @@ class RejectionSampling(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         total, counted = total_rewards(batch), batch.counted
-        enough: float | Tensor = self.threshold if self.keep == "right" else Groups(batch.group, counted).max(total)
-        return masked.apply_mask(((total >= enough) & counted).to(total.dtype)[:, None], batch.mask)
+        minimum: float | Tensor = self.threshold if self.keep == "right" else Groups(batch.group, counted).max(total)
+        return masked.apply_mask(((total >= minimum) & counted).to(total.dtype)[:, None], batch.mask)
 
 
-# LEVER 1 with several rewards: each compared within its group before they are added up.
+# Several reward functions: each is normalised within its group before they are summed.
 
 
 @dataclass(frozen=True)
 class RewardZScores(Advantage):
     """Ψ_i = Σ_k w_k (r_{k,i} − mean_g r_k)/(std_g r_k + eps) over the reward functions k, w_k their weights.
 
-    Two answers with the same sum of rewards, one right and long, the other wrong and short, are no longer the same. A reward
-    that is equal all over its group adds 0 exactly; one that a completion has no number for (NaN) leaves that completion out
-    of its statistics and adds 0 to it. `BatchStd` behind it is the paper's normalisation over the batch, whose mean is 0
-    already. Source: Liu et al. 2026 (GDPO), arXiv:2601.05242.
+    It distinguishes completions with equal sums of rewards, such as a long correct and a short incorrect one. A reward that is
+    constant over its group adds exactly 0. A missing reward (NaN) adds 0 and is left out of the statistics. `BatchStd` after it is
+    the paper's normalisation over the batch, whose mean is already 0. Source: Liu et al. 2026 (GDPO), arXiv:2601.05242.
 
     Raises:
-        ConfigError: a batch without rewards per function, or with token rewards, which would be left out.
+        ConfigError: a batch without rewards per function, or with token rewards, which would be ignored.
     """
 
     eps: float = 1e-4
@@ -465,8 +463,8 @@ class RewardZScores(Advantage):
         rewards = require_field(batch.rewards, self, "rewards")
         if batch.token_reward is not None:
             raise ConfigError(
-                "RewardZScores reads one number per completion and reward function, and Batch.token_reward would be left out: "
-                "drop the process rewards, or take grpo_process"
+                "RewardZScores reads one number per completion and reward function and would ignore Batch.token_reward: remove the "
+                "process rewards, or use grpo_process"
             )
         weights = batch.reward_weights or (1.0,) * rewards.shape[1]
         total = torch.zeros_like(batch.reward)
@@ -481,23 +479,23 @@ class RewardZScores(Advantage):
         return masked.apply_mask(scaled, has_reward & ~groups.is_constant(r))
 
 
-# Learning from a teacher: what another model says of the tokens that the policy sampled.
+# Distillation: a teacher's log-probabilities of the sampled tokens.
 
 
 @dataclass(frozen=True)
 class TeacherLogRatio(Advantage):
-    """Ψ_t = coefficient·Σ_{s≥t} discount^{s−t}·log(π_T/π_old)_s over sampled tokens: minus the reverse KL that they show.
+    """Ψ_t = coefficient·Σ_{s≥t} discount^{s−t}·log(π_T/π_old)_s over sampled tokens: minus a sampled estimate of the reverse KL.
 
-    π_T is the reference, a teacher, at the sampling temperature. discount 0: each token answers for itself, and E Ψ_t ∇log π is
-    −∇KL(π_θ‖π_T) of each state, the visitation frozen (which `ExactKLToReference` takes over the whole vocabulary). discount 1:
-    that of whole completions. Rewards are not read. Source: Lu & Thinking Machines Lab 2025 (on-policy distillation), "Loss
-    function: reverse KL"; Gu et al. 2024 (MiniLLM), sec. 2.2, for whole completions.
+    π_T is the reference, a teacher, at the sampling temperature. With discount 0, E Ψ_t ∇log π is −∇KL(π_θ‖π_T) in each visited
+    state, for fixed visits (`ExactKLToReference` computes it over the full vocabulary). With discount 1 it is that of full
+    completions. Rewards are not read. Source: Lu & Thinking Machines Lab 2025 (on-policy distillation), "Loss
+    function: reverse KL"; Gu et al. 2024 (MiniLLM), sec. 2.2, for full completions.
     """
 
     coefficient: float = 1.0
-    """0 = nothing is taken from the samples, where an exact term says it all."""
+    """0 disables the sampled estimate, where an exact term replaces it."""
     discount: float = 0.0
-    """In [0, 1]; how much of the KL to come a token answers for."""
+    """In [0, 1]: the weight of later tokens' KL in a token's Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_old"})
     starts_chain: ClassVar[bool] = True
     reads_reward: ClassVar[bool] = False
@@ -523,5 +521,5 @@ class TeacherLogRatio(Advantage):
         return self.coefficient * masked.discounted_reverse_cumsum(self._log_ratio(batch), batch.mask, self.discount)
 
     def report(self, batch: Batch) -> Metrics:
-        """teacher/kl: KL(π_old‖π_T) in nats a token, from the samples."""
+        """teacher/kl: KL(π_old‖π_T) in nats per token, from the samples."""
         return {"teacher/kl": masked_mean(-self._log_ratio(batch), batch.mask)} if bool(batch.mask.any()) else {}

@@ -1,6 +1,6 @@
-"""How tokens are averaged: the coefficients c [B, T] over one whole update, never a micro-batch or a rank.
+"""Aggregations: the coefficients c [B, T] that average tokens over a full update (never over a micro-batch or a rank).
 
-B counts completions with at least one sampled token; |o_i| counts sampled tokens. All are zero off the mask.
+B counts completions with at least one sampled token; |o_i| counts sampled tokens. All coefficients are 0 off the mask.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from policygrad.core.masked import Groups
 from policygrad.errors import ConfigError
 
 
-def _spread(per_completion: Tensor, mask: Tensor) -> Tensor:
+def _to_tokens(per_completion: Tensor, mask: Tensor) -> Tensor:
     return masked.apply_mask(per_completion[:, None].expand(mask.shape), mask)
 
 
-def _completions(mask: Tensor) -> Tensor:
+def _count_completions(mask: Tensor) -> Tensor:
     return mask.any(1).sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
 class SequenceSum(Aggregation):
-    """c = 1/B: a completion is one action; the unbiased one. Source: Ahmadian et al. 2024 (RLOO).
+    """c = 1/B: a completion is one action, so the gradient is unbiased. Source: Ahmadian et al. 2024 (RLOO).
 
-    group_power p divides each group by G^p instead of G: ½ gives every group a weight that grows with √G.
+    group_power p divides a group's sum by G^p instead of G: at ½ a group's weight grows with √G.
     """
 
     group_power: float = 1.0
@@ -39,12 +39,12 @@ class SequenceSum(Aggregation):
 
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         size = Groups(group, mask.any(1)).size.clamp(min=1).to(torch.float64)
-        return _spread(size ** (1 - self.group_power) / _completions(mask), mask)
+        return _to_tokens(size ** (1 - self.group_power) / _count_completions(mask), mask)
 
 
 @dataclass(frozen=True)
 class SequenceMean(Aggregation):
-    """c = 1/(B·|o_i|): every completion counts alike, so a token of a long one counts less.
+    """c = 1/(B·|o_i|): equal weight per completion, so tokens of long completions count less.
 
     Source: Shao et al. 2024 (GRPO), eq. 3.
     """
@@ -54,12 +54,12 @@ class SequenceMean(Aggregation):
         return "1/(B·|o_i|)"
 
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
-        return _spread(1 / (_completions(mask) * mask.sum(1).clamp(min=1)).to(torch.float64), mask)
+        return _to_tokens(1 / (_count_completions(mask) * mask.sum(1).clamp(min=1)).to(torch.float64), mask)
 
 
 @dataclass(frozen=True)
 class TokenMean(Aggregation):
-    """c = 1/Σ_j|o_j| over the step: every token counts alike.
+    """c = 1/Σ_j|o_j| over the step: equal weight per token.
 
     Source: Schulman et al. 2017; Yu et al. 2025 (DAPO), eq. 12.
     """
@@ -74,7 +74,7 @@ class TokenMean(Aggregation):
 
 @dataclass(frozen=True)
 class GroupTokenMean(Aggregation):
-    """c = 1/(#groups·Σ_{j∈g}|o_j|): every prompt counts alike.
+    """c = 1/(#groups·Σ_{j∈g}|o_j|): equal weight per prompt.
 
     Source: Yu et al. 2025 (DAPO), eq. 8, taken literally.
     """
@@ -86,16 +86,16 @@ class GroupTokenMean(Aggregation):
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         groups = Groups(group, mask.any(1))
         tokens = groups.sum(mask.sum(1)).clamp(min=1)
-        return _spread(1 / (max(1, groups.num_nonempty) * tokens).to(torch.float64), mask)
+        return _to_tokens(1 / (max(1, groups.num_nonempty) * tokens).to(torch.float64), mask)
 
 
 @dataclass(frozen=True)
 class FixedLength(Aggregation):
-    """c = 1/(B·L) with L the generation budget in tokens: no length in the denominator.
+    """c = 1/(B·L), L the generation budget in tokens: independent of the completions' lengths.
 
     Source: Liu et al. 2025 (Dr. GRPO), sec. 3.2.
 
-    length None: the batch's width T; a trainer sets its generation budget (`Algorithm.with_max_tokens`).
+    length None means the batch's width T; a trainer sets it to its generation budget (`Algorithm.with_max_tokens`).
     """
 
     length: int | None = None
@@ -110,4 +110,4 @@ class FixedLength(Aggregation):
 
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         length = max(1, mask.shape[1]) if self.length is None else self.length
-        return mask.to(torch.float64) / (_completions(mask) * length)
+        return mask.to(torch.float64) / (_count_completions(mask) * length)

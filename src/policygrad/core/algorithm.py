@@ -1,8 +1,9 @@
-"""What an algorithm is: data. One value per part of the equation, checked when it is built."""
+"""The `Algorithm`: a policy-gradient method as data, one value per part of the equation, validated when it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -36,86 +37,25 @@ from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES, check_demonstrations, check_rewards, validate_algorithm
 from policygrad.errors import ConfigError, NumericsError
 
-# c: what each token weighs, over one whole update: an aggregation of the tokens that count, times `Batch.weight`.
-
-
-def token_coefficients(batch: Batch, aggregate: Aggregation, mask: Tensor) -> Tensor:
-    """c [B, T] of the tokens that `mask` [B, T] counts, in it and in its denominators."""
-    c = check_per_token(aggregate(mask, batch.group), aggregate, mask).to(batch.reward.dtype)
-    return c if batch.weight is None else c * masked.apply_mask(batch.weight, batch.mask)
-
-
-def term_coefficients(
-    batch: Batch, term: Term | LossTerm, aggregate: Aggregation, gate: Gate, policy: Tensor
-) -> Tensor:
-    """c^m [B, T] of a term: the policy's, unless it has an aggregation or tokens of its own."""
-    where, mask = term.token_mask(batch), averaged_tokens(batch, term)
-    same_tokens = batch.demonstration is None or ("demonstration" in term.needs) is ("demonstration" in gate.needs)
-    if where is None and term.aggregation is None and same_tokens:
-        return policy
-    return token_coefficients(batch, term.aggregation or aggregate, mask if where is None else mask & where)
-
-
-def averaged_tokens(batch: Batch, part: Part) -> Tensor:
-    """[B, T] bool; the tokens that a gate or a term averages over: demonstrations only where it says that it takes them."""
-    return batch.mask if "demonstration" in part.needs else batch.policy_tokens
-
-
-# The equation of an algorithm in words: each symbol with what is put in.
-
-
-def describe_equation(a: Algorithm) -> dict[str, str]:
-    """Symbol -> formula."""
-    chain = "R"
-    for link in a.advantage:
-        chain = append_link(chain, link)
-    lines = {"Ψ": chain + describe_policy_share(a.terms), "w": a.gate.formula, "c": a.aggregation.formula}
-    if a.ratio is not None:
-        lines["r"] = a.ratio.formula
-    if a.old_policy == "sampler":
-        lines["π_old"] = "μ, as the sampler says"
-    if a.critic is not None:
-        lines["V"] = a.critic.formula
-    if a.reward_model is not None:
-        lines["r_φ"] = a.reward_model.formula
-    for name, label in (("corrections", "ρ"), ("terms", "k"), ("shaping", "reward"), ("filters", "filter")):
-        for part in getattr(a, name):
-            key = "mask" if name == "corrections" and not part.corrects_sampler else label
-            lines[key] = f"{lines[key]};  {part.formula}" if key in lines else part.formula
-    lines["step"] = a.update_rule.formula
-    return lines
-
-
-def append_link(chain: str, link: Advantage) -> str:
-    """The chain so far with one link more."""
-    formula = link.formula
-    if formula == type(link).__name__ and not link.starts_chain:  # a part of one's own that does not say
-        return f"{formula}({chain})"
-    if formula.startswith("/"):
-        return f"({chain}){formula}"
-    if formula.startswith(("− ", "+ ")):
-        return f"{chain} {formula}"
-    return chain * formula.startswith(";") + formula
-
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A policy-gradient method as a composition of parts; `dataclasses.replace` makes the next one.
+    """A policy-gradient method as a composition of parts. Derive variants with `dataclasses.replace`.
 
     Raises:
-        ConfigError: parts that contradict each other, with the reason and the way out.
+        ConfigError: parts that contradict each other; the message gives the reason and a remedy.
     """
 
     name: str = "custom"
-    """What it is called in logs."""
+    """Name in logs."""
     advantage: tuple[Advantage, ...] = ()
-    """Lever 1: the chain from the reward to Ψ; empty = the reward itself."""
+    """Lever 1: the chain of links from the reward to Ψ; empty: Ψ is the reward itself."""
     ratio: Ratio | None = None
-    """Lever 2: the importance ratio; None = on-policy, r = 1."""
+    """Lever 2: the importance ratio; None: on-policy, r = 1."""
     gate: Gate = OnPolicy()
-    """Lever 2: what the ratio lets through."""
+    """Lever 2: the weight of a token as a function of its ratio."""
     aggregation: Aggregation = SequenceSum()
-    """How tokens are averaged over the update."""
+    """The averaging of tokens over the update."""
     terms: tuple[Term | LossTerm, ...] = ()
     """Additive score and loss terms: KL, entropy."""
     shaping: tuple[Shaping, ...] = ()
@@ -123,86 +63,87 @@ class Algorithm:
     filters: tuple[Filter, ...] = ()
     """Which completions take part: dynamic sampling, overlong mask."""
     corrections: tuple[Correction, ...] = ()
-    """Factors on w for a sampler that is not π_old."""
+    """Factors on w, such as importance weights for a sampler that is not π_old."""
     update_rule: UpdateRule = field(default_factory=GradientSteps)
-    """How the parameters move."""
+    """The way the parameters move."""
     critic: Critic | None = None
-    """V, for the advantages that need values."""
+    """V, for advantages that need values."""
     reward_model: ImplicitReward | None = None
-    """r_φ, a second trained model, for the advantages that need process rewards learned from outcomes."""
+    """r_φ, a second trained model, for advantages from process rewards learned from outcomes."""
     reference: Reference | None = field(default_factory=Reference)
-    """π_ref, for the parts that need it."""
+    """π_ref, for parts that need it."""
     samples_per_prompt: int = 8
     """G, the default group size."""
     old_policy: Literal["learner", "sampler"] = "learner"
-    """π_old: recomputed = by the learner, with a correction for π_old/μ where the samples are older than the weights; sampler =
-    μ, what the engine says, so that the ratio itself weighs old samples."""
+    """π_old. learner: recomputed by the learner, with a correction by π_old/μ where samples are older than the weights. sampler: μ,
+    as reported by the engine, so that the ratio itself accounts for stale samples."""
 
     def __post_init__(self) -> None:
         validate_algorithm(self)
 
-    def parts(self) -> Iterator[tuple[str, Part]]:
-        """(field, part), in the order of the data's way."""
-        return ((name, part) for name, _, part in self._keyed())
+    def parts(self) -> Iterator[Part]:
+        """Iterate over the parts in the order in which data passes through them."""
+        return (part for _, part in self.named_parts())
 
     def named_parts(self) -> Iterator[tuple[str, Part]]:
-        """(field and position as in `advantage.0`, part), in the same order."""
-        return ((key, part) for _, key, part in self._keyed())
-
-    def _keyed(self) -> Iterator[tuple[str, str, Any]]:
-        """(field, field and position as in `advantage.0`, part)."""
+        """Iterate over (key, part), in the same order; the key is the field, with an index for tuples (`advantage.0`)."""
         for name in ROLES:
             value = getattr(self, name)
             if isinstance(value, tuple):
-                yield from ((name, f"{name}.{i}", part) for i, part in enumerate(value))
+                yield from ((f"{name}.{i}", part) for i, part in enumerate(value))
             elif value is not None:
-                yield name, name, value
+                yield name, value
 
     @property
     def all_needs(self) -> frozenset[str]:
-        """The Batch fields that the parts say they read."""
-        return frozenset[str]().union(*(part.needs for _, part in self.parts()))
+        """All `Batch` fields that the parts read."""
+        return frozenset[str]().union(*(part.needs for part in self.parts()))
 
     @property
     def needs(self) -> frozenset[str]:
-        """The Batch fields a learner must fill: what the parts declare, and logp_old when a rollout feeds several updates;
-        not where π_old is the sampler, which has said it."""
+        """The `Batch` fields that a learner must fill. Includes logp_old if a rollout feeds several updates, and excludes it if the
+        sampler reports it."""
         filled = self.all_needs - {"selected"}
         if self.old_policy == "sampler":
             return filled - {"logp_old"}
         return filled | ({"logp_old"} if self.update_rule.updates > 1 else frozenset())
 
     @property
-    def token_selector(self) -> Part | None:
-        """The part that chooses among all tokens of an update (`Part.select_tokens`), if there is one."""
-        return next((part for _, part in self.parts() if "selected" in part.needs), None)
-
-    @property
-    def reads_reward(self) -> bool:
-        """Whether a part learns from rewards, so that a run needs some; a distillation does not."""
-        learned = bool(self.filters or self.critic or self.reward_model) or not self.advantage
-        return learned or any(link.reads_reward for link in self.advantage)
-
-    @property
     def filter_needs(self) -> frozenset[str]:
-        """The Batch fields that filters read, which are to be filled before `filtered`."""
+        """The `Batch` fields that must be filled before `apply_filters`."""
         return frozenset[str]().union(*(part.needs for part in self.filters))
 
     @property
     def forward_needs(self) -> frozenset[str]:
-        """The Forward fields beyond logp that terms read: entropy, kl_old."""
-        return frozenset[str]().union(*(term.forward_needs for term in self.terms))
+        """The `Forward` fields beyond logp that terms read."""
+        return frozenset[str]().union(*(term.forward_needs for term in self.terms)) - {"logp"}
+
+    @property
+    def token_selector(self) -> Part | None:
+        """The part that chooses among all tokens of an update (`Part.select_tokens`), if any."""
+        return next((part for part in self.parts() if "selected" in part.needs), None)
 
     @property
     def selection_needs(self) -> frozenset[str]:
-        """The Forward fields beyond logp that the choice among an update's tokens reads, without graph."""
+        """The `Forward` fields beyond logp that the token selection reads, without graph."""
         return frozenset() if self.token_selector is None else self.token_selector.forward_needs - {"logp"}
 
-    def apply_filters(self, batch: Batch, *, refilled: bool = False) -> Batch:
-        """The batch after the filters, which look at the task's score. Raises ConfigError for a field that one needs and lacks.
+    @property
+    def reads_reward(self) -> bool:
+        """True if a part learns from rewards, so that a run needs a reward; False for a distillation."""
+        if self.filters or self.critic or self.reward_model or not self.advantage:
+            return True
+        return any(link.reads_reward for link in self.advantage)
 
-        refilled: a rollout has sampled others in the place of what a refilling filter drops; what it still drops could not be
-        refilled, so it gets weight 0 and the rest more.
+    def apply_filters(self, batch: Batch, *, refilled: bool = False) -> Batch:
+        """Apply the filters, which read the task's score.
+
+        Args:
+            refilled: the rollout already replaced dropped groups. Those still dropped could not be replaced: they get weight 0, and
+                the others more.
+
+        Raises:
+            ConfigError: the batch lacks a field that a filter needs.
         """
         for part in self.filters:
             if refilled and part.refills:
@@ -213,20 +154,21 @@ class Algorithm:
         return batch
 
     def shape_rewards(self, batch: Batch) -> Batch:
-        """The batch after reward shaping."""
+        """Apply reward shaping."""
         for part in self.shaping:
             batch = check_same_batch(part(batch), part, batch)
         return batch
 
     def compute_advantages(self, batch: Batch, shaped: Batch | None = None) -> Tensor:
-        """Ψ [B, T]: reward shaping and the chain of lever 1; 0 off the mask. Computed once per rollout, before splitting.
+        """Compute Ψ [B, T] by reward shaping and the chain of links; 0 off the mask. Once per rollout, before it is split.
 
-        shaped: the batch after `shaped`, here and below, where a caller has it already.
+        Args:
+            shaped: the result of `shape_rewards`, here and below, if the caller has it.
 
         Raises:
-            ConfigError: a reward that is NaN or infinite, of a completion that counts: it would be its whole group's; a part
-                that returns another shape than [B, T].
-            NumericsError: a Ψ that is NaN or infinite, with the part that made it.
+            ConfigError: a NaN or infinite reward of a completion that counts, which would affect its whole group; a part that
+                returns another shape than [B, T].
+            NumericsError: a NaN or infinite Ψ, with the part that caused it.
         """
         check_rewards(batch)
         check_demonstrations(self, batch)
@@ -235,11 +177,11 @@ class Algorithm:
             psi = check_per_token(link(psi, shaped), link, shaped.mask)
         psi = masked.apply_mask(scale_by_policy_share(psi, self.terms), batch.mask)
         if not is_finite(psi, batch.mask):
-            raise self._not_finite(batch, shaped)
+            raise self._nonfinite_error(batch, shaped)
         return psi
 
-    def _not_finite(self, batch: Batch, shaped: Batch) -> NumericsError:
-        """Name the part that makes Ψ not finite: the parts are called once more, one after the other."""
+    def _nonfinite_error(self, batch: Batch, shaped: Batch) -> NumericsError:
+        """Call the parts again one by one, to name the one that makes Ψ not finite."""
         before = batch
         for i, part in enumerate(self.shaping):
             after = part(before)
@@ -252,36 +194,47 @@ class Algorithm:
         for i, link in enumerate(self.advantage):
             psi = link(psi, shaped)
             if not is_finite(psi, batch.mask):
-                return NumericsError(explain_nonfinite(link, f"psi.{i}", shaped, link.needs), part=type(link).__name__)
+                return NumericsError(
+                    explain_nonfinite(link, f"advantage.{i}", shaped, link.needs), part=type(link).__name__
+                )
         return NumericsError(
-            f"the advantages of {self.name} are NaN or infinite, though no part makes them so when called again"
+            f"the advantages of {self.name} are NaN or infinite, but no part makes them so when called again"
         )
 
     def add_critic_targets(self, batch: Batch, shaped: Batch | None = None) -> Batch:
-        """The batch with the critic's targets, from the rewards after shaping; computed once per rollout, like Ψ."""
+        """Add the critic's targets, computed from shaped rewards; once per rollout, like Ψ."""
         if self.critic is None:
             return batch
         return replace(batch, returns=self.critic.targets(shaped or self.shape_rewards(batch)))
 
     def apply_corrections(self, weight: Tensor, batch: Batch, psi: Tensor) -> Tensor:
-        """w times the corrections [B, T]."""
+        """Multiply w [B, T] by the corrections."""
         for correction in self.corrections:
             weight = weight * check_per_token(correction(batch, psi), correction, batch.mask)
         return weight
 
     def coefficients(self, batch: Batch) -> Tensor:
-        """c [B, T] of the policy term over one whole update, `batch.weight` included; 0 off the mask."""
-        return token_coefficients(batch, self.aggregation, averaged_tokens(batch, self.gate))
+        """Compute c [B, T] of the policy term over one full update, including `batch.weight`; 0 off the mask."""
+        return _coefficients(batch, self.aggregation, _averaged_tokens(batch, self.gate))
 
     def all_coefficients(self, batch: Batch) -> Coefficients:
-        """(c, c^1, c^2, …): the policy's coefficients and those of each term."""
+        """Compute (c, c^1, c^2, …): the coefficients of the policy term and of each other term."""
         policy = self.coefficients(batch)
-        return (policy, *(term_coefficients(batch, term, self.aggregation, self.gate, policy) for term in self.terms))
+        return (policy, *(self._term_coefficients(batch, term, policy) for term in self.terms))
+
+    def _term_coefficients(self, batch: Batch, term: Term | LossTerm, policy: Tensor) -> Tensor:
+        tokens, mask = term.token_mask(batch), _averaged_tokens(batch, term)
+        same_tokens = batch.demonstration is None or ("demonstration" in term.needs) is (
+            "demonstration" in self.gate.needs
+        )
+        if tokens is None and term.aggregation is None and same_tokens:
+            return policy
+        return _coefficients(batch, term.aggregation or self.aggregation, mask if tokens is None else mask & tokens)
 
     def init_state(self) -> State:
-        """What the parts remember before the first rollout, by field and position; JSON can hold it, and a checkpoint does."""
-        made = {key: part.init_state() for _, key, part in self._keyed()}
-        return {key: state for key, state in made.items() if state is not None}
+        """Return the parts' states before the first rollout, by key. JSON can hold them, and a checkpoint does."""
+        states = {key: part.init_state() for key, part in self.named_parts()}
+        return {key: state for key, state in states.items() if state is not None}
 
     def update_state(
         self,
@@ -290,47 +243,92 @@ class Algorithm:
         metrics: Mapping[str, Metric] | None = None,
         shaped: Batch | None = None,
     ) -> State:
-        """The memory after a rollout: `batch` as its updates saw it, and what they measured. Data in, data out."""
-        seen, parts = (
-            shaped or self.with_state(state).shape_rewards(batch),
-            {key: part for _, key, part in self._keyed()},
-        )
-        return {key: parts[key].update_state(memory, seen, metrics or {}) for key, memory in state.items()}
+        """Return the state after a rollout, given its batch and the metrics of its updates."""
+        shaped, parts = shaped or self.with_state(state).shape_rewards(batch), dict(self.named_parts())
+        return {key: parts[key].update_state(part_state, shaped, metrics or {}) for key, part_state in state.items()}
 
     def with_state(self, state: State) -> Algorithm:
-        """The algorithm for one rollout: each part as it is with its memory (a running mean, an adaptive β).
+        """Return the algorithm for one rollout, with each part under its state (a running mean, an adaptive β).
+
+        Settings do not change, so the result is not validated again.
 
         Raises:
-            ConfigError: the memory of other parts.
+            ConfigError: a state of other parts.
         """
         if state.keys() != (expected := self.init_state().keys()):
             raise ConfigError(
-                f"this state holds the memory of {', '.join(state) or 'no part'}, and in {self.name} "
-                f"{', '.join(expected) or 'no part'} has one: begin anew with algorithm.init_state()"
+                f"the state belongs to {', '.join(state) or 'no part'}, but the stateful parts of {self.name} are "
+                f"{', '.join(expected) or 'none'}: start with algorithm.init_state()"
             )
-        return self._map_parts(lambda key, part: part.with_state(state[key]) if key in state else part)
-
-    def report(self, batch: Batch) -> Metrics:
-        """What the parts have to say about a rollout (the range of a λ that follows the lengths)."""
-        return merge(*(part.report(batch) for _, part in self.parts()))
+        algorithm = copy(self)
+        algorithm.__dict__.update(
+            self._map_parts(lambda key, part: part.with_state(state[key]) if key in state else part)
+        )
+        return algorithm
 
     def with_max_tokens(self, max_tokens: int) -> Algorithm:
-        """The same with every open `length` set to the generation budget (fixed length, soft overlong penalty)."""
+        """Set every part's `length` that is None to the generation budget (fixed length, overlong penalty)."""
 
         def fill(key: str, part: Any) -> Any:
             if key.startswith("terms.") and part.aggregation is not None:
                 part = replace(part, aggregation=fill("aggregation", part.aggregation))
             return replace(part, length=max_tokens) if part.length is None else part
 
-        return self._map_parts(fill)
+        return replace(self, **self._map_parts(fill))
 
-    def _map_parts(self, change: Callable[[str, Any], Any]) -> Algorithm:
+    def _map_parts(self, change: Callable[[str, Part], Part]) -> dict[str, Any]:
         changed: dict[str, Any] = {}
-        for name, key, part in self._keyed():
-            new = change(key, part)
-            changed[name] = (*changed.get(name, ()), new) if key != name else new
-        return replace(self, **changed)
+        for key, part in self.named_parts():
+            name, dot, _ = key.partition(".")
+            changed[name] = (*changed.get(name, ()), change(key, part)) if dot else change(key, part)
+        return changed
+
+    def report(self, batch: Batch) -> Metrics:
+        """Return the parts' additional metrics of a rollout."""
+        return merge(*(part.report(batch) for part in self.parts()))
 
     def equation(self) -> Mapping[str, str]:
-        """The equation's symbols with what this algorithm puts in: for `show` and `--dry-run`."""
-        return describe_equation(self)
+        """Describe the equation: each symbol with its formula in this algorithm."""
+        chain = "R"
+        for link in self.advantage:
+            chain = append_link(chain, link)
+        lines = {"Ψ": chain + describe_policy_share(self.terms), "w": self.gate.formula, "c": self.aggregation.formula}
+        if self.ratio is not None:
+            lines["r"] = self.ratio.formula
+        if self.old_policy == "sampler":
+            lines["π_old"] = "μ, as reported by the sampler"
+        if self.critic is not None:
+            lines["V"] = self.critic.formula
+        if self.reward_model is not None:
+            lines["r_φ"] = self.reward_model.formula
+        labelled: list[tuple[str, Part]] = [
+            ("ρ" if part.corrects_sampler else "mask", part) for part in self.corrections
+        ]
+        labelled += [("k", part) for part in self.terms] + [("reward", part) for part in self.shaping]
+        for label, part in [*labelled, *(("filter", part) for part in self.filters)]:
+            lines[label] = f"{lines[label]};  {part.formula}" if label in lines else part.formula
+        lines["step"] = self.update_rule.formula
+        return lines
+
+
+def append_link(chain: str, link: Advantage) -> str:
+    """Append a link's formula to the formula of the chain before it."""
+    formula = link.formula
+    if formula == type(link).__name__ and not link.starts_chain:  # a custom part without a formula
+        return f"{formula}({chain})"
+    if formula.startswith("/"):
+        return f"({chain}){formula}"
+    if formula.startswith(("− ", "+ ")):
+        return f"{chain} {formula}"
+    return chain * formula.startswith(";") + formula
+
+
+def _coefficients(batch: Batch, aggregation: Aggregation, mask: Tensor) -> Tensor:
+    """Compute c [B, T] over the tokens of `mask` [B, T], which also make the denominators."""
+    c = check_per_token(aggregation(mask, batch.group), aggregation, mask).to(batch.reward.dtype)
+    return c if batch.weight is None else c * masked.apply_mask(batch.weight, batch.mask)
+
+
+def _averaged_tokens(batch: Batch, part: Part) -> Tensor:
+    """Return the tokens [B, T] bool that a gate or term averages over: demonstrations only if it needs them."""
+    return batch.mask if "demonstration" in part.needs else batch.policy_tokens

@@ -1,10 +1,10 @@
-"""The roles of an algorithm's parts: what each is called with, and every attribute that one may declare, with its default.
+"""Base classes of an algorithm's parts: the call of each role, and every attribute a part may set, with its default.
 
-A part of one's own inherits the base of its role (`class Tent(pg.Gate)`) and overrides what is different; one that does not
-inherit declares all of it. Both are looked at when an `Algorithm` is built (`roles.py`), never found out later.
+A custom part inherits the base of its role (`class Tent(pg.Gate)`) and overrides what differs. `Algorithm` checks its parts
+when it is built (`validation.py`).
 
-A part with a memory keeps it apart from its settings, as a plain dict that JSON can hold: `init` makes it, `update` moves it
-after each rollout, and `with_state` gives the part as it is with that memory, for one rollout.
+Stateful parts keep their state apart from their settings, as a plain dict that JSON can hold. `init_state` creates it,
+`update_state` advances it after each rollout, and `with_state` returns the part to use for the next rollout.
 """
 
 from __future__ import annotations
@@ -22,54 +22,64 @@ State = dict[str, Any]
 
 
 class Part:
-    """What every part may declare."""
+    """Attributes and methods shared by all roles."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `Batch` it reads beyond mask, group and reward: a learner or a rollout fills them."""
-    uses_group_statistics: ClassVar[bool] = False
-    """Whether it compares the samples of one prompt, which is refused where there is one, or they are all equal."""
+    """Fields of `Batch` that the part reads beyond mask, group and reward. A learner or a rollout fills them."""
     forward_needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `Forward` that `select` reads of the policy as it is: a pass of its own where there are any."""
+    """Fields of `Forward` that the part reads. A term reads them in the training pass, which always has `logp`; a part with
+    `select_tokens` reads them in an extra pass over the update, which is made only where this is not empty."""
+    uses_group_statistics: ClassVar[bool] = False
+    """True if the part compares the samples of one prompt, so a run needs several of them at a temperature above 0."""
     length: int | None = 0
-    """Tokens; None = open, so that a run sets its generation budget (`Algorithm.with_max_tokens`). 0 = it has no such length."""
+    """Tokens. None is filled with the run's generation budget (`Algorithm.with_max_tokens`); 0 means the part has no length."""
 
     @property
     def formula(self) -> str:
-        """What it puts into the equation, in a line."""
+        """One line for the printed equation."""
         return type(self).__name__
 
     def init_state(self) -> State | None:
-        """What it remembers before the first rollout; None = it has no memory."""
+        """Return the state before the first rollout, or None for a stateless part."""
         return None
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """The memory after a rollout, `batch` after shaping, and what its updates measured."""
+        """Return the state after a rollout. `batch` is shaped; `metrics` come from its updates."""
         return state
 
     def with_state(self, state: State) -> Self:
-        """The part with its memory put in."""
+        """Return the part as it acts under this state."""
         return self
 
     def report(self, batch: Batch) -> Metrics:
-        """What it has to say about a rollout, beside what `measure` tells."""
+        """Return additional metrics of a rollout."""
         return {}
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """[B, T] bool; the tokens it chooses among all of one update, for a part whose `needs` name `selected`. Asked once per
-        update, before the update is split, so that no micro-batch and no rank has a choice of its own. `out` is the policy as
-        it is now, without graph; None where `select_needs` is empty."""
-        raise NotImplementedError(f"{type(self).__name__} reads Batch.selected, and has no select(out, batch, psi)")
+        """Choose among all tokens of one update; for a part whose `needs` include `selected`.
+
+        Called once per update, before it is split, so that every micro-batch and rank sees the same choice.
+
+        Args:
+            out: the current policy's output without graph; None where `forward_needs` is empty.
+
+        Returns:
+            [B, T] bool, which becomes `Batch.selected`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} needs Batch.selected but has no select_tokens(out, batch, psi)"
+        )
 
 
 class Advantage(Part):
-    """One link of the chain that makes Ψ; the first link receives the reward to go."""
+    """One link of the chain that computes Ψ. The first link receives the reward to go."""
 
     starts_chain: ClassVar[bool] = False
-    """Whether it starts from the rewards and ignores the Ψ it is given, so that it must come first."""
+    """True if the link starts from the rewards and ignores the Ψ it is given, so that it must come first."""
     reads_reward: ClassVar[bool] = True
-    """Whether it reads rewards. A run whose advantages read none needs no reward function."""
+    """True if the link reads rewards. A run whose links read none needs no reward function."""
     samples_values: ClassVar[bool] = False
-    """Whether a rollout shall estimate `Batch.values`, from `samples` fresh completions of each step's prefix."""
+    """True if the rollout must estimate `Batch.values` from `samples` fresh completions of each step's prefix."""
     samples: int = 0
 
     @abstractmethod
@@ -79,10 +89,10 @@ class Advantage(Part):
 
 
 class Ratio(Part):
-    """How per-token log-ratios become the importance ratio r."""
+    """Turns per-token log-ratios into the importance ratio r."""
 
     joint: ClassVar[bool] = False
-    """Whether r is of the whole completion, so that a token holds 1/|o| of the objective's value."""
+    """True if r is the ratio of the completion's joint probability; each token then holds 1/|o| of the objective's value."""
 
     @abstractmethod
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -91,18 +101,18 @@ class Ratio(Part):
 
 
 class Gate(Part):
-    """Lever 2: how much of a token's gradient the ratio lets through."""
+    """Lever 2: the weight w of a token's gradient as a function of the ratio."""
 
     on_policy: ClassVar[bool] = False
-    """Whether it takes no ratio: true only while π_θ = π_old."""
+    """True if the gate takes no ratio, which is correct only while π_θ = π_old."""
     requires_token_ratio: ClassVar[bool] = False
-    """Whether it reads the tokens' own ratios, so that no other ratio fits."""
+    """True if the gate reads per-token ratios, so that only `Token()` fits."""
     requires_full_groups: ClassVar[bool] = False
-    """Whether a token's weight depends on its group's other tokens, so that no micro-batch may split a group."""
+    """True if a token's weight depends on the other tokens of its group, so that no micro-batch may split a group."""
 
     @abstractmethod
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        """[B, T]; w, the derivative of `value` in log π_θ divided by Ψ."""
+        """w [B, T]: the derivative of `value` in log π_θ, divided by Ψ."""
         ...
 
     @abstractmethod
@@ -111,15 +121,15 @@ class Gate(Part):
         ...
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Where it cuts, for the metrics: (below, above), both [B, T] bool; None = a gate that never does."""
+        """Return the clipped tokens as (below, above), both [B, T] bool, for the metrics; None if the gate never clips."""
         return None
 
 
 class Correction(Part):
-    """A factor on w: for a sampler μ that is not π_old, or a mask on tokens."""
+    """A factor on w: importance weights for a sampler μ that is not π_old, or a mask on tokens."""
 
     corrects_sampler: ClassVar[bool] = True
-    """Whether it accounts for μ ≠ π_old, so that samples older than the weights need no other correction. A mask does not."""
+    """True if the factor accounts for μ ≠ π_old, so that stale samples need no other correction. False for a mask."""
 
     @abstractmethod
     def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
@@ -128,28 +138,26 @@ class Correction(Part):
 
 
 class Aggregation(Part):
-    """How tokens are averaged over the whole update."""
+    """The averaging of tokens over a full update."""
 
     @abstractmethod
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
-        """c [B, T], before `Batch.weight`; zero where the mask is False."""
+        """c [B, T] before `Batch.weight` is applied; zero where the mask is False."""
         ...
 
 
 class ObjectiveTerm(Part):
-    """What `Term` and `LossTerm` have in common: coefficients of their own, or those of the policy."""
+    """The common base of `Term` and `LossTerm`: which tokens a term averages over, and with which coefficients."""
 
-    forward_needs: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `Forward` it reads beyond logp: entropy, values, kl_old, kl_ref."""
     constrained_kl: ClassVar[str | None] = None
-    """'kl_old' for a penalty that holds π_θ near π_old."""
+    """'kl_old' for a penalty that keeps π_θ near π_old."""
     aggregation: Aggregation | None = None
-    """None = as the policy's tokens are averaged."""
+    """None: aggregated like the policy's tokens."""
     mixture_weight: float = 0.0
-    """Its share of a mixture, (1 − μ)·J + μ·its own: the policy's term has what all shares leave of 1. 0 = it comes on top."""
+    """μ in a mixture (1 − μ)·J + μ·term; the policy term keeps 1 minus the sum of these. 0: the term is simply added."""
 
     def token_mask(self, batch: Batch) -> Tensor | None:
-        """[B, T] or [B, 1] bool: the tokens that count, in it and in its denominators; None = all."""
+        """Return the tokens that the term and its denominators count, [B, T] or [B, 1] bool; None for all."""
         return None
 
 
@@ -158,7 +166,7 @@ class Term(ObjectiveTerm):
 
     @abstractmethod
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        """k [B, T]; what multiplies ∇log π_θ."""
+        """k [B, T]; the factor of ∇log π_θ."""
         ...
 
     @abstractmethod
@@ -168,69 +176,69 @@ class Term(ObjectiveTerm):
 
 
 class LossTerm(ObjectiveTerm):
-    """What is no multiple of ∇log π_θ: an additive term with a graph of its own (exact entropy)."""
+    """An additive term with its own graph, for what is no multiple of ∇log π_θ (such as the exact entropy)."""
 
     @abstractmethod
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        """[B, T] with graph; to be maximised, aggregated like a term."""
+        """[B, T] with graph; maximised, and aggregated like a term."""
         ...
 
 
 class Shaping(Part):
-    """From the task's score to the reward."""
+    """Turns the task's score into the reward."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with another `reward` or `token_reward`."""
+        """Return the batch with a new `reward` or `token_reward`."""
         ...
 
 
 class Filter(Part):
-    """Which completions take part, by the task's score."""
+    """Decides from the task's score which completions take part."""
 
     sampling_rounds: int = 1
-    """Rounds of sampling, of the step's prompts each, that a step may take."""
+    """Maximum sampling rounds per step, each of the step's number of prompts."""
     keep_leftovers: bool = False
-    """Whether groups that a refilled step has no room for begin the next one."""
+    """True if groups that do not fit into a full step start the next one."""
     refills: bool = False
-    """Whether a group whose completions are all `dropped` is set aside and another prompt sampled in its place: the filter is
-    not called then, and what cannot be refilled is given weight 0."""
+    """True if another prompt is sampled for each group whose completions are all dropped. The filter is then not called, and
+    dropped groups that could not be replaced get weight 0."""
 
     excluded_examples: frozenset[int] = frozenset()
-    """The prompts, by their `Batch.example_id`, that a rollout shall pass over."""
+    """Prompts, by `Batch.example_id`, that a rollout must skip."""
     task_level: int | None = None
-    """How difficult a rollout's prompts shall be, from 0 on, of a task that has levels; None = as the task makes them."""
+    """Difficulty of a rollout's prompts, counted from 0, for a task that has levels; None leaves it to the task."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with another `mask`, `in_statistics` or `weight`."""
+        """Return the batch with a new `mask`, `in_statistics` or `weight`."""
         ...
 
     def find_dropped(self, batch: Batch) -> Tensor:
-        """[B] bool; the completions it takes out."""
+        """Return the completions that the filter removes, [B] bool."""
         return batch.mask.any(1) & ~self(batch).mask.any(1)
 
 
 class UpdateRule(Part):
-    """How the parameters move."""
+    """The way the parameters move, given a learner's problem."""
 
     uses_lr: ClassVar[bool] = True
-    """Whether the policy's learning rate means anything."""
+    """True if the policy's learning rate has an effect."""
     minibatches: int = 1
-    """Shares of whole groups that a rollout is split into."""
+    """Number of minibatches, each of full groups, that a rollout is split into."""
 
     @property
     @abstractmethod
     def updates(self) -> int:
-        """Updates of the policy per rollout, at most."""
+        """Maximum policy updates per rollout."""
         ...
 
     @property
     def critic_updates(self) -> int:
-        """Optimiser steps of the critic per rollout, where there is one: together with the policy's."""
+        """Critic optimizer steps per rollout, if there is a critic; by default one with each policy update."""
         return self.updates
 
     @abstractmethod
     def __call__(self, problem: object) -> Metrics:
-        """One rollout's updates. `problems.asked` gives the problem as the kind that the rule needs, or refuses it."""
+        """Make one rollout's updates. `updates.require_problem` checks that the problem has the methods the rule needs."""
         ...

@@ -1,4 +1,4 @@
-"""What flows through the equation: a batch of completions, and one forward pass over it."""
+"""The data of the equation: a batch of completions, and the output of one forward pass over it."""
 
 from __future__ import annotations
 
@@ -50,79 +50,79 @@ _INTEGER = ("positions", "version", "turn_state", "example_id", "level", "levels
 class Batch:
     """Completions of a rollout, or one update's share of them; right-padded.
 
-    Shapes: B completions, T token positions. A position counts when `mask` is True; what stands elsewhere, NaN
-    included, is never read. A completion whose mask is all False (it failed, or was masked as overlong) leaves the
-    group statistics and every denominator.
+    Shapes: B completions, T token positions. A position counts where `mask` is True; values elsewhere, NaN included, are never
+    read. A completion whose mask is all False (it failed, or was masked as overlong) leaves the group statistics and every
+    denominator.
 
     Raises:
-        ConfigError: a field whose shape or dtype does not fit, named.
+        ConfigError: a field with a wrong shape or dtype; the message names it.
     """
 
     mask: Tensor
-    """[B, T] bool; True = sampled by the policy (tool output and padding are False)."""
+    """[B, T] bool; True for tokens that the policy sampled (False for tool output and padding)."""
     group: Tensor
-    """[B] int64; which prompt a completion answers (an index into `prompts`)."""
+    """[B] int64; the prompt that a completion answers (an index into `prompts`)."""
     reward: Tensor
-    """[B] floating; the completion's terminal reward (float64 stays float64)."""
+    """[B] floating; terminal reward of the completion (float64 stays float64)."""
     tokens: Tensor | None = None
-    """[B, T] int64; the completion's token ids."""
+    """[B, T] int64; token ids of the completion."""
     prompts: tuple[Tensor, ...] | None = None
-    """One row of token ids per group; with `tokens` it is what a learner needs."""
+    """One row of token ids per group. A learner needs these and `tokens`."""
     positions: Tensor | None = None
-    """[B, T] int64; how many tokens stood before each where it was read or sampled, the prompt's included; None = the prompt's and
-    all before it in the row. Where it falls back, a chat template wrote the conversation anew: the token follows the last one
-    before it of a depth less by one, and what stands between is not seen. Whatever counts completions counts the row once."""
+    """[B, T] int64; position of each token in the text it was read in, prompt included. None: each row continues its prompt.
+    Where the position decreases, a chat template rewrote the conversation: the token follows the last earlier token whose
+    position is one less, and the tokens in between are not visible to it. The row still counts as one completion."""
     logp_old: Tensor | None = None
-    """[B, T] nats, log π_old; None = the policy itself, so that every ratio is 1."""
+    """[B, T] nats, log π_old; None means π_old is the policy itself, so every ratio is 1."""
     logp_ref: Tensor | None = None
     """[B, T] nats, log π_ref."""
     logp_sampler: Tensor | None = None
-    """[B, T] nats, log μ: what the engine that sampled says."""
+    """[B, T] nats, log μ, as reported by the engine that sampled."""
     values: Tensor | None = None
-    """[B, T] critic's value before each token is taken."""
+    """[B, T] the critic's value before each token."""
     returns: Tensor | None = None
-    """[B, T] the critic's targets."""
+    """[B, T] targets of the critic."""
     bootstrap: Tensor | None = None
-    """[B] value after the last token of an episode that was cut off."""
+    """[B] value after the last token of a truncated episode."""
     token_reward: Tensor | None = None
-    """[B, T] rewards at tokens; a completion's total is `reward` plus their sum."""
+    """[B, T] per-token rewards; a completion's total is `reward` plus their sum."""
     step_end: Tensor | None = None
-    """[B, T] bool; where process rewards sit."""
+    """[B, T] bool; the tokens that carry process rewards."""
     implicit_reward: Tensor | None = None
-    """[B, T] nats·β; r_φ(o_t) = β·log(π_φ/π_ref) of a reward model that learns beside the policy."""
+    """[B, T] nats·β; r_φ(o_t) = β·log(π_φ/π_ref) of a reward model trained beside the policy."""
     weight: Tensor | None = None
-    """[B, T] multiplies the aggregation coefficients: γ^t, reweighting."""
+    """[B, T] factor on the aggregation coefficients: γ^t, reweighting."""
     version: Tensor | None = None
-    """[B, T] int64; the version of the weights that drew each token; None = the policy's own, as it is now."""
+    """[B, T] int64; version of the weights that sampled each token; None: the current ones."""
     truncated: Tensor | None = None
-    """[B] bool; stopped by the token budget, not by the policy."""
+    """[B] bool; ended by the token budget, not by the policy."""
     in_statistics: Tensor | None = None
-    """[B] bool; counts in group statistics. None = the completions whose mask has a True."""
+    """[B] bool; counts in group statistics. None: the completions whose mask has a True."""
     grad_logp_sq_norm: Tensor | None = None
-    """[B] ‖∇_θ log π_θ(o)‖², the squared norm of the completion's score; 0 where the mask is all False."""
+    """[B] ‖∇_θ log π_θ(o)‖²; 0 where the mask is all False."""
     entropy: Tensor | None = None
-    """[B, T] nats, of π_old before each token, exact over the vocabulary."""
+    """[B, T] nats; entropy of π_old before each token, exact over the vocabulary."""
     selected: Tensor | None = None
-    """[B, T] bool; the tokens that a part has chosen among all of an update (`Part.select_tokens`)."""
+    """[B, T] bool; tokens that a part chose among all of an update (`Part.select_tokens`)."""
     turn_state: Tensor | None = None
-    """[B, T] int64; the state that a token's turn began in: equal within a group = the same state."""
+    """[B, T] int64; id of the state in which the token's turn began. Equal ids within a group mean the same state."""
     example_id: Tensor | None = None
-    """[B] int64; which of the task's examples a completion answers, the same whenever it comes again."""
+    """[B] int64; index of the task's example that the completion answers, the same in every epoch."""
     level: Tensor | None = None
-    """[B] int64; how difficult, from 0 on, the task was to make the prompt (`Filter.task_level`)."""
+    """[B] int64; difficulty of the prompt, counted from 0 (`Filter.task_level`)."""
     levels: Tensor | None = None
-    """[B] int64; the number of levels that the task has."""
+    """[B] int64; number of the task's levels."""
     baseline: Tensor | None = None
-    """[B] the reward of the greedy completion of the same prompt."""
+    """[B] reward of the greedy completion of the same prompt."""
     demonstration: Tensor | None = None
-    """[B] bool; True = not the policy's own: written by someone else, or sampled long ago. Its `logp_sampler` is what that one
-    says, 0 where nobody does. None = all are the policy's."""
+    """[B] bool; True for completions that the policy did not sample in this run. Their `logp_sampler` is the author's
+    log-probability, or 0 if unknown. None: all are samples of the policy."""
     routed_experts: Tensor | None = None
-    """[B, T, layers, k] integers; the experts that sampled: where a mixture sent each token when it was read, -1 = not read."""
+    """[B, T, layers, k] integers; experts that a mixture-of-experts sampler routed each token to, -1 where not recorded."""
     prompt_routed_experts: tuple[Tensor, ...] = ()
-    """[P, layers, k] of each group's prompt, with `experts`."""
+    """[P, layers, k] for each group's prompt, with `routed_experts`."""
     rewards: Tensor | None = None
-    """[B, K] what each reward function said, before its weight; `reward` is their weighted sum."""
+    """[B, K] unweighted result of each reward function; `reward` is their weighted sum."""
     reward_names: tuple[str, ...] = ()
     """K names of `rewards`."""
     reward_weights: tuple[float, ...] = ()
@@ -148,48 +148,48 @@ class Batch:
         if not self.reward.is_floating_point():
             raise ConfigError(f"Batch.reward must be floating, not {self.reward.dtype}: reward.float() converts it")
         if self.group.is_floating_point() or self.group.dtype == torch.bool:
-            raise ConfigError(f"Batch.group must hold integers (which prompt), not {self.group.dtype}")
+            raise ConfigError(f"Batch.group must hold integers (prompt indices), not {self.group.dtype}")
 
     def _check_types(self) -> None:
-        for names, dtype, word in ((_BOOL, torch.bool, "bool"), (_INTEGER, torch.int64, "int64")):
+        for names, dtype, type_name in ((_BOOL, torch.bool, "bool"), (_INTEGER, torch.int64, "int64")):
             for name in names:
                 value = getattr(self, name)
                 if value is not None and value.dtype != dtype:
-                    way_out = "bool() converts 0/1" if dtype == torch.bool else "long() converts it"
-                    raise ConfigError(f"Batch.{name} must be {word}, not {value.dtype}: {name}.{way_out}")
+                    hint = "bool() converts 0/1" if dtype == torch.bool else "long() converts it"
+                    raise ConfigError(f"Batch.{name} must be {type_name}, not {value.dtype}: {name}.{hint}")
         if self.routed_experts is not None and self.routed_experts.shape[:2] != self.mask.shape:
             raise ConfigError(
                 f"Batch.routed_experts has shape {list(self.routed_experts.shape)}, expected [B, T, layers, k], [B, T] = {list(self.mask.shape)}"
             )
         if self.rewards is not None:
-            named, weighed, shape = len(self.reward_names), len(self.reward_weights), list(self.rewards.shape)
-            if shape != [len(self.mask), named] or weighed != named:
+            num_names, num_weights, shape = len(self.reward_names), len(self.reward_weights), list(self.rewards.shape)
+            if shape != [len(self.mask), num_names] or num_weights != num_names:
                 raise ConfigError(
                     f"Batch.rewards has shape {shape}, expected [B, K] with B = {len(self.mask)} and K the number of "
-                    f"reward_names ({named}) and of reward_weights ({weighed})"
+                    f"reward_names ({num_names}) and of reward_weights ({num_weights})"
                 )
 
     @property
     def counted(self) -> Tensor:
-        """[B] bool; completions that count in group statistics."""
+        """Completions that count in group statistics, [B] bool."""
         return self.mask.any(1) if self.in_statistics is None else self.in_statistics
 
     @property
     def policy_tokens(self) -> Tensor:
-        """[B, T] bool; what the policy itself sampled: the mask without demonstrations."""
+        """Tokens sampled by the policy, [B, T] bool: the mask without demonstrations."""
         return self.mask if self.demonstration is None else self.mask & ~self.demonstration[:, None]
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64; sampled tokens per completion."""
+        """Sampled tokens per completion, [B] int64."""
         return self.mask.sum(1)
 
     def select(self, rows: Tensor) -> Batch:
-        """The completions at `rows` (indices or a bool mask [B]); `prompts` stays whole, since `group` points into it."""
+        """Return the completions at `rows` (indices or a bool mask [B]), with all `prompts`, since `group` indexes them."""
         return self._map(lambda value: value[rows])
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Return a copy on another device."""
         moved = self._map(lambda value: value.to(device))
         return moved if self.prompts is None else replace(moved, prompts=tuple(row.to(device) for row in self.prompts))
 
@@ -201,14 +201,14 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """What one forward pass yields for the objective; a bare `logp` tensor is accepted in its place."""
+    """Output of one forward pass, for the objective. A plain `logp` tensor is accepted in its place."""
 
     logp: Tensor
-    """[B, T] nats, log π_θ of the tokens taken, with its graph."""
+    """[B, T] nats, log π_θ of the batch's tokens, with graph."""
     entropy: Tensor | None = None
-    """[B, T] nats, exact over the vocabulary; only when a term needs it."""
+    """[B, T] nats, exact over the vocabulary; only if a term needs it."""
     values: Tensor | None = None
-    """[B, T] the critic's values, with their graph."""
+    """[B, T] the critic's values, with graph."""
     kl_old: Tensor | None = None
     """[B, T] nats, exact KL(π_old‖π_θ) over the vocabulary."""
     kl_ref: Tensor | None = None
@@ -216,13 +216,13 @@ class Forward:
 
 
 def require_field(value: Tensor | None, part: object, name: str) -> Tensor:
-    """The batch field `name`, or an error that says which part asked for it."""
+    """Return the batch field `name`, or raise ConfigError naming the part that needs it."""
     if value is None:
         raise ConfigError(
-            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate` does), or drop the part"
+            f"{type(part).__name__} needs Batch.{name}, which is None: fill it (a learner's `evaluate` does), or remove the part"
         )
     return value
 
 
 Coefficients = tuple[Tensor, ...]
-"""c [B, T] of the policy term, and of each further term."""
+"""c [B, T] of the policy term, then of each other term."""

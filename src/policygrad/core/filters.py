@@ -1,4 +1,4 @@
-"""Filters look at the task's score, before length or KL shaping, and decide which completions take part."""
+"""Filters: decide from the task's score, before any shaping, which completions take part."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from policygrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class DropZeroVariance(Filter):
-    """Dynamic sampling: drop groups whose rewards are all equal (all right, all wrong). Source: Yu et al. 2025 (DAPO), eq. 11.
+    """Dynamic sampling: drop groups whose rewards are all equal. Source: Yu et al. 2025 (DAPO), eq. 11.
 
-    mode 'refill': keep sampling until the step is full, at most `max_rounds` times the step's prompts; then reweight and report.
-    mode 'reweight': keep the coefficients of the unfiltered step and multiply them by 1/(1 − f), f the fraction dropped.
-    mode 'drop': the step is smaller, in its denominators too. Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
+    mode='refill' samples more prompts until the step is full, at most `max_rounds` times the step's number of prompts; groups that are
+    still missing are made up for by reweighting, and reported. mode='reweight' keeps the coefficients of the unfiltered step and
+    multiplies them by 1/(1 − f), f the fraction dropped. mode='drop' makes the step and its denominators smaller. Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
     mode: Literal["refill", "reweight", "drop"] = "refill"
     max_rounds: int = 4
     keep_leftovers: bool = True
-    """With refill: groups with spread that a full step has no room for begin the next one; π_old/μ corrects for older weights.
-    False = they are thrown away, and every sample is the policy's own."""
+    """With refill: surplus groups start the next step, and π_old/μ corrects for their older weights. False: they are discarded, and
+    every sample is from the current policy."""
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class DropZeroVariance(Filter):
     def formula(self) -> str:
         how = {
             "refill": f", ≤ {self.max_rounds} rounds of refill",
-            "reweight": ", the rest × 1/(1 − f)",
+            "reweight": ", the others × 1/(1 − f)",
             "drop": "",
         }[self.mode]
         return f"groups with max R = min R are dropped{how}"
@@ -69,17 +69,16 @@ class DropZeroVariance(Filter):
 
 
 def apply_filter(part: Filter, batch: Batch) -> Batch:
-    """The batch after one filter. Raises ConfigError for a field that it needs and the batch lacks."""
+    """Apply one filter. Raises ConfigError if the batch lacks a field that it needs."""
     for name in sorted(part.needs):
         require_field(getattr(batch, name), part, name)
     return check_same_batch(part(batch), part, batch)
 
 
 def reweight_kept(batch: Batch, dropped: Tensor) -> Batch:
-    """Weight 0 for the dropped [B], 1/(1 − f) for the rest; the denominators stay those of the unfiltered step.
+    """Give weight 0 to the dropped completions [B] and 1/(1 − f) to the others, with the denominators of the unfiltered step.
 
-    f is the fraction of completions dropped, among those with a sampled token: groups of unequal size (a completion whose
-    reward failed, an overlong mask before) count by what is left of them.
+    f is the fraction of dropped completions among those with a sampled token.
     """
     in_denominators = batch.mask.any(1)
     remaining = in_denominators & ~dropped
@@ -90,9 +89,9 @@ def reweight_kept(batch: Batch, dropped: Tensor) -> Batch:
 
 @dataclass(frozen=True)
 class MaskTruncated(Filter):
-    """Completions cut off by the token budget do not move the policy (overlong filtering). Source: Yu et al. 2025 (DAPO), sec. 3.4.
+    """Mask completions that the token budget truncated (overlong filtering). Source: Yu et al. 2025 (DAPO), sec. 3.4.
 
-    keep_in_statistics: their rewards still count in the group's baseline.
+    keep_in_statistics: their rewards still count in the group statistics.
     """
 
     keep_in_statistics: bool = False
@@ -113,34 +112,32 @@ class MaskTruncated(Filter):
 
 
 SEED_STRIDE = 1_000_003
-"""Rollouts until a seed's random numbers are the next one's: a generator takes 32 bits."""
+"""Rollouts per seed before its random numbers coincide with the next seed's (a generator takes 32 bits)."""
 Choice = Literal["random", "max_variance"]
 Statistics = Literal["all", "kept"]
 
 
 @dataclass(frozen=True)
 class Downsample(Filter):
-    """Of a prompt's N completions `keep` move the policy, or all where fewer have a reward and a token.
+    """Train on `keep` of a prompt's N completions, or on all if fewer have a reward and a token.
 
-    Its memory is {"rollouts": so many are done}: with `seed` it names the random numbers, so that every rollout draws others, and a
-    resumed run the same.
-    Source: Xu et al. 2025 (PODS), algorithm 1, with spread (algorithm 2) and statistics = kept (app. A.3).
+    Its state is {"rollouts": number done}, which with `seed` determines the random numbers, so that a resumed run makes the same
+    choices. Source: Xu et al. 2025 (PODS), algorithm 1, with max_variance (algorithm 2) and statistics='kept' (app. A.3).
 
     Raises:
-        ConfigError: a setting that means nothing; in a run, more to keep than are sampled.
+        ConfigError: an invalid setting; in a run, `keep` above the number of samples per prompt.
     """
 
     keep: int = 4
-    """G ≤ N, N being the samples per prompt."""
+    """G ≤ N, N the samples per prompt."""
     by: Choice = "random"
-    """random: the gradient's expectation stays that of all N, where statistics = all.
-    spread: those with the largest variance of rewards, some lowest and some highest ones; equal rewards in random order."""
+    """random: with statistics='all' the expected gradient is that of all N. max_variance: the subset with the largest variance of
+    rewards (some lowest and some highest), equal rewards in random order."""
     statistics: Statistics = "all"
-    """all: the N make the baseline and the scale; who is left out has weight 0, the others N/G: a prompt weighs as before.
-    A critic is fitted to all N.
-    kept: the others are as if they had not been sampled."""
+    """all: baseline and scale come from all N, dropped completions get weight 0 and the others N/G, and a critic is fitted to all N.
+    kept: dropped completions are ignored."""
     seed: int = 0
-    """Of the choice alone."""
+    """Seed of the random choice."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -156,7 +153,7 @@ class Downsample(Filter):
     @property
     def formula(self) -> str:
         which = "at random" if self.by == "random" else "of the largest variance of R"
-        over = "statistics over all, × N/G" if self.statistics == "all" else "the others as if not sampled"
+        over = "statistics over all, × N/G" if self.statistics == "all" else "the others ignored"
         return f"G = {self.keep} of a group's N, {which}; {over}"
 
     def init_state(self) -> State:
@@ -169,7 +166,7 @@ class Downsample(Filter):
         return FrozenDownsample(self.keep, self.by, self.statistics, self.seed, state["rollouts"])
 
     def choose(self, batch: Batch, rollout: int = 0) -> Tensor:
-        """[B] bool."""
+        """Choose completions, [B] bool."""
         generator = torch.Generator().manual_seed((self.seed * SEED_STRIDE + rollout) % 2**32)
         order = torch.rand(len(batch.group), generator=generator).argsort().to(batch.group.device)
         order = order[batch.mask.any(1)[order]]
@@ -197,7 +194,7 @@ class Downsample(Filter):
 
 @dataclass(frozen=True)
 class FrozenDownsample(Downsample):
-    """A down-sampling at one rollout."""
+    """A `Downsample` under a state."""
 
     rollout: int = 0
 
@@ -206,9 +203,9 @@ class FrozenDownsample(Downsample):
 
 
 def max_variance_subset(reward: Tensor, keep: int) -> Tensor:
-    """[min(keep, n)] indices of the subset of reward [n] with the largest variance: k lowest and keep − k highest ones.
+    """Return [min(keep, n)] indices of the subset of reward [n] with the largest variance: k lowest and keep − k highest.
 
-    Of the keep + 1 such subsets the best is the best of all subsets: Xu et al. 2025 (PODS), lemma 3.1.
+    The best of these keep + 1 subsets is the best of all: Xu et al. 2025 (PODS), lemma 3.1.
     """
     order = reward.argsort(stable=True)
     if keep >= len(order):
@@ -222,7 +219,7 @@ def max_variance_subset(reward: Tensor, keep: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SeparateDemonstrations(Filter):
-    """Demonstrations take no part in a group's statistics: samples are compared with samples."""
+    """Exclude demonstrations from group statistics, so that samples are compared with samples only."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
 
@@ -235,11 +232,11 @@ class SeparateDemonstrations(Filter):
         return replace(batch, in_statistics=batch.counted & ~shown)
 
 
-# Which prompts are sampled at all: what has been solved need not come again, what is too hard can wait.
+# Curricula: which prompts are sampled at all.
 
 
 class Curriculum(Filter):
-    """A filter that takes nothing out of a batch: a rollout passes its prompts over before anything is drawn."""
+    """A filter that leaves batches unchanged and chooses the prompts of the next rollout."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"example_id"})
 
@@ -248,11 +245,19 @@ class Curriculum(Filter):
 
 
 @dataclass(frozen=True)
-class NoPositiveResampling(Curriculum):
-    """A prompt whose completions reach a mean reward of `threshold` is not sampled again, in this epoch or a later one.
+class _Excluding(Curriculum):
+    excluded_examples: frozenset[int] = frozenset()
 
-    Its memory is {"solved": the numbers of those prompts} (`Batch.example_id`). It takes nothing out of a batch: a rollout passes
-    its prompts over before anything is drawn. Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
+    def report(self, batch: Batch) -> Metrics:
+        """prompts/excluded: number of excluded prompts."""
+        return {"prompts/excluded": Max(float(len(self.excluded_examples)))}
+
+
+@dataclass(frozen=True)
+class NoPositiveResampling(Curriculum):
+    """Never sample a prompt again once its completions reach a mean reward of `threshold`.
+
+    Its state is {"solved": ids of those prompts} (`Batch.example_id`). Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
     threshold: float = 0.9
@@ -260,20 +265,20 @@ class NoPositiveResampling(Curriculum):
     def __post_init__(self) -> None:
         if not self.threshold > 0:
             raise ConfigError(
-                f"NoPositiveResampling.threshold is a mean reward and must be above 0, not {self.threshold}: prompts that are "
-                "never solved would rest too"
+                f"NoPositiveResampling.threshold is a mean reward and must be above 0, not {self.threshold}: it would exclude "
+                "prompts that are never solved"
             )
 
     @property
     def formula(self) -> str:
-        return f"prompts with mean_g R ≥ {self.threshold:g} do not come again"
+        return f"prompts with mean_g R ≥ {self.threshold:g} are not sampled again"
 
     def init_state(self) -> State:
         return {"solved": []}
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """By the rewards of all that the policy sampled for a prompt, filtered or not; one that failed counts as 0."""
-        solved = (number for number, rate in _pass_rates(batch, self).items() if rate >= self.threshold)
+        """Update from the rewards of all samples of a prompt, filtered or not; a failed reward counts as 0."""
+        solved = (example for example, rate in _pass_rates(batch, self).items() if rate >= self.threshold)
         return {"solved": sorted({*state["solved"], *solved})}
 
     def with_state(self, state: State) -> FrozenSolvedFilter:
@@ -281,31 +286,21 @@ class NoPositiveResampling(Curriculum):
 
 
 @dataclass(frozen=True)
-class FrozenSolvedFilter(NoPositiveResampling):
-    """The same at one rollout: the prompts that rest."""
-
-    solved: frozenset[int] = frozenset()
-
-    @property
-    def excluded_examples(self) -> frozenset[int]:  # type: ignore[override]
-        return self.solved
-
-    def report(self, batch: Batch) -> Metrics:
-        """prompts/excluded: how many."""
-        return {"prompts/excluded": Max(float(len(self.solved)))}
+class FrozenSolvedFilter(_Excluding, NoPositiveResampling):
+    """A `NoPositiveResampling` under a state."""
 
 
 @dataclass(frozen=True)
 class PassRateBand(Curriculum):
-    """A prompt whose completions' mean reward is not between `low` and `high` rests for `rest` rollouts, and each time in a row
-    that it is found outside twice as long, `longest` at most: what is solved and what is too hard comes again, seldom.
+    """Skip prompts whose mean reward is not between `low` and `high` for `cooldown` rollouts.
 
-    Its memory is {"rollouts": how many there were, "outside": {number of a prompt: [the rollout with which it may come again, how
-    often in a row it was outside]}}. Source: Bae et al. 2025 (arXiv:2504.03380), who train on prompts between two pass rates; how
-    long the others rest is ours.
+    The cooldown doubles each consecutive time that a prompt is outside the band, up to `max_cooldown`, so that solved and too
+    difficult prompts are retried occasionally. The state is {"rollouts": number done, "outside": {example id: [first rollout at which
+    it may be sampled again, consecutive times outside]}}. Source: Bae et al. 2025 (arXiv:2504.03380) train on prompts between two
+    pass rates; the cooldown is ours.
 
     Raises:
-        ConfigError: a band without an inside, or a rest that is none.
+        ConfigError: low ≥ high, or an invalid cooldown.
     """
 
     low: float = 0.0
@@ -318,57 +313,48 @@ class PassRateBand(Curriculum):
             raise ConfigError(f"PassRateBand.low must be below PassRateBand.high, not {self.low} and {self.high}")
         if not 1 <= self.cooldown <= self.max_cooldown:
             raise ConfigError(
-                f"PassRateBand.cooldown is a number of rollouts from 1 to longest, not {self.cooldown} with longest {self.max_cooldown}"
+                f"PassRateBand.cooldown must be from 1 to max_cooldown = {self.max_cooldown} rollouts, not {self.cooldown}"
             )
 
     @property
     def formula(self) -> str:
-        return f"prompts without {self.low:g} < mean_g R < {self.high:g} rest for {self.cooldown}, {2 * self.cooldown}, … rollouts"
+        pauses = f"{self.cooldown}, {2 * self.cooldown}, …"
+        return f"prompts without {self.low:g} < mean_g R < {self.high:g} are skipped for {pauses} rollouts"
 
     def init_state(self) -> State:
         return {"rollouts": 0, "outside": {}}
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """By the rewards of all that the policy sampled for a prompt, filtered or not; one that failed counts as 0."""
+        """Update from the rewards of all samples of a prompt, filtered or not; a failed reward counts as 0."""
         now, outside = state["rollouts"] + 1, dict(state["outside"])
-        for number, rate in _pass_rates(batch, self).items():
-            _, times = outside.pop(str(number), (0, 0))
+        for example, rate in _pass_rates(batch, self).items():
+            _, times = outside.pop(str(example), (0, 0))
             if not self.low < rate < self.high:
-                outside[str(number)] = [now + min(self.cooldown * 2**times, self.max_cooldown), times + 1]
+                outside[str(example)] = [now + min(self.cooldown * 2**times, self.max_cooldown), times + 1]
         return {"rollouts": now, "outside": outside}
 
     def with_state(self, state: State) -> FrozenPassRateFilter:
         now = state["rollouts"]
-        waiting = frozenset(int(number) for number, (until, _) in state["outside"].items() if until > now)
-        return FrozenPassRateFilter(self.low, self.high, self.cooldown, self.max_cooldown, waiting)
+        excluded = frozenset(int(example) for example, (until, _) in state["outside"].items() if until > now)
+        return FrozenPassRateFilter(self.low, self.high, self.cooldown, self.max_cooldown, excluded)
 
 
 @dataclass(frozen=True)
-class FrozenPassRateFilter(PassRateBand):
-    """The same at one rollout: the prompts that rest."""
-
-    outside: frozenset[int] = frozenset()
-
-    @property
-    def excluded_examples(self) -> frozenset[int]:  # type: ignore[override]
-        return self.outside
-
-    def report(self, batch: Batch) -> Metrics:
-        """prompts/excluded: how many."""
-        return {"prompts/excluded": Max(float(len(self.outside)))}
+class FrozenPassRateFilter(_Excluding, PassRateBand):
+    """A `PassRateBand` under a state."""
 
 
 @dataclass(frozen=True)
 class MovingLevel(Curriculum):
-    """The difficulty of a task that has levels, moved by how well its prompts are solved: a level up when the mean reward of the
-    last `rollouts` rollouts at a level is at least `up`, a level down when it is at most `down`.
+    """Adapt the difficulty of a task that has levels: one level up when the mean reward of the last `rollouts` rollouts at the
+    current level is at least `up`, one level down when it is at most `down`.
 
-    Its memory is {"level": the level, "rates": the mean rewards of rollouts at it so far}. Rollouts that were sampled before
-    the level moved (`Run.staleness`) do not count. For tasks `curriculum:…`, whose levels are reasoning-gym's own
-    (Stojanovski et al. 2025, arXiv:2505.24760); when to move is ours.
+    Its state is {"level": current level, "rates": mean rewards of rollouts at it}. Rollouts that were sampled before the level
+    changed do not count. For tasks `curriculum:…`, whose levels are those of reasoning-gym (Stojanovski et al. 2025,
+    arXiv:2505.24760); the rule for moving is ours.
 
     Raises:
-        ConfigError: bounds without a middle, no rollouts, a level below the first.
+        ConfigError: down ≥ up, rollouts below 1, start below 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"level", "levels"})
@@ -382,8 +368,7 @@ class MovingLevel(Curriculum):
             raise ConfigError(f"MovingLevel.down must be below MovingLevel.up, not {self.down} and {self.up}")
         if self.rollouts < 1 or self.start < 0:
             raise ConfigError(
-                f"MovingLevel.rollouts is a number of rollouts, at least 1, and start a level from 0 on, not {self.rollouts} and "
-                f"{self.start}"
+                f"MovingLevel.rollouts must be at least 1 and MovingLevel.start at least 0, not {self.rollouts} and {self.start}"
             )
 
     @property
@@ -394,7 +379,7 @@ class MovingLevel(Curriculum):
         return {"level": self.start, "rates": []}
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """By the rewards of all that the policy sampled at the level, filtered or not; one that failed counts as 0."""
+        """Update from the rewards of all samples at the current level, filtered or not; a failed reward counts as 0."""
         level, last = (
             require_field(batch.level, self, "level"),
             int(require_field(batch.levels, self, "levels").max()) - 1,
@@ -417,7 +402,7 @@ class MovingLevel(Curriculum):
 
 @dataclass(frozen=True)
 class FrozenLevelFilter(MovingLevel):
-    """The same at one rollout: the level."""
+    """A `MovingLevel` under a state."""
 
     current_level: int = 0
 
@@ -426,20 +411,18 @@ class FrozenLevelFilter(MovingLevel):
         return self.current_level
 
     def report(self, batch: Batch) -> Metrics:
-        """prompts/level: the prompts', a mean."""
+        """prompts/level: mean level of the prompts."""
         level = require_field(batch.level, self, "level").double()
         return {"prompts/level": Mean(float(level.sum()), float(len(level)))}
 
 
 def _pass_rates(batch: Batch, part: Curriculum) -> dict[int, float]:
-    """The mean reward of what the policy sampled, by the prompt's number."""
+    """Return the mean reward of the samples of each example id."""
     example = require_field(batch.example_id, part, "example_id")
     is_sampled = (
         torch.ones_like(batch.reward, dtype=torch.bool) if batch.demonstration is None else ~batch.demonstration
     )
-    numbers, index = torch.unique(example[is_sampled], return_inverse=True)
-    count = torch.bincount(index, minlength=len(numbers))
-    rate = (
-        torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, index, batch.reward[is_sampled].double()) / count
-    )
-    return dict(zip(numbers.tolist(), rate.tolist(), strict=True))
+    ids, index = torch.unique(example[is_sampled], return_inverse=True)
+    count = torch.bincount(index, minlength=len(ids))
+    rate = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, batch.reward[is_sampled].double()) / count
+    return dict(zip(ids.tolist(), rate.tolist(), strict=True))

@@ -1,14 +1,12 @@
-"""LEVER 1 with a critic: advantages from values V_t, the value before token t is taken.
+"""Advantages from a critic's values V_t, the value before token t.
 
-A chain may start with one of these instead of the reward. All of them run over a completion's *sampled* tokens: the
-state after token t is the one before the next sampled token, so tool output between two actions costs no step. The
-terminal reward sits on the last sampled token, after which the value is 0, or `Batch.bootstrap` where a batch has it.
-`δ_t = r_t + γV_{t'} − V_t`.
+A chain can start with one of these instead of the reward. They step over a completion's *sampled* tokens: the state after token t
+is the one before the next sampled token t', so tool output between two actions is no step. The terminal reward is on the last
+sampled token; the value after it is 0, or `Batch.bootstrap`. `δ_t = r_t + γV_{t'} − V_t`.
 
-An answer that the token budget cut off has not ended, and by default counts as if it had: with its reward, and nothing after
-it. That is right where the budget is part of the task. With `bootstrap` a learner's critic fills `Batch.bootstrap`, V of the
-state after the last token for what was cut off and 0 for what has ended, in the advantage and in the critic's targets alike: a
-time limit that is not the task's (Pardo et al. 2018, partial-episode bootstrapping).
+By default a completion that the token budget truncated counts as ended: its reward, and nothing after it. That is right where the
+budget is part of the task. With `bootstrap` the critic fills `Batch.bootstrap`, for the advantage and for its own targets: V of the
+state after the last token where truncated, 0 where ended (partial-episode bootstrapping, Pardo et al. 2018).
 """
 
 from __future__ import annotations
@@ -26,35 +24,42 @@ from policygrad.core.masked import check_positive, check_unit_interval
 from policygrad.core.metrics import Max, Mean, Metrics, Min
 from policygrad.errors import ConfigError
 
-VALUE_FIELDS = frozenset({"values"})
+
+class ValueAdvantage(Advantage):
+    """Base of the advantages from a critic's values."""
+
+    starts_chain: ClassVar[bool] = True
+    value_fields: ClassVar[frozenset[str]] = frozenset({"values"})
+    """The fields of `Batch` that it needs without `bootstrap`."""
+    bootstrap: bool
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return self.value_fields | {"bootstrap"} if self.bootstrap else self.value_fields
 
 
-def _needs(bootstrap: bool) -> frozenset[str]:
-    return VALUE_FIELDS | {"bootstrap"} if bootstrap else VALUE_FIELDS
-
-
-def _cut_off(bootstrap: bool) -> str:
-    return ",  V(end) = V_φ where cut off" if bootstrap else ""
+def _bootstrap_suffix(bootstrap: bool) -> str:
+    return ",  V(end) = V_φ where truncated" if bootstrap else ""
 
 
 @dataclass(frozen=True, eq=False)
 class CompactTokens:
-    """A batch's sampled tokens moved to the left, so that the next action is the next column."""
+    """A batch's sampled tokens moved to the left, so that the next action is in the next column."""
 
     reward: Tensor
-    """[B, N] per token, the terminal reward on the last one."""
+    """[B, N] per token, with the terminal reward on the last."""
     value: Tensor
     """[B, N]."""
     next_value: Tensor
-    """[B, N] V_{t'}: the next token's value; after the last one 0 or the bootstrap."""
+    """[B, N] V_{t'} of the next token; after the last, 0 or the bootstrap."""
     mask: Tensor
-    """[B, N] which columns are tokens."""
+    """[B, N] bool; columns that hold tokens."""
     order: Tensor
-    """[B, T] where each column came from."""
+    """[B, T] original position of each column."""
 
     @classmethod
     def of(cls, batch: Batch, part: object, bootstrap: bool = False) -> CompactTokens:
-        """Raises ConfigError when the batch has no values, or no `bootstrap` where it is asked for."""
+        """Compact a batch. Raises ConfigError if it has no values, or no `bootstrap` although `bootstrap` is set."""
         if bootstrap:
             require_field(batch.bootstrap, part, "bootstrap")
         values = masked.apply_mask(require_field(batch.values, part, "values"), batch.mask).to(batch.reward.dtype)
@@ -71,13 +76,13 @@ class CompactTokens:
         return cls(reward, value, after, mask, order)
 
     def scatter_back(self, x: Tensor) -> Tensor:
-        """Columns back to their positions [B, T]; 0 elsewhere."""
+        """Move columns back to their positions [B, T]; 0 elsewhere."""
         return torch.zeros_like(x).scatter(1, self.order, masked.apply_mask(x, self.mask))
 
 
 @dataclass(frozen=True)
-class NStep(Advantage):
-    """A_t = Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t. n = 1 is TD(0); n = 0 takes every reward to the end: Monte Carlo.
+class NStep(ValueAdvantage):
+    """A_t = Σ_{k<n} γ^k r_{t+k} + γ^n V_{t+n} − V_t. n = 1 is TD(0); n = 0 sums all rewards to the end (Monte Carlo).
 
     Source: Mnih et al. 2016 (A3C), sec. 4, where k counts the steps after the first: n = k + 1.
     """
@@ -85,8 +90,7 @@ class NStep(Advantage):
     n: int = 5
     gamma: float = 1.0
     bootstrap: bool = False
-    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
-    starts_chain: ClassVar[bool] = True
+    """Continue a truncated completion with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
         check_unit_interval(self, gamma=self.gamma)
@@ -94,15 +98,11 @@ class NStep(Advantage):
             raise ConfigError(f"NStep.n must be at least 1, or 0 for Monte Carlo, not {self.n}")
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return _needs(self.bootstrap)
-
-    @property
     def formula(self) -> str:
         if self.n == 0:
-            return "Σ_k γ^k r_{t+k} − V_t" + _cut_off(self.bootstrap)
+            return "Σ_k γ^k r_{t+k} − V_t" + _bootstrap_suffix(self.bootstrap)
         sums = f"Σ_{{k<{self.n}}} γ^k r_{{t+k}} + γ^{self.n} V_{{t+{self.n}}} − V_t,  γ = {self.gamma:g}"
-        return sums + _cut_off(self.bootstrap)
+        return sums + _bootstrap_suffix(self.bootstrap)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self, self.bootstrap)
@@ -112,7 +112,7 @@ class NStep(Advantage):
         delta = _delta(p, self.gamma)
         padded = torch.cat([delta, delta.new_zeros(len(delta), self.n)], 1)
         total = torch.zeros_like(delta)
-        for k in range(self.n):  # the values in between cancel: Σ_{k<n} γ^k δ_{t+k} is the n-step advantage
+        for k in range(self.n):  # intermediate values cancel: Σ_{k<n} γ^k δ_{t+k} is the n-step advantage
             total = total + self.gamma**k * padded[:, k : k + width]
         return p.scatter_back(total)
 
@@ -122,26 +122,21 @@ def _delta(p: CompactTokens, gamma: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GAE(Advantage):
+class GAE(ValueAdvantage):
     """A_t = Σ_l (γλ)^l δ_{t+l}: the geometric mixture of n-step advantages. Source: Schulman et al. 2016, eq. 16."""
 
     gamma: float = 1.0
     lam: float = 0.95
     bootstrap: bool = False
-    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
-    starts_chain: ClassVar[bool] = True
+    """Continue a truncated completion with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
         check_unit_interval(self, gamma=self.gamma, lam=self.lam)
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return _needs(self.bootstrap)
-
-    @property
     def formula(self) -> str:
         delta = f"δ_t = r_t + {self.gamma:g}·V_{{t+1}} − V_t"
-        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  {delta}" + _cut_off(self.bootstrap)
+        return f"Σ_l ({self.gamma:g}·{self.lam:g})^l δ_{{t+l}},  {delta}" + _bootstrap_suffix(self.bootstrap)
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self, self.bootstrap)
@@ -149,29 +144,26 @@ class GAE(Advantage):
 
 
 @dataclass(frozen=True)
-class LengthAdaptiveGAE(Advantage):
+class LengthAdaptiveGAE(ValueAdvantage):
     """GAE with λ = max(0, 1 − 1/(α·l)), l the completion's sampled tokens. Source: Yue et al. 2025 (VAPO), sec. 4.2.
 
-    λ is 0 up to l = 1/α tokens (20 at α = 0.05): short answers need a larger α.
+    λ is 0 up to l = 1/α tokens (20 at α = 0.05), so short completions need a larger α.
     """
 
     alpha: float = 0.05
     gamma: float = 1.0
     bootstrap: bool = False
-    """Whether an answer that was cut off goes on in the critic's value of where it stopped."""
-    starts_chain: ClassVar[bool] = True
+    """Continue a truncated completion with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
         check_unit_interval(self, gamma=self.gamma)
         check_positive(self, alpha=self.alpha)
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return _needs(self.bootstrap)
-
-    @property
     def formula(self) -> str:
-        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  λ = max(0, 1 − 1/({self.alpha:g}·|o|))" + _cut_off(self.bootstrap)
+        return f"Σ_l ({self.gamma:g}·λ)^l δ_{{t+l}},  λ = max(0, 1 − 1/({self.alpha:g}·|o|))" + _bootstrap_suffix(
+            self.bootstrap
+        )
 
     def lam(self, batch: Batch) -> Tensor:
         """λ [B]."""
@@ -179,7 +171,7 @@ class LengthAdaptiveGAE(Advantage):
         return (1 - 1 / (self.alpha * length)).clamp(min=0)
 
     def report(self, batch: Batch) -> Metrics:
-        """lambda/min, /mean and /max over the completions that take part: all 0 where α is too small for their lengths."""
+        """lambda/min, /mean and /max over the completions; all 0 if α is too small for their lengths."""
         lam = self.lam(batch)[batch.mask.any(1)].double()
         if not len(lam):
             return {}
@@ -193,7 +185,7 @@ class LengthAdaptiveGAE(Advantage):
 
 @dataclass(frozen=True)
 class Whiten(Advantage):
-    """Ψ ← (Ψ − mean)/√(var + eps), ddof 1, over the sampled tokens of the rollout; 0 exactly where Ψ is the same at all of them.
+    """Ψ ← (Ψ − mean)/√(var + eps), ddof 1, over the rollout's sampled tokens; exactly 0 if Ψ is constant.
 
     Source: Huang et al. 2022 (PPO details), whitening of advantages; verl's `masked_whiten`, eps under the root.
     """

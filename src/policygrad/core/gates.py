@@ -1,8 +1,7 @@
-"""LEVER 2, second half: the gate w(r, Ψ), under stop-gradient. Every gate's w at r = 1 is 1.
+"""Gates (lever 2, second half): the weight w(r, Ψ), under stop-gradient. Every gate has w = 1 at r = 1.
 
-A gate knows its `weight` w and its `value`, the paper's objective per token; the derivative of the value in
-log π_θ is w·Ψ. Where the paper writes `Ψ log π_θ`, the value is `Ψ(1 + log r)`: the same up to a constant of θ,
-and Ψ at r = 1.
+A gate has a `weight` w and a `value`, the paper's objective per token, whose derivative in log π_θ is w·Ψ. Where a paper writes
+`Ψ log π_θ`, the value is `Ψ(1 + log r)`, which differs by a constant in θ and is Ψ at r = 1.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from policygrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class OnPolicy(Gate):
-    """w = 1: the score function estimator; true only while π_θ = π_old. Source: Williams 1992."""
+    """w = 1: the score-function estimator, correct only while π_θ = π_old. Source: Williams 1992."""
 
     on_policy: ClassVar[bool] = True
 
@@ -64,7 +63,7 @@ class Importance(Gate):
 
 @dataclass(frozen=True)
 class Clip(Gate):
-    """w = r, or 0 once r has left [1 − low, 1 + high] in the direction Ψ pushes: min(rΨ, clip(r)Ψ).
+    """w = r, or 0 once r has left [1 − low, 1 + high] in the direction that Ψ pushes: min(rΨ, clip(r)Ψ).
 
     Source: Schulman et al. 2017 (PPO), eq. 7; `high` > `low` is clip-higher, Yu et al. 2025 (DAPO), eq. 10.
     """
@@ -80,7 +79,7 @@ class Clip(Gate):
         return f"r, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where it cuts: (below, above), both [B, T] bool."""
+        """Return the clipped tokens as (below, above), both [B, T] bool."""
         return (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -93,7 +92,7 @@ class Clip(Gate):
 
 @dataclass(frozen=True)
 class DualClip(Clip):
-    """As Clip, and 0 when Ψ < 0 and r > c: for Ψ < 0 the value is max(min(rΨ, clip(r)Ψ), cΨ). Source: Ye et al. 2020, eq. 5."""
+    """Clip, with w = 0 also where Ψ < 0 and r > c: there the value is max(min(rΨ, clip(r)Ψ), cΨ). Source: Ye et al. 2020, eq. 5."""
 
     c: float = 3.0
 
@@ -117,7 +116,7 @@ class DualClip(Clip):
 
 @dataclass(frozen=True)
 class ClippedImportance(Gate):
-    """w = clip(r, low, high), **absolute** bounds, not offsets; no token loses its gradient. low = 0 means no lower bound.
+    """w = clip(r, low, high) with **absolute** bounds, not offsets. Every token keeps its gradient; low = 0 means no lower bound.
 
     Source: MiniMax-M1 2025 (CISPO), eq. 4 and 5.
     """
@@ -128,7 +127,7 @@ class ClippedImportance(Gate):
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 <= self.high:
             raise ConfigError(
-                f"ClippedImportance bounds are absolute and must hold 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, "
+                f"ClippedImportance takes absolute bounds with 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, "
                 f"high = {self.high}; an offset ε_high is written high = 1 + ε_high"
             )
 
@@ -137,7 +136,7 @@ class ClippedImportance(Gate):
         return f"clip(r, {self.low:g}, {self.high:g})"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where it caps: (below, above), both [B, T] bool; a capped token keeps its gradient at the bound's weight."""
+        """Return the capped tokens as (below, above), both [B, T] bool. They keep a gradient, weighted by the bound."""
         return (psi != 0) & (ratio < self.low), (psi != 0) & (ratio > self.high)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -176,15 +175,15 @@ class SigmoidGate(Gate):
         return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * psi
 
 
-# LEVER 2, second half, for samples that are another policy's: gates that do not weigh by the ratio, or on one side alone.
+# Gates for off-policy samples: without the importance weight, or with it on one side only.
 
 
 @dataclass(frozen=True)
 class UnitWeight(Gate):
-    """w = 1 whatever the ratio: the likelihood of what another policy sampled, weighed by Ψ; on-policy, REINFORCE.
+    """w = 1 for every ratio: the Ψ-weighted likelihood of samples from any policy; on-policy it is REINFORCE.
 
-    Unlike `OnPolicy` it is meant for several updates per rollout and for old samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is its own
-    objective's gradient, not an estimate of ∇E_{o∼π_θ}[Ψ]. Source: Arnal et al. 2025 (AsymRE), arXiv:2506.20520.
+    Unlike `OnPolicy`, it is meant for several updates per rollout and for stale samples: ∇E_{o∼μ}[Ψ log π_θ(o)] is the gradient of
+    its own objective, not an estimate of ∇E_{o∼π_θ}[Ψ]. Source: Arnal et al. 2025 (AsymRE), arXiv:2506.20520.
     """
 
     @property
@@ -200,10 +199,10 @@ class UnitWeight(Gate):
 
 @dataclass(frozen=True)
 class TaperedImportance(Gate):
-    """w = 1 where Ψ ≥ 0, min(r, 1) where Ψ < 0: what is right is imitated, what is wrong fades as the policy leaves it.
+    """w = 1 where Ψ ≥ 0 and min(r, 1) where Ψ < 0: imitates successes, and tapers failures as the policy moves away from them.
 
-    The value is Ψ(1 + log r), and Ψr where Ψ < 0 and r ≤ 1: bounded above, where unweighted failures drive log π to −∞.
-    Published with the ratio of whole completions (`SequenceProduct`). Source: Le Roux et al. 2025 (TOPR), arXiv:2503.14286, eq. 8.
+    The value is Ψ(1 + log r), and Ψr where Ψ < 0 and r ≤ 1. It is bounded above, whereas unweighted failures drive log π to −∞.
+    Published with the ratio of full completions (`SequenceProduct`). Source: Le Roux et al. 2025 (TOPR), arXiv:2503.14286, eq. 8.
     """
 
     @property
@@ -218,19 +217,19 @@ class TaperedImportance(Gate):
         return torch.where(tapered, ratio, 1 + ratio.log()) * psi
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where it caps: (below, above), both [B, T] bool; a capped token keeps its gradient at the weight 1."""
+        """Return the capped tokens as (below, above), both [B, T] bool. They keep a gradient of weight 1."""
         return torch.zeros_like(psi, dtype=torch.bool), (psi < 0) & (ratio > 1)
 
 
-# LEVER 2 for completions that somebody else wrote: a gate on π_θ itself beside the clip of what the policy sampled.
+# A gate for batches with demonstrations: it clips sampled tokens and reweights demonstrated ones by π_θ.
 
 
 @dataclass(frozen=True)
 class PolicyShaping(Clip):
-    """Clip for what the policy sampled, and for demonstrations f(x)Ψ, f(x) = x/(x + γ), x = π_θ/π_φ, π_φ whoever wrote them.
+    """Clip for sampled tokens; for demonstrations the value f(x)Ψ, f(x) = x/(x + γ), x = π_θ/π_φ, π_φ their author's policy.
 
-    So w = γx/(x + γ)²: of a token that π_θ finds unlikely it is about x/γ, more than the x of a plain importance weight, and
-    nothing clips it. Where nobody has said π_φ (`Batch.logp_sampler` is 0) it is 1. The ratio is `Token()`.
+    On demonstrations w = γx/(x + γ)²: about x/γ for tokens that π_θ finds unlikely, more than the plain importance weight x, and
+    never clipped. An unknown π_φ counts as 1 (`Batch.logp_sampler` is 0). The ratio must be `Token()`.
     Source: Yan et al. 2025 (LUFFY), arXiv:2504.14945, policy shaping.
     """
 
@@ -248,10 +247,10 @@ class PolicyShaping(Clip):
         return f"{super().formula}; demonstrations: {self.gamma:g}x/(x + {self.gamma:g})², x = π_θ/π_φ"
 
     def _logit(self, ratio: Tensor, batch: Batch) -> Tensor:
-        """log(x/γ), whose logistic function is f(x)."""
+        """log(x/γ); its logistic function is f(x)."""
         old = masked.apply_mask(require_field(batch.logp_old, self, "logp_old"), batch.mask)
-        wrote = masked.apply_mask(require_field(batch.logp_sampler, self, "logp_sampler"), batch.mask)
-        return ratio.log() + (old - wrote) - math.log(self.gamma)
+        author = masked.apply_mask(require_field(batch.logp_sampler, self, "logp_sampler"), batch.mask)
+        return ratio.log() + (old - author) - math.log(self.gamma)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         clipped, where = super().weight(ratio, psi, batch), demonstration_mask(batch, self)
@@ -267,28 +266,26 @@ class PolicyShaping(Clip):
         return torch.where(where, torch.sigmoid(self._logit(ratio, batch)) * psi, clipped)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where it cuts, among what the policy sampled."""
+        """Return the clipped tokens among the sampled ones, as (below, above)."""
         below, above = super().clipped(ratio, psi, batch)
         return below & ~demonstration_mask(batch, self), above & ~demonstration_mask(batch, self)
 
 
-# Gates that hold the policy near by another measure than the token's ratio: its divergence, its log, a completion's mean.
-#
-# As in `gates.py`, each knows its `weight` w, 1 at r = 1, and its `value`, whose derivative in log π_θ is w·Ψ.
+# Gates that bound the policy's change by another measure than a token's ratio: its divergence, its log, a completion's mean.
 
 Divergence = Literal["tv", "kl"]
-_NEVER_ZERO = 1e-8
-"""Added to 1 − π in the binary KL, as the authors' code has it: a token that is certain has no rest to compare."""
+_EPS = 1e-8
+"""Added to 1 − π in the binary KL, as in the authors' code: 1 − π is 0 for a certain token."""
 
 
 @dataclass(frozen=True)
 class GeometricMean(Gate):
-    """w = g_i, or 0 for a token whose own log-ratio has left [−low, high] in Ψ's direction; g_i = exp(mean_t ℓ_t), ℓ_t that
-    log-ratio, held at the bound it has left.
+    """w = g_i, or 0 for a token whose log-ratio has left [−low, high] in Ψ's direction. g_i = exp(mean_t ℓ_t), ℓ_t the log-ratios
+    clipped at those bounds.
 
-    The value of a completion is g_i·Ψ: its ratios' geometric mean, each clipped before the mean is taken, where GSPO clips
-    after. It is exact where Ψ is one number per completion; a Ψ per token is weighed as GSPO-token weighs it. `low` and `high`
-    are nats. Source: Zhao et al. 2025 (GMPO), sec. 3 and 4.
+    The value of a completion is g_i·Ψ: the geometric mean of its ratios, each clipped before the mean (GSPO clips after it).
+    This is exact if Ψ is one number per completion; a per-token Ψ is weighted as in GSPO-token. `low` and `high` are in nats.
+    Source: Zhao et al. 2025 (GMPO), sec. 3 and 4.
     """
 
     low: float = 0.4
@@ -301,15 +298,15 @@ class GeometricMean(Gate):
     @property
     def formula(self) -> str:
         bounds = f"{self.high:g} where Ψ>0, at −{self.low:g} where Ψ<0, and w = 0 there"
-        return f"exp(mean_t ℓ_t), ℓ_t = log r_t held at {bounds}"
+        return f"exp(mean_t ℓ_t), ℓ_t = log r_t clipped at {bounds}"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Tokens that move the mean no further: (below, above), both [B, T] bool."""
+        """Return the clipped tokens as (below, above), both [B, T] bool."""
         change = ratio.log()
         return (psi < 0) & (change < -self.low), (psi > 0) & (change > self.high)
 
     def _mean(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(g_i at each token, where a token is clipped)."""
+        """Return (g_i at each token, clipped tokens)."""
         below, above = self.clipped(ratio, psi, batch)
         change = torch.where(below, -self.low, torch.where(above, self.high, ratio.log()))
         mean = masked.apply_mask(change, batch.mask).sum(1) / batch.lengths.clamp(min=1)
@@ -325,16 +322,16 @@ class GeometricMean(Gate):
 
 @dataclass(frozen=True)
 class DivergenceClip(Gate):
-    """w = r, or 0 where π_θ has gone from π_old in Ψ's direction and D(π_old‖π_θ) of the state is above δ.
+    """w = r, or 0 where π_θ has moved from π_old in Ψ's direction and the state's D(π_old‖π_θ) exceeds δ.
 
-    D is taken of what the token's own probability shows, a draw of it against all others: the binary total variation
-    |π_θ − π_old|, or the binary KL in nats. Both are lower bounds of the vocabulary's. A rare token may multiply, a common one
-    may not move far: a bound on the ratio does the opposite. Source: Qi et al. 2026 (DPPO), eq. 13 and 14.
+    D compares the sampled token with all others together: the binary total variation |π_θ − π_old|, or the binary KL in nats,
+    both lower bounds of the vocabulary's. A rare token may multiply its probability while a common one may not move far; a bound
+    on the ratio does the opposite. Source: Qi et al. 2026 (DPPO), eq. 13 and 14.
     """
 
     measure: Divergence = "tv"
     delta: float = 0.15
-    """0.15 of total variation; the authors give the binary KL 0.05."""
+    """For the total variation; the authors use 0.05 for the binary KL."""
     requires_token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -345,7 +342,7 @@ class DivergenceClip(Gate):
         check_positive(self, delta=self.delta)
         if self.measure == "tv" and self.delta >= 1:
             raise ConfigError(
-                f"DivergenceClip.delta must be below 1 for 'tv', not {self.delta}: no total variation is more"
+                f"DivergenceClip.delta must be below 1 for 'tv', not {self.delta}: a total variation is at most 1"
             )
 
     @property
@@ -354,18 +351,18 @@ class DivergenceClip(Gate):
         return f"r, or 0 where D>{self.delta:g} and Ψ>0, r>1 or Ψ<0, r<1;  D = {d}"
 
     def divergence(self, ratio: Tensor, batch: Batch) -> Tensor:
-        """D [B, T]; 0 where π_old is the policy itself."""
+        """Return D [B, T]; 0 where π_old is the policy itself."""
         if batch.logp_old is None:
             return torch.zeros_like(ratio)
         old = masked.apply_mask(batch.logp_old, batch.mask).to(ratio.dtype)
-        now = (old + ratio.log()).clamp(max=0)  # rounding must not make a probability of more than 1
+        now = (old + ratio.log()).clamp(max=0)  # rounding must not give a probability above 1
         q, p = old.exp(), now.exp()
         if self.measure == "tv":
             return (p - q).abs()
-        return q * (old - now) + (1 - q) * ((1 - q + _NEVER_ZERO) / (1 - p + _NEVER_ZERO)).log()
+        return q * (old - now) + (1 - q) * ((1 - q + _EPS) / (1 - p + _EPS)).log()
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where it cuts: (below, above), both [B, T] bool."""
+        """Return the clipped tokens as (below, above), both [B, T] bool."""
         far = self.divergence(ratio, batch) > self.delta
         return far & (psi < 0) & (ratio < 1), far & (psi > 0) & (ratio > 1)
 
@@ -374,16 +371,16 @@ class DivergenceClip(Gate):
         return masked.apply_mask(ratio, ~(below | above))
 
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
-        """M·r·Ψ with the mask M under stop-gradient: a masked token counts 0."""
+        """M·r·Ψ with the mask M under stop-gradient."""
         return self.weight(ratio, psi, batch) * psi
 
 
 @dataclass(frozen=True)
 class GammaKernel(Gate):
-    """w = r^k·e^{λ(1 − r)}, with k and λ of Ψ's sign: largest at r = k/λ, and 0 far away on either side.
+    """w = r^k·e^{λ(1 − r)} with k and λ by the sign of Ψ: largest at r = k/λ, vanishing far from it on either side.
 
-    With `SequenceProduct`, the ratio of whole completions, it is VESPO's kernel: what an importance weight becomes when the
-    proposal is to stay between the sampler and the policy and the weights' variance is bounded.
+    With `SequenceProduct`, the ratio of full completions, it is VESPO's kernel: the importance weight for a proposal between
+    sampler and policy with bounded variance of the weights.
     Source: Shen et al. 2026 (VESPO), sec. 3.4.
     """
 
@@ -415,7 +412,7 @@ class GammaKernel(Gate):
 
 @dataclass(frozen=True)
 class LogClip(Gate):
-    """w = 1, or 0 once r has left [1 − low, 1 + high] in Ψ's direction: Ψ·log π_θ, clipped, and no ratio to multiply with.
+    """w = 1, or 0 once r has left [1 − low, 1 + high] in Ψ's direction: Ψ·log π_θ, clipped, without an importance weight.
 
     The value is min(Ψ·log r, Ψ·clip(log r, log(1 − low), log(1 + high))) + Ψ. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
     """
@@ -433,7 +430,7 @@ class LogClip(Gate):
         return f"1, or 0 where Ψ>0 and r>{1 + self.high:g}, or Ψ<0 and r<{1 - self.low:g}"
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where it cuts: (below, above), both [B, T] bool."""
+        """Return the clipped tokens as (below, above), both [B, T] bool."""
         return (psi < 0) & (ratio < 1 - self.low), (psi > 0) & (ratio > 1 + self.high)
 
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
@@ -446,15 +443,15 @@ class LogClip(Gate):
         return torch.minimum(psi * change, psi * bounded) + psi
 
 
-# Gates that choose among all tokens of an update: the fewest to leave out, or some of those that cost most entropy.
+# Gates that drop some of an update's tokens, chosen among all of them (`select_tokens`).
 
 
 @dataclass(frozen=True)
 class SecondMomentFilter(Gate):
-    """w = r, or 0 for the fewest tokens whose leaving brings the mean of (log r)² down to τ.
+    """w = r, or 0 for the fewest tokens whose removal brings the mean of (log r)² down to τ.
 
-    Only tokens whose ratio has moved as Ψ pushes (Ψ > 0 and r > 1, Ψ < 0 and r < 1) are counted in that mean and can be left
-    out, the furthest first; nothing is clipped otherwise. Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, algorithm 1.
+    Only tokens whose ratio moved as Ψ pushes (Ψ > 0 and r > 1, or Ψ < 0 and r < 1) count in that mean and can be dropped, the
+    furthest first. Nothing else is clipped. Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, algorithm 1.
     """
 
     threshold: float = 0.04
@@ -474,7 +471,7 @@ class SecondMomentFilter(Gate):
         )
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """The tokens that are left out."""
+        """Choose the dropped tokens."""
         change = log_ratio(require_policy_output(out, self), batch.logp_old, batch.mask).double()
         pushed = batch.mask & (((psi > 0) & (change > 0)) | ((psi < 0) & (change < 0)))
         square = change**2
@@ -484,7 +481,7 @@ class SecondMomentFilter(Gate):
         return pushed & (square >= beyond[0]) if len(beyond) else torch.zeros_like(pushed)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What is left out: (below, above) r = 1, both [B, T] bool."""
+        """Return the dropped tokens below and above r = 1, both [B, T] bool."""
         cut = selected_tokens(batch, self)
         return cut & (psi < 0), cut & (psi > 0)
 
@@ -497,18 +494,18 @@ class SecondMomentFilter(Gate):
 
 @dataclass(frozen=True)
 class ClipCov(Gate):
-    """As `Clip`, and 0 for a small share of the tokens whose covariance of log π_θ with Ψ is in (least, most).
+    """`Clip`, with w = 0 also for a small fraction of the tokens whose covariance of log π_θ with Ψ is in (cov_low, cov_high).
 
-    The authors draw the share at random from that band. Here it is every so manieth of the band in order of covariance, a
-    draw without chance: the same for any order of the tokens, for any split, and in a run that is resumed.
+    The authors sample that fraction at random from the band. Here it is spaced evenly in order of covariance, which gives the same
+    result for any order of tokens, any split, and in a resumed run.
     Source: Cui et al. 2025 (Clip-Cov), arXiv:2505.22617, sec. 4.
     """
 
     low: float = 1.0
-    """As published the ratio is not clipped from below: 1 − low = 0."""
+    """As published, the ratio is not clipped from below: 1 − low = 0."""
     high: float = 1.0
     fraction: float = 2e-4
-    """Of all tokens of the update; at least one, where the band has one."""
+    """Fraction of all tokens of the update; at least one token, if the band is not empty."""
     cov_low: float = 1.0
     cov_high: float = 5.0
     requires_token_ratio: ClassVar[bool] = True
@@ -519,9 +516,7 @@ class ClipCov(Gate):
         Clip(self.low, self.high)
         check_fraction(self, self.fraction)
         if not self.cov_low < self.cov_high:
-            raise ConfigError(
-                f"ClipCov needs least < most, not {self.cov_low} and {self.cov_high}: the band of covariances"
-            )
+            raise ConfigError(f"ClipCov.cov_low must be below ClipCov.cov_high, not {self.cov_low} and {self.cov_high}")
 
     @property
     def formula(self) -> str:
@@ -533,19 +528,19 @@ class ClipCov(Gate):
         return Clip(self.low, self.high)
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """The tokens that are left out; those that the ratio leaves out already are not drawn."""
+        """Choose the dropped tokens among those that the ratio does not already clip."""
         logp = masked.apply_mask(require_policy_output(out, self), batch.mask)
         ratio = bounded_exp(log_ratio(logp, batch.logp_old, batch.mask))
         below, above = self._clip.clipped(ratio, psi, batch)
         cov = covariance(logp, psi, batch.mask)
         band = batch.mask & (cov > self.cov_low) & (cov < self.cov_high) & ~(below | above)
         ordered, count = cov[band].sort().values, max(1, int(self.fraction * int(batch.mask.sum())))
-        every = torch.arange(min(count, len(ordered)), device=cov.device, dtype=torch.float64) + 0.5
-        sampled = ordered[(every * (len(ordered) / max(1, len(every)))).long()]
+        ranks = torch.arange(min(count, len(ordered)), device=cov.device, dtype=torch.float64) + 0.5
+        sampled = ordered[(ranks * (len(ordered) / max(1, len(ranks)))).long()]
         return band & torch.isin(cov, sampled)
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Where the ratio or the choice cuts, by Ψ's sign: (below, above), both [B, T] bool."""
+        """Return the tokens clipped by the ratio or dropped, by the sign of Ψ, as (below, above)."""
         below, above = self._clip.clipped(ratio, psi, batch)
         cut = selected_tokens(batch, self)
         return below | (cut & (psi < 0)), above | (cut & (psi > 0))

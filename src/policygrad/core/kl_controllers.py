@@ -1,7 +1,6 @@
-"""Rules that adapt a coefficient β so that a KL stays near its target: pure functions, and the state they move.
+"""Rules that adapt a coefficient β so that a KL stays near its target.
 
-A KL and its target are nats a sampled token, the mean over the rollout. A part's `beta` is where its β begins; the β of the
-moment is its memory.
+KLs and targets are means over the rollout, in nats per sampled token. A part's `beta` is the initial β; the current β is its state.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 
 Rule = Literal["proportional", "doubling"]
 BAND = 1.5
-"""A KL is inside its band between target/1.5 and 1.5·target."""
+"""A KL is within its band between target/1.5 and 1.5·target."""
 MIN_BETA, MAX_BETA = 1e-6, 1e4
-"""Where an adapted β stops, so that it can come back."""
+"""Limits of an adapted β, from which it can still recover."""
 
 
 class AdaptiveBeta(Part):
-    """A part whose β may adapt to a KL target: fields beta, target and rule, and an `update` that knows which KL."""
+    """Base of parts whose β may adapt to a KL target. A subclass's `update_state` reads the KL it is adapted to."""
 
     beta: float
     target: float | None
@@ -42,12 +41,12 @@ class AdaptiveBeta(Part):
 
 
 def adapt_proportionally(beta: float, kl: float, target: float) -> float:
-    """β(1 + 0.1·clip(KL/target − 1, ±0.2)): at most 2 % a rollout. Source: Ziegler et al. 2019, sec. 2.2."""
+    """β(1 + 0.1·clip(KL/target − 1, ±0.2)): at most 2 % per rollout. Source: Ziegler et al. 2019, sec. 2.2."""
     return beta * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 
 def adapt_by_doubling(beta: float, kl: float, target: float) -> float:
-    """2β above 1.5·target, β/2 below target/1.5, β inside the band. Source: Schulman et al. 2017 (PPO), sec. 4."""
+    """2β above 1.5·target, β/2 below target/1.5, else β. Source: Schulman et al. 2017 (PPO), sec. 4."""
     return beta if within_band(kl, target) else 2 * beta if kl > target else beta / 2
 
 
@@ -60,14 +59,14 @@ _RULES = {"proportional": adapt_proportionally, "doubling": adapt_by_doubling}
 
 
 def adapt_beta(part: AdaptiveBeta, beta: float, kl: float, default: Rule) -> State:
-    """The memory with the next β by the part's rule, `default` where it names none; the same β without a target."""
+    """Return the state with the next β, by the part's rule or else `default`; without a target β stays."""
     if part.target is None:
         return {"beta": beta}
     return {"beta": min(max(_RULES[part.rule or default](beta, kl, part.target), MIN_BETA), MAX_BETA)}
 
 
 def check_beta(part: AdaptiveBeta) -> None:
-    """Raises ConfigError for a β, a target or a rule that means nothing."""
+    """Raise ConfigError for an invalid β, target or rule."""
     name = type(part).__name__
     if not part.beta >= 0:
         raise ConfigError(f"{name}.beta must be at least 0, not {part.beta}")
@@ -76,41 +75,44 @@ def check_beta(part: AdaptiveBeta) -> None:
     if part.target is None:
         if part.rule is not None:
             raise ConfigError(
-                f"{name}.rule adapts beta to a target, and there is none: set target (nats a token), or leave rule open"
+                f"{name}.rule needs a target to adapt beta to: set target (nats per token), or leave rule unset"
             )
     elif not part.target > 0:
-        raise ConfigError(f"{name}.target must be greater than 0 nats a token, or none, not {part.target}")
+        raise ConfigError(f"{name}.target must be above 0 nats per token, or none, not {part.target}")
     elif part.beta == 0:
         raise ConfigError(
-            f"{name}.beta is 0 and would stay so: both rules multiply it. Start from a small beta, or drop target"
+            f"{name}.beta is 0 and would stay 0, since both rules multiply it: start from a small beta, or unset target"
         )
 
 
 def describe_target(part: AdaptiveBeta) -> str:
-    """What `formula` adds about β."""
+    """Return the suffix of `formula` that describes an adaptive β."""
     return "" if part.target is None else f",  β adapted to a KL of {part.target:g}"
 
 
 def beta_metric_name(part: object) -> str:
-    """`beta/kl_to_old`, the metric that holds an adaptive β."""
+    """Return the metric name of a part's adaptive β, such as `beta/kl_to_old`."""
     return "beta/" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(part).__name__).lower()
 
 
 def beta_metrics(parts: Iterable[Part]) -> Metrics:
-    """Every β that adapts to a target, as it stands."""
+    """Return the current value of every adaptive β."""
     moving = (part for part in parts if isinstance(part, AdaptiveBeta) and part.target is not None)
     return {beta_metric_name(part): Mean(part.beta) for part in moving}
 
 
 def find_kl_penalties(algorithm: Algorithm) -> list[AdaptiveBeta]:
-    """The terms that hold KL(π_old‖π_θ) near a target."""
+    """Return the terms that keep KL(π_old‖π_θ) near a target."""
     constraining = (term for term in algorithm.terms if term.constrained_kl == "kl_old")
     return [term for term in constraining if isinstance(term, AdaptiveBeta) and term.target is not None]
 
 
 def adapt_penalties(algorithm: Algorithm, batch: Batch, metrics: Mapping[str, Metric]) -> Algorithm | None:
-    """The algorithm with the β of its penalties on KL(π_old‖π_θ) adapted to the KL measured (`kl_old/last`), to go on with
-    the same rollout; None once each is inside its band."""
+    """Adapt the penalties on KL(π_old‖π_θ) to the measured KL (`kl_old/last`), for another round on the same rollout.
+
+    Returns:
+        The adapted algorithm; None once the KL is within every penalty's band.
+    """
     kl, moving = metrics["kl_old/last"].value, find_kl_penalties(algorithm)
     if all(within_band(kl, term.target) for term in moving if term.target is not None):
         return None

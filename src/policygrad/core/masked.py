@@ -1,4 +1,4 @@
-"""Every masked and per-group reduction, once. Padded positions may hold anything, NaN included: they are never read."""
+"""Masked and per-group reductions. Padded positions may hold anything, NaN included; they are never read."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from policygrad.errors import ConfigError
 
 
 def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` where the mask is True, 0 elsewhere; unlike `x * mask` it drops NaN and inf."""
+    """Return `x` where the mask is True and 0 elsewhere. Unlike `x * mask`, this drops NaN and inf."""
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def reverse_cumsum(x: Tensor) -> Tensor:
-    """[B, T] -> [B, T]: the sum over this position and all later ones."""
+    """Sum over each position and all later ones, [B, T] -> [B, T]."""
     return x.flip(1).cumsum(1).flip(1)
 
 
 def discounted_reverse_cumsum(x: Tensor, mask: Tensor, rate: float) -> Tensor:
-    """[B, T] -> [B, T]: Σ_{s ≥ t} rate^{s − t} x_s over the True positions, which alone count as steps; 0 elsewhere."""
+    """Compute Σ_{s ≥ t} rate^{s − t} x_s, [B, T]. Only True positions count as steps; 0 elsewhere."""
     x = apply_mask(x, mask)
     if rate in (0, 1):
         return apply_mask(reverse_cumsum(x), mask) if rate else x
@@ -30,8 +30,10 @@ def discounted_reverse_cumsum(x: Tensor, mask: Tensor, rate: float) -> Tensor:
 
 
 def reverse_recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
-    """As `discounted`, one step after the other whatever the rate, a number, one per completion [B] or one per step [B, T]: sums
-    of float32 that run through `reverse_cumsum` are rounded otherwise."""
+    """Compute the sum of `discounted_reverse_cumsum` step by step, for a rate that is a number, [B] or [B, T].
+
+    In float32 its rounding differs from `reverse_cumsum` at rate 1.
+    """
     x = apply_mask(x, mask)
     total, columns = torch.zeros_like(x[:, :1]).sum(1), list[Tensor]()
     for t in reversed(range(x.shape[1])):
@@ -42,7 +44,7 @@ def reverse_recursion(x: Tensor, mask: Tensor, rate: Tensor | float) -> Tensor:
 
 
 def first_valid(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] -> [B]: the value at the first True position of a row, 0 in a row without one."""
+    """Return each row's value at its first True position, [B, T] -> [B]; 0 for a row without one."""
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0])
     index = mask.int().argmax(1, keepdim=True)
@@ -55,32 +57,33 @@ def mean(x: Tensor, keep: Tensor) -> Tensor:
 
 
 def std(x: Tensor, keep: Tensor, ddof: int) -> Tensor:
-    """Standard deviation over the True positions; 0 when there are not more than `ddof`."""
+    """Standard deviation over the True positions; 0 when there are at most `ddof`."""
     squares = apply_mask((x - mean(x, keep)) ** 2, keep).sum()
     return (squares / (keep.sum() - ddof).clamp(min=1)).sqrt()
 
 
 def is_constant(x: Tensor, keep: Tensor) -> Tensor:
-    """[] bool: max = min over the True positions, or there are none. Of equal numbers the standard deviation need not be 0."""
+    """Check that max = min over the True positions, [] bool; True if there are none. (The computed standard deviation of equal
+    numbers need not be 0.)"""
     low, high = (x.masked_fill(~keep, end) for end in (torch.inf, -torch.inf))
     return low.amin() >= high.amax() if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
 
 
 class Groups:
-    """Reductions over the completions of one prompt, among those that `keep` [B] names; results are per completion [B]."""
+    """Reductions over each prompt's completions where `keep` [B] is True; results are per completion, [B]."""
 
     def __init__(self, group: Tensor, keep: Tensor) -> None:
         ids, self.index = torch.unique(group, return_inverse=True)
         self.n, self.keep = len(ids), keep
 
     def sum(self, x: Tensor) -> Tensor:
-        """Σ over the group; integers and bools are counted in int64."""
+        """Sum over the group; integers and bools are summed in int64."""
         x = x if x.is_floating_point() else x.long()
         total = x.new_zeros(self.n).index_add_(0, self.index, apply_mask(x, self.keep))
         return total[self.index]
 
     def sum_excluding_self(self, x: Tensor) -> Tensor:
-        """Σ over the group's other completions, added up without x_i: the whole less x_i would lose what x_i dwarfs."""
+        """Sum over the group's other completions. Not computed as the total minus x_i, which loses small terms beside a large x_i."""
         size = torch.bincount(self.index, minlength=self.n)
         order = self.index.argsort(stable=True)
         place = torch.empty_like(order)
@@ -92,12 +95,12 @@ class Groups:
 
     @property
     def size(self) -> Tensor:
-        """[B] int64; counted completions of the group."""
+        """Counted completions of the group, [B] int64."""
         return self.sum(self.keep)
 
     @property
     def num_nonempty(self) -> int:
-        """Groups with at least one counted completion."""
+        """Number of groups with at least one counted completion."""
         return int(self.index[self.keep].unique().numel())
 
     def mean(self, x: Tensor) -> Tensor:
@@ -105,44 +108,44 @@ class Groups:
         return self.sum(x) / self.size.clamp(min=1)
 
     def std(self, x: Tensor, ddof: int) -> Tensor:
-        """Standard deviation over the group; 0 when it has not more than `ddof` members."""
+        """Standard deviation over the group; 0 when it has at most `ddof` members."""
         return (self.sum((apply_mask(x, self.keep) - self.mean(x)) ** 2) / (self.size - ddof).clamp(min=1)).sqrt()
 
     def max(self, x: Tensor) -> Tensor:
-        """The largest of the group; −inf for a group without counted completions."""
+        """Maximum over the group; −inf for a group without counted completions."""
         high = x.new_full((self.n,), -torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amax")
         return high[self.index]
 
     def is_constant(self, x: Tensor) -> Tensor:
-        """[B] bool; max = min over the group's counted completions: never a test on the standard deviation."""
+        """Check that max = min over the group's counted completions, [B] bool."""
         low = x.new_full((self.n,), torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amin")
         high = x.new_full((self.n,), -torch.inf).scatter_reduce_(0, self.index[self.keep], x[self.keep], "amax")
         return (low >= high)[self.index]
 
 
-# What a part's number may be: each refusal names the part, its field, the range and the value.
+# Range checks of a part's fields. Each message names the part, the field, the range and the value.
 
 MAX_REPEATS = 10**6
-"""Epochs, minibatches or rounds of one rollout: thousands of times what anybody takes, and still an end."""
+"""Maximum epochs, minibatches or rounds per rollout: far above any sensible value."""
 
 
 def check_non_negative(part: object, **values: float) -> None:
-    """Raises ConfigError for a field below 0, or NaN; infinity bounds nothing, and is allowed."""
+    """Raise ConfigError for a field that is below 0 or NaN. Infinity is allowed, as 'no bound'."""
     _check_range(part, values, lambda x: x >= 0, "at least 0")
 
 
 def check_positive(part: object, **values: float) -> None:
-    """Raises ConfigError for a field that is not above 0, or not finite."""
+    """Raise ConfigError for a field that is not above 0 or not finite."""
     _check_range(part, values, lambda x: 0 < x < math.inf, "above 0 and finite")
 
 
 def check_unit_interval(part: object, **values: float) -> None:
-    """Raises ConfigError for a field outside [0, 1]."""
+    """Raise ConfigError for a field outside [0, 1]."""
     _check_range(part, values, lambda x: 0 <= x <= 1, "in [0, 1]")
 
 
 def check_count(part: object, **values: int) -> None:
-    """Raises ConfigError for a number of repetitions below 1, or beyond `MAX_EPOCHS`."""
+    """Raise ConfigError for a number of repetitions below 1 or above `MAX_REPEATS`."""
     _check_range(part, values, lambda x: x >= 1, "at least 1")
     _check_range(part, values, lambda x: x <= MAX_REPEATS, f"at most {MAX_REPEATS:,}")
 

@@ -1,4 +1,4 @@
-"""Metrics that carry their own reduction, so that micro-batches, minibatches and ranks merge without a mean of means."""
+"""Metrics that carry their own reduction, so that merging micro-batches, minibatches and ranks never averages averages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """max x; NaN as soon as one x is."""
+    """Maximum of x; NaN if any x is NaN."""
 
     largest: Number
 
@@ -58,7 +58,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """min x; NaN as soon as one x is."""
+    """Minimum of x; NaN if any x is NaN."""
 
     smallest: Number
 
@@ -97,10 +97,10 @@ Metrics = dict[str, Metric]
 
 
 def merge(*parts: Mapping[str, Metric]) -> Metrics:
-    """One metric per name, each by its own reduction.
+    """Merge metrics by name, each by its own reduction.
 
     Raises:
-        TypeError: one name with two reductions.
+        TypeError: a name occurs with two different reductions.
     """
     merged: Metrics = {}
     for part in parts:
@@ -120,6 +120,6 @@ def masked_mean(x: Tensor, where: Tensor) -> Mean:
 
 
 def effective_size(rho: Tensor, where: Tensor) -> EffectiveSize:
-    """Of the weights rho [B, T] at the True positions."""
+    """Effective sample size of the weights rho [B, T] at the True positions."""
     rho = torch.where(where, rho, 0).to(torch.float64)
     return EffectiveSize(rho.sum(), rho.square().sum(), where.to(torch.float64).sum())

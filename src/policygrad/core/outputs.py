@@ -1,4 +1,4 @@
-"""Checks what a part returned: its shape at every call, which costs nothing, and its numbers once something was not finite."""
+"""Checks on what a part returns: its shape at every call, and its values once something is not finite."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _CAUSES = {
     "values": "the critic has diverged: lower its learning rate, algorithm.critic.lr",
     "bootstrap": "the critic has diverged: lower its learning rate, algorithm.critic.lr",
     "implicit_reward": "the reward model has diverged: lower its learning rate, algorithm.reward_model.lr",
-    "logp_ref": "the reference model's log-probabilities are at fault, not the part",
-    "logp_old": "the policy's log-probabilities are at fault, not the part: lower lr, or use learner.dtype fp32",
+    "logp_ref": "the reference model's log-probabilities are the cause, not the part",
+    "logp_old": "the policy's log-probabilities are the cause, not the part: lower lr, or use learner.dtype fp32",
 }
 
 
 def check_per_token(value: Tensor, part: object, mask: Tensor, method: str = "") -> Tensor:
-    """Return `value`, what a part returned for the tokens of a batch with this mask [B, T].
+    """Return `value`, the result of a part for a batch with this mask [B, T].
 
     Raises:
-        ConfigError: it is no tensor, or has another shape: [B] would broadcast along the wrong axis wherever B = T.
+        ConfigError: not a tensor, or not of shape [B, T]; [B] would broadcast along the wrong axis where B = T.
     """
     call = type(part).__name__ + (f".{method}" if method else "")
     if not isinstance(value, Tensor):
         raise ConfigError(
-            f"{call} returned {_kind(value)}, expected a tensor [B, T] = {list(mask.shape)}: return one number per token"
+            f"{call} returned {_describe(value)}, expected a tensor [B, T] = {list(mask.shape)}: return one number per token"
         )
     if value.shape != mask.shape:
         remedy = (
@@ -43,15 +43,15 @@ def check_per_token(value: Tensor, part: object, mask: Tensor, method: str = "")
 
 
 def check_same_batch(value: Batch, part: object, batch: Batch) -> Batch:
-    """Return `value`, what a filter or reward shaping made of `batch`.
+    """Return `value`, the result of a filter or of reward shaping for `batch`.
 
     Raises:
-        ConfigError: it is no batch, or one of other completions or tokens.
+        ConfigError: not a batch, or one of a different shape.
     """
     name = type(part).__name__
     if not isinstance(value, Batch):
         raise ConfigError(
-            f"{name} returned {_kind(value)}, expected a Batch: return dataclasses.replace(batch, reward=…)"
+            f"{name} returned {_describe(value)}, expected a Batch: return dataclasses.replace(batch, reward=…)"
         )
     if value.mask.shape != batch.mask.shape:
         raise ConfigError(
@@ -61,21 +61,21 @@ def check_same_batch(value: Batch, part: object, batch: Batch) -> Batch:
     return value
 
 
-def _kind(value: object) -> str:
+def _describe(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def is_finite(value: Tensor, mask: Tensor) -> bool:
-    """Whether every number [B, T] on the mask is finite. Waits for the device."""
+    """Check that all values on the mask are finite. Synchronises with the device."""
     return bool(masked.apply_mask(value, mask).isfinite().all())
 
 
 def explain_nonfinite(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:
-    """Describe a part that returned NaN or infinity: the field of the batch that made it so, or that none did.
+    """Describe why a part returned NaN or infinity: the batch field that contained it, if any.
 
     Args:
-        place: the field of the algorithm that holds it.
-        reads: names of the `Batch` fields that it may have read.
+        place: the algorithm's field that holds the part.
+        reads: names of the `Batch` fields that the part may have read.
     """
     message = f"{type(part).__name__} in {place} returned NaN or infinite numbers"
     for name in sorted(set(reads)):
@@ -84,6 +84,6 @@ def explain_nonfinite(part: object, place: str, batch: Batch, reads: Iterable[st
             continue
         where = batch.mask if name in PER_TOKEN else batch.mask.any(1) if name in PER_COMPLETION else None
         if where is not None and not is_finite(value, where):
-            cause = _CAUSES.get(name, "correct whatever fills it")
-            return f"{message}, as Batch.{name}, which it reads, holds such numbers: {cause}"
-    return f"{message} although all that it reads is finite: check it for a division by 0, a log of 0 or an overflow"
+            cause = _CAUSES.get(name, "correct the code that fills it")
+            return f"{message} because Batch.{name}, which it reads, contains such numbers: {cause}"
+    return f"{message} although all its inputs are finite: check it for a division by 0, a log of 0 or an overflow"

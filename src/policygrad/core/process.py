@@ -1,7 +1,7 @@
-"""LEVER 1 along the steps of an answer: rewards at step ends, the values of steps estimated by sampling, rewards of tokens.
+"""Advantages along the steps of a completion: rewards at step ends, sampled values of steps, rewards of tokens.
 
-A step is a run of a completion's sampled tokens that ends where `Batch.step_end` is True; what follows the last end is a
-step too. The parts that look at steps start a chain.
+A step is a run of sampled tokens that ends where `Batch.step_end` is True; tokens after the last end form a step too. Parts that
+read steps start a chain.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from policygrad.errors import ConfigError
 class ProcessReward(Advantage):
     """Ψ_t = Σ r̃ over the step ends from t on, r̃ = (r − mean_g)/(std_g + eps) over all steps of the group's completions.
 
-    r is the token reward at a step's end, the last one's with the completion's reward (`outcome`). A group whose steps are all
-    rewarded alike (max r = min r), or that is left with one completion, has Ψ = 0 exactly.
+    r is the token reward at a step's end, plus the completion's reward at the last one (`outcome`). Ψ is exactly 0 for a group
+    whose steps all have the same reward, or that has one completion.
     Source: Shao et al. 2024 (DeepSeekMath), sec. 4.1.3.
 
     Raises:
-        ConfigError: a batch without steps or their rewards; a completion that counts and has no step end; a reward between
-            two step ends, which no step would count.
+        ConfigError: a batch without steps or their rewards; a counted completion without a step end; a reward between two step
+            ends, which no step would include.
     """
 
     eps: float = 1e-4
     ddof: int = 1
     outcome: bool = True
-    """Whether the completion's reward is part of the last step's.
-    False = process supervision alone, as published: the outcome is measured, and does not enter Ψ."""
+    """Add the completion's reward to the last step's. False: process supervision alone, as published; the outcome does not enter
+    Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
@@ -65,18 +65,18 @@ class ProcessReward(Advantage):
         return masked.apply_mask(masked.reverse_cumsum(normalised), batch.mask)
 
     def _rewards(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(step ends of the completions that count [B, T], rewards there [B, T])."""
+        """Return (step ends of counted completions, their rewards), both [B, T]."""
         counts = (batch.counted & batch.mask.any(1))[:, None]
         end = require_field(batch.step_end, self, "step_end") & batch.mask & counts
         dense = masked.apply_mask(require_field(batch.token_reward, self, "token_reward"), batch.mask & counts)
         for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
             raise ConfigError(
-                f"ProcessReward: completion {row} counts and has no True in Batch.step_end; end its last step"
+                f"ProcessReward: completion {row} has no True in Batch.step_end: mark the end of its last step"
             )
         for row in ((dense != 0) & ~end).any(1).nonzero().flatten().tolist():
             raise ConfigError(
-                f"ProcessReward: completion {row} has a reward in Batch.token_reward where no step ends; put it at a True of "
-                "Batch.step_end"
+                f"ProcessReward: completion {row} has a reward in Batch.token_reward where no step ends: move it to a "
+                "True of Batch.step_end"
             )
         if not self.outcome:
             return end, dense
@@ -86,10 +86,10 @@ class ProcessReward(Advantage):
 
 @dataclass(frozen=True)
 class PrefixValue(Advantage):
-    """Ψ_t = Σ rewards within t's step + V(start of the next step) − V(start of this one); V after the end is 0.
+    """Ψ_t = Σ rewards within t's step + V(start of the next step) − V(start of this step); V after the end is 0.
 
-    `Batch.values` holds V(start of the step) at each of its tokens. A rollout estimates it as the mean reward of `samples`
-    (K) fresh completions of the text so far. Source: Kazemnejad et al. 2024 (VinePPO), sec. 4.
+    `Batch.values` holds V(start of the step) at each token of the step. A rollout estimates it as the mean reward of `samples` (K)
+    fresh completions of the text so far. Source: Kazemnejad et al. 2024 (VinePPO), sec. 4.
 
     Raises:
         ConfigError: a batch without step ends or values.
@@ -99,7 +99,6 @@ class PrefixValue(Advantage):
     needs: ClassVar[frozenset[str]] = frozenset({"step_end"})
     starts_chain: ClassVar[bool] = True
     samples_values: ClassVar[bool] = True
-    """Tells a rollout to estimate `Batch.values`, so that no critic has to."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -112,7 +111,7 @@ class PrefixValue(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self)
         end = (require_field(batch.step_end, self, "step_end") & batch.mask).gather(1, p.order)
-        step = end.cumsum(1) - end.long()  # steps that ended before this token
+        step = end.cumsum(1) - end.long()  # number of steps that ended before this token
         delta = masked.apply_mask(p.reward + p.next_value - p.value, p.mask)  # within a step the values cancel
         total = torch.zeros_like(delta).scatter_add(1, step, delta)
         return p.scatter_back(total.gather(1, step))
@@ -122,9 +121,9 @@ class PrefixValue(Advantage):
 class ImplicitProcess(Advantage):
     """Ψ ← Ψ + Σ_{s≥t} γ^{s−t}·(r_φ(o_s) − 1/(G−1) Σ_{j≠i} r̄_φ(o_j)), r̄_φ(o) the mean of r_φ over a completion's tokens.
 
-    After `LeaveOneOut` it is PRIME's advantage, a leave-one-out return of outcomes plus one of process rewards. The baseline is
-    taken off at every token and summed to the end, so that γ = 1 charges a completion for its length where its siblings'
-    tokens are worth something. Source: Cui et al. 2025 (PRIME), eq. 5 and sec. 3.2.
+    After `LeaveOneOut` it is PRIME's advantage: a leave-one-out return of outcomes plus one of process rewards. The baseline is
+    subtracted at every token and summed to the end, so with γ = 1 long completions lose where their siblings' tokens have a
+    positive mean reward. Source: Cui et al. 2025 (PRIME), eq. 5 and sec. 3.2.
     """
 
     gamma: float = 1.0

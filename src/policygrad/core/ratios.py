@@ -1,7 +1,7 @@
-"""LEVER 2, first half: the importance ratio r from per-token log-ratios log(π_θ/π_old) [B, T], under stop-gradient.
+"""Ratios and corrections (lever 2, first half): r from log(π_θ/π_old) [B, T], under stop-gradient.
 
-Exponents are bounded to a little under half the range of the dtype (±43 nats in float32), so that a weight and its
-product with another stay finite; no ratio a run can survive comes near.
+Exponents are bounded to just under half the dtype's range (±43 nats in float32), so that a weight and the product of two
+weights stay finite. No ratio in a healthy run comes near.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def _bounded(x: Tensor) -> Tensor:
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x) with x clipped to just under half the dtype's exponent range: finite, and so is the product of two of them."""
+    """exp(x) with x clipped to just under half the dtype's exponent range, so that the product of two is finite."""
     return _bounded(x).exp()
 
 
 def bounded_expm1(x: Tensor) -> Tensor:
-    """exp(x) − 1 under the same bound, exact also where x is small (a KL of 1e-6 nats is a square of 1e-3)."""
+    """exp(x) − 1 under the same bound, accurate for small x (a KL of 1e-6 nats is about 1e-3 squared)."""
     return _bounded(x).expm1()
 
 
 @dataclass(frozen=True)
 class Token(Ratio):
-    """r_t = π_θ(o_t)/π_old(o_t), token by token. Source: Schulman et al. 2017 (PPO), eq. 6."""
+    """r_t = π_θ(o_t)/π_old(o_t), per token. Source: Schulman et al. 2017 (PPO), eq. 6."""
 
     @property
     def formula(self) -> str:
@@ -62,10 +62,10 @@ class Sequence(Ratio):
 
 @dataclass(frozen=True)
 class SequenceProduct(Ratio):
-    """Π_t r_t: the only unbiased ratio, of huge variance; for study. Source: importance sampling of whole completions.
+    """Π_t r_t: the only unbiased ratio, with huge variance. Source: importance sampling of full completions.
 
-    The objective per completion is Π_t r_t·Ψ, whose derivative in every log π_θ(o_t) is Π_t r_t·Ψ itself: in sums over
-    tokens each holds 1/|o| of the value and the whole of the weight (`joint`).
+    The objective per completion is Π_t r_t·Ψ, and so is its derivative in every log π_θ(o_t). In a sum over tokens each
+    therefore holds 1/|o| of the value and the full weight (`joint`).
     """
 
     joint: ClassVar[bool] = True
@@ -86,32 +86,36 @@ SAMPLER_FIELDS = frozenset({"logp_old", "logp_sampler"})
 
 
 def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
-    """ρ [B, T]; at level 'sequence' the product over the completion, at each of its tokens."""
+    """Compute ρ = π_old/μ, [B, T]; at level 'sequence' every token has the product over its completion."""
     old, sampled = (
         require_field(batch.logp_old, part, "logp_old"),
         require_field(batch.logp_sampler, part, "logp_sampler"),
     )
-    gap = masked.apply_mask(old - sampled, batch.policy_tokens)  # what others wrote no sampler of ours drew: ρ = 1
+    gap = masked.apply_mask(
+        old - sampled, batch.policy_tokens
+    )  # ρ = 1 for demonstrations: the sampler did not draw them
     return bounded_exp(gap if level == "token" else gap.sum(1, keepdim=True).expand(gap.shape))
 
 
-def _check(part: object, level: str) -> None:
+def _check_level(part: object, level: str) -> None:
     if level not in ("token", "sequence"):
         raise ConfigError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
 
 
 @dataclass(frozen=True)
 class TruncatedIS(Correction):
-    """× min(ρ, cap): bounded, biased where it caps. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout engines)."""
+    """× min(ρ, cap): bounded, and biased where it is capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout engines)."""
 
     cap: float = 2.0
     level: Level = "token"
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
-        _check(self, self.level)
+        _check_level(self, self.level)
         if not self.cap >= 1:
-            raise ConfigError(f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where the sampler agrees")
+            raise ConfigError(
+                f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where sampler and learner agree"
+            )
 
     @property
     def formula(self) -> str:
@@ -123,7 +127,7 @@ class TruncatedIS(Correction):
 
 @dataclass(frozen=True)
 class MaskedIS(Correction):
-    """× ρ where low ≤ ρ ≤ high, × 0 outside: tokens the two engines disagree on teach nothing. Source: IcePop (Ling 2025)."""
+    """× ρ where low ≤ ρ ≤ high, else × 0: no gradient from tokens on which the two engines disagree. Source: IcePop (Ling 2025)."""
 
     low: float = 0.5
     high: float = 5.0
@@ -131,7 +135,7 @@ class MaskedIS(Correction):
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
-        _check(self, self.level)
+        _check_level(self, self.level)
         if not 0 <= self.low <= 1 <= self.high:
             raise ConfigError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
 
@@ -144,48 +148,44 @@ class MaskedIS(Correction):
         return torch.where((rho >= self.low) & (rho <= self.high), rho, torch.zeros_like(rho))
 
 
-# Choosing among all tokens of an update: what the parts with a `select` have in common.
-#
-# `select` is asked once per update, under the policy as it is then, and what it says is `Batch.selected`, whatever the update is
-# split into. A choice depends on numbers alone, never on the order of the tokens: what is equal is chosen together,
-# except by `largest`, which takes an exact number.
+# Helpers of the parts that choose among all tokens of an update (`select_tokens`). The choice is made once per update and stored
+# in `Batch.selected`, however the update is split. It depends on values only, not on the order of tokens: equal values are
+# chosen together, except by `exact_top_k_mask`, which takes an exact number.
 
 SELECTED = frozenset({"selected"})
 
 
 def check_fraction(part: object, fraction: float) -> None:
-    """Raises ConfigError unless it is a share of something."""
+    """Raise ConfigError unless 0 < fraction ≤ 1."""
     if not 0 < fraction <= 1:
-        raise ConfigError(
-            f"{type(part).__name__}.share must be above 0 and at most 1, not {fraction}: a share of the tokens"
-        )
+        raise ConfigError(f"{type(part).__name__}.fraction must be above 0 and at most 1, not {fraction}")
 
 
 def selected_tokens(batch: Batch, part: object) -> Tensor:
-    """[B, T] bool; what `part` has selected."""
+    """Return the tokens that `part` selected, [B, T] bool."""
     return require_field(batch.selected, part, "selected")
 
 
 def require_policy_output(out: Forward | None, part: object, name: str = "logp") -> Tensor:
-    """A field of the policy's forward pass as it is now [B, T]."""
+    """Return a field of the current policy's forward pass, [B, T]; ConfigError if it is missing."""
     value = None if out is None else getattr(out, name)
     if value is None:
         raise ConfigError(
-            f"{type(part).__name__} chooses by the {name} of the policy as it is now, and the forward pass has none: give "
+            f"{type(part).__name__} selects tokens by the current policy's {name}, which the forward pass lacks: give "
             f"`surrogate` a policygrad.Forward with {name} (a learner does)"
         )
     return value  # type: ignore[no-any-return]
 
 
 def top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """[B, T] bool; the `count` largest of x on the mask, and what equals the least of them."""
+    """Mark the `count` largest x on the mask, and any equal to the smallest of them, [B, T] bool."""
     if not bool(mask.any()):
         return mask
     return mask & (x >= x[mask].topk(min(count, int(mask.sum()))).values[-1])
 
 
 def exact_top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Choose exactly `count` of the largest x on the mask, or all of it where it has fewer: [B, T] bool. Of equals, the first."""
+    """Mark exactly `count` of the largest x on the mask (all if there are fewer), the first of equals, [B, T] bool."""
     order = x[mask].sort(descending=True, stable=True).indices
     among = torch.zeros_like(x[mask], dtype=torch.bool)
     among[order[:count]] = True
@@ -193,22 +193,22 @@ def exact_top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def covariance(logp: Tensor, psi: Tensor, mask: Tensor) -> Tensor:
-    """(log π_θ − mean log π_θ)(Ψ − mean Ψ) [B, T], means over all tokens: by how much each makes the entropy fall.
+    """(log π_θ − mean log π_θ)(Ψ − mean Ψ) [B, T], means over all tokens: how much each token lowers the entropy.
 
     Source: Cui et al. 2025, arXiv:2505.22617, sec. 4.
     """
     return masked.apply_mask((logp - masked.mean(logp, mask)) * (psi - masked.mean(psi, mask)), mask)
 
 
-# Corrections that are masks: which tokens learn. They say nothing of a sampler that is not π_old.
+# Corrections that are masks: they choose which tokens learn, and do not account for a sampler that is not π_old.
 
 
 @dataclass(frozen=True)
 class HighEntropy(Correction):
-    """× 1 at the share of tokens where the policy's entropy is highest, × 0 at all others; denominators stay those of all.
+    """× 1 at the fraction of tokens where the policy's entropy is highest, else × 0; denominators count all tokens.
 
-    The entropies are those of the policy as it is at each update, which costs a forward pass; of='old' takes those of π_old,
-    from when the rollout was evaluated. Source: Wang et al. 2025 (80/20), arXiv:2506.01939, sec. 5.
+    of='current' takes the entropy of the policy at each update, which costs a forward pass; of='old' takes that of π_old, from
+    the evaluation of the rollout. Source: Wang et al. 2025 (80/20), arXiv:2506.01939, sec. 5.
     """
 
     fraction: float = 0.2
@@ -235,7 +235,7 @@ class HighEntropy(Correction):
         return f"× 1 at the {self.fraction:g} of tokens of highest entropy of {'π_θ' if self.of == 'current' else 'π_old'}, else 0"
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """The tokens that learn: those at or above the quantile 1 − share."""
+        """Select the tokens at or above the entropy quantile 1 − fraction."""
         entropy = (
             require_field(batch.entropy, self, "entropy")
             if self.of == "old"

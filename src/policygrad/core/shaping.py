@@ -1,4 +1,4 @@
-"""Reward shaping: from the task's score to the reward that advantages see. A batch in, a batch out."""
+"""Reward shaping: turns the task's score into the reward that advantages read."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True)
 class KLInReward(AdaptiveBeta, Shaping):
-    """r_t −= β·u_t with u_t = log π_old − log π_ref, at rollout time: the gradient of the sequence KL.
+    """r_t −= β·u_t with u_t = log π_old − log π_ref, at rollout time: its gradient is that of the sequence KL.
 
-    level: where the penalty stands. token = at each token its own, so that a token answers for what follows it (the KL to go).
-    sequence = R −= β Σ_t u_t, a completion's whole KL in its one reward, which every token answers for. In expectation the two
-    are one gradient.
+    level='token' subtracts each token's penalty at that token, so that a token is charged for the KL to go. level='sequence' is
+    R −= β Σ_t u_t: every token is charged for the completion's full KL. The expected gradients are equal.
 
     Source: token: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2. sequence: Ahmadian et al. 2024 (RLOO), sec. 2.
 
     Raises:
-        ConfigError: any form but k1: k2 and k3 in the reward are not the gradient of the sequence KL; an unknown level; a rule
-            without a target.
+        ConfigError: a form other than k1 (k2 and k3 in the reward do not give the gradient of the sequence KL), an unknown level, or
+            a rule without a target.
     """
 
     beta: float = 0.05
     form: str = "k1"
     target: float | None = None
-    """Nats a sampled token: β is adapted after each rollout so that the mean of u over its tokens (k1, unbiased) stays near."""
+    """Target of the mean of u (k1, unbiased) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
-    """How β adapts to the target; proportional where it is left open."""
+    """How β adapts to the target; None means proportional."""
     level: Level = "token"
-    """token = the KL to go; sequence = the whole KL at every token."""
+    """token: the KL to go; sequence: the full KL at every token."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
 
     def __post_init__(self) -> None:
@@ -53,7 +52,7 @@ class KLInReward(AdaptiveBeta, Shaping):
             )
         if self.level not in get_args(Level):
             raise ConfigError(
-                f"KLInReward.level must be 'token' (at each token the KL to go) or 'sequence' (the completion's whole KL at every "
+                f"KLInReward.level must be 'token' (the KL to go) or 'sequence' (the completion's full KL at every "
                 f"token), not {self.level!r}"
             )
         kl_controllers.check_beta(self)
@@ -67,7 +66,7 @@ class KLInReward(AdaptiveBeta, Shaping):
         return require_field(batch.logp_old, self, "logp_old") - require_field(batch.logp_ref, self, "logp_ref")
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """By the mean of u over the rollout's sampled tokens."""
+        """Adapt β to the mean of u over the rollout's sampled tokens."""
         if not batch.mask.any():
             return state
         return adapt_beta(self, state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
@@ -81,10 +80,10 @@ class KLInReward(AdaptiveBeta, Shaping):
 
 @dataclass(frozen=True)
 class SoftOverlong(Shaping):
-    """R += 0 up to L_max − L_cache tokens, then linear to −scale at L_max, −scale beyond.
+    """R += 0 up to L_max − L_cache tokens, then linearly down to −scale at L_max, and −scale beyond.
 
-    length (L_max) None: the batch's width T; a trainer sets its generation budget. cache: L_cache as a fraction of L_max.
-    scale: the largest penalty, in units of the reward: 1 (DAPO), 0.1 (Magistral 2025, eq. 1).
+    length is L_max; None means the batch's width T, and a trainer sets it to its generation budget. cache is L_cache as a fraction
+    of L_max. scale is the largest penalty in units of the reward: 1 (DAPO), 0.1 (Magistral 2025, eq. 1).
     Source: Yu et al. 2025 (DAPO), eq. 13.
     """
 
@@ -95,7 +94,7 @@ class SoftOverlong(Shaping):
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
             raise ConfigError(
-                f"SoftOverlong.scale is the largest penalty, above 0 and finite, not {self.scale}: for none, leave the part out"
+                f"SoftOverlong.scale must be above 0 and finite, not {self.scale}: remove the part for no penalty"
             )
         if not 0 < self.cache <= 1:
             raise ConfigError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
@@ -109,7 +108,7 @@ class SoftOverlong(Shaping):
     def __call__(self, batch: Batch) -> Batch:
         budget = float(batch.mask.shape[1] if self.length is None else self.length)
         length = batch.lengths.to(batch.reward.dtype)
-        if batch.truncated is not None:  # also where an overlong mask has emptied the completion
+        if batch.truncated is not None:  # also where an overlong mask emptied the completion
             length = torch.where(batch.truncated, budget, length)
         penalty = ((budget - length) / (budget * self.cache) - 1).clamp(-1, 0)  # exactly −1 at the budget
         return replace(batch, reward=batch.reward + self.scale * penalty)

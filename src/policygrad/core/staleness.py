@@ -1,4 +1,4 @@
-"""Which policy a rollout's samples are held to be from, said once: π_old as the learner sees it, or μ as the sampler says."""
+"""The definition of π_old for a rollout (recomputed by the learner, or the sampler's log-probabilities), and staleness metrics."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from policygrad.core.metrics import Max, Mean, Metrics
 from policygrad.core.ratios import TruncatedIS
 from policygrad.errors import ConfigError
 
+AGE_BINS = (0, 1, 2, 4, 8, 16, 32, 64)
+"""Upper bounds of the histogram bins of token ages, in weight versions; older tokens count in the last."""
+
 
 def resolve_old_policy(algorithm: Algorithm, batch: Batch, version: int) -> tuple[Algorithm, Batch]:
-    """(the algorithm for this rollout, its batch), before a learner fills what `algorithm.needs`; version: the learner's.
+    """Prepare a rollout's algorithm and batch for its choice of π_old, before a learner fills `algorithm.needs`.
 
-    sampler: log π_old is what the sampler said. recomputed: π_old is the learner's policy, with nothing to change where it
-    drew every token itself; where it did not, π_old/μ is no longer 1 and w is corrected for it, by `TruncatedIS` unless the
-    algorithm has a correction for it: a rollout older than the weights never counts as on-policy. That is so for a whole rollout
-    and for the groups that dynamic sampling carries over from the step before; with 'sampler' their ratio has their own π_old.
+    With old_policy='sampler', log π_old is the sampler's log-probability. With old_policy='learner', π_old is the learner's policy. If
+    that did not sample every token itself (the rollout, or groups left over from the previous step, are older than the weights),
+    π_old/μ is not 1 and w must be corrected: by `TruncatedIS`, unless the algorithm has such a correction.
+
+    Args:
+        version: the learner's version of the weights.
 
     Raises:
-        ConfigError: a sampler that has not said its log-probabilities, where they are needed.
+        ConfigError: the sampler's log-probabilities are needed and missing.
     """
     if algorithm.old_policy == "sampler":
         return algorithm, replace(
@@ -33,39 +38,37 @@ def resolve_old_policy(algorithm: Algorithm, batch: Batch, version: int) -> tupl
     if lag is None or not bool((lag != 0).any()):
         return algorithm, batch
     if not any(part.corrects_sampler for part in algorithm.corrections):
-        _require_sampler_logprobs(batch, "the samples are older than the weights, which is corrected for by π_old/μ")
+        _require_sampler_logprobs(batch, "the samples are older than the weights, which needs a correction by π_old/μ")
         algorithm = replace(algorithm, corrections=(*algorithm.corrections, TruncatedIS()))
     return algorithm, batch
 
 
-AGE_BINS = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Versions; a token counts for the smallest that it is not older than, the oldest for the last."""
-
-
 def staleness_metrics(batch: Batch, version: int) -> Metrics:
-    """staleness/mean and /max: by how many versions the weights are ahead of those that drew the tokens; where some are, also
-    staleness/age_N, the share of tokens that are N old, or less and older than the N before. Nothing where nobody has said which
-    weights drew them."""
+    """Measure how many versions the weights are ahead of those that sampled the tokens; empty if versions are unknown.
+
+    staleness/mean and /max; if some tokens are stale, also staleness/age_N, the share of tokens whose age is at most N and above the
+    previous bin.
+    """
     lag = _version_lag(batch, version)
     if lag is None or not len(lag):
         return {}
     count, largest = float(len(lag)), float(lag.max())
     metrics: Metrics = {"staleness/mean": Mean(lag.sum().double(), count), "staleness/max": Max(largest)}
     if largest > 0:
-        place = torch.bucketize(lag, torch.tensor(AGE_BINS, device=lag.device)).clamp(max=len(AGE_BINS) - 1)
-        shares = place.bincount(minlength=len(AGE_BINS)).double()
+        bins = torch.bucketize(lag, torch.tensor(AGE_BINS, device=lag.device)).clamp(max=len(AGE_BINS) - 1)
+        shares = bins.bincount(minlength=len(AGE_BINS)).double()
         metrics |= {f"staleness/age_{age}": Mean(share, count) for age, share in zip(AGE_BINS, shares, strict=True)}
     return metrics
 
 
 def _version_lag(batch: Batch, version: int) -> Tensor | None:
-    """[n] versions, of the sampled tokens; no weights drew a demonstration."""
+    """Return the age of each sampled token in versions, [n]; demonstrations have none."""
     return None if batch.version is None else version - batch.version[batch.policy_tokens]
 
 
 def _require_sampler_logprobs(batch: Batch, why: str) -> Tensor:
     if batch.logp_sampler is None:
         raise ConfigError(
-            f"Batch.logp_sampler is None, and {why}: let the sampler give the log-probability of each token it draws"
+            f"Batch.logp_sampler is None, and {why}: the sampler must return the log-probability of each token"
         )
     return batch.logp_sampler

@@ -1,4 +1,4 @@
-"""Score terms k, which multiply ∇log π_θ beside w·Ψ. Terms with a graph of their own are in `loss_terms.py`."""
+"""Additive terms: score terms k, which multiply ∇log π_θ beside w·Ψ, and loss terms with their own graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
 
 
 def log_ratio(logp: Tensor, old: Tensor | None, mask: Tensor) -> Tensor:
-    """log(π_θ/π_old) [B, T], without graph; 0 where π_old is the policy itself."""
+    """Compute log(π_θ/π_old) [B, T] without graph; 0 where π_old is the policy itself."""
     logp = masked.apply_mask(logp.detach(), mask)
     return torch.zeros_like(logp) if old is None else logp - masked.apply_mask(old, mask)
 
@@ -51,15 +51,15 @@ class KLToReference(AdaptiveBeta, Term):
     k3's ratio is π_ref/π_θ. Source: Schulman 2020 (approximating KL); Shao et al. 2024 (GRPO), eq. 4.
 
     Raises:
-        ConfigError: k1 without the ratio, whose expected gradient is zero; a rule without a target.
+        ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target.
     """
 
     beta: float = 0.04
     form: KLForm = "k3"
     target: float | None = None
-    """Nats a sampled token: β is adapted after each rollout so that its `kl` (r·k3, the mean over its updates) stays near."""
+    """Target of `kl` (r·k3, mean over the updates) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
-    """How β adapts to the target; proportional where it is left open."""
+    """How β adapts to the target; None means proportional."""
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
 
@@ -79,7 +79,7 @@ class KLToReference(AdaptiveBeta, Term):
         return f"−{self.beta:g}·{d},  u = log π_θ − log π_ref{kl_controllers.describe_target(self)}"
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """By the KL that the rollout's updates measured (`kl`)."""
+        """Adapt β to the KL that the updates measured (`kl`)."""
         return adapt_beta(self, state["beta"], metrics["kl"].value, "proportional") if "kl" in metrics else state
 
     def _u_and_r(self, out: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -105,8 +105,8 @@ class KLToReference(AdaptiveBeta, Term):
 class Entropy(Term):
     """Entropy bonus from the sampled tokens: k = −η·r·log π_θ, whose expectation is η∇H of each state's distribution.
 
-    Differentiating −log π at the sample is not it: that has zero expectation. `ExactEntropy` needs no sampling, and a pass
-    over the vocabulary. Source: Williams & Peng 1991.
+    The derivative of −log π at the sample has zero expectation and is not used. `ExactEntropy` needs no sampled estimate, but a
+    pass over the vocabulary. Source: Williams & Peng 1991.
     """
 
     eta: float = 0.01
@@ -128,14 +128,14 @@ class Entropy(Term):
 class KLToOld(AdaptiveBeta, Term):
     """−β·KL(π_old‖π_θ) from the sampled tokens: k = β(1 − r), the derivative of −β(r − 1 − log r).
 
-    `ExactKLToOld` takes it over the whole vocabulary. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
+    `ExactKLToOld` computes it over the full vocabulary. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
     """
 
     beta: float = 1.0
     target: float | None = None
-    """Nats a sampled token: β is adapted after each rollout so that the KL its updates end at stays near."""
+    """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
-    """How β adapts to the target; doubling where it is left open."""
+    """How β adapts to the target; None means doubling."""
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     constrained_kl: ClassVar[str | None] = "kl_old"
@@ -148,7 +148,7 @@ class KLToOld(AdaptiveBeta, Term):
         return f"{self.beta:g}·(1 − r){kl_controllers.describe_target(self)}"
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """By the KL at which the updates ended (`kl_old/last`)."""
+        """Adapt β to the KL after the last update (`kl_old/last`)."""
         return adapt_beta_after_updates(self, state, metrics)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
@@ -160,8 +160,8 @@ class KLToOld(AdaptiveBeta, Term):
 
 
 def adapt_beta_after_updates(part: AdaptiveBeta, state: State, metrics: Mapping[str, Metric]) -> State:
-    """The next β of a penalty on KL(π_old‖π_θ): from the β of a rollout's last round, where an update rule reports one, by the
-    KL at which the updates ended."""
+    """Adapt the β of a penalty on KL(π_old‖π_θ) to the KL after the last update. Starts from the β of the rollout's last round,
+    if the update rule reports one."""
     if "kl_old/last" not in metrics:
         return state
     used = metrics.get(f"{kl_controllers.beta_metric_name(part)}/last")
@@ -170,7 +170,7 @@ def adapt_beta_after_updates(part: AdaptiveBeta, state: State, metrics: Mapping[
 
 @dataclass(frozen=True)
 class PositiveNLL(Term):
-    """μ·log π_θ on the tokens of correct completions (reward ≥ threshold), c = 1/Σ of those tokens.
+    """μ·log π_θ on the tokens of correct completions (reward ≥ threshold), averaged over those tokens.
 
     Source: Yue et al. 2025 (VAPO), sec. 4.3.
     """
@@ -184,7 +184,7 @@ class PositiveNLL(Term):
         return f"{self.mu:g} where R ≥ {self.threshold:g}"
 
     def token_mask(self, batch: Batch) -> Tensor:
-        """[B, 1] bool; the completions whose tokens count, in k and in its denominators."""
+        """Return the correct completions, [B, 1] bool."""
         return (batch.reward >= self.threshold)[:, None]
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
@@ -194,26 +194,25 @@ class PositiveNLL(Term):
         return self.score(out, batch, psi) * masked.apply_mask(out.logp.detach(), batch.mask)
 
 
-# Loss terms: what is no multiple of ∇log π_θ at the sampled tokens and so has a graph of its own, exact over the vocabulary.
-#
-# All take the states as the rollout visited them: their gradient is that of each state's distribution, the visitation frozen.
+# Loss terms: exact over the vocabulary, so they are no multiple of ∇log π_θ at the sampled tokens and need their own graph. Their
+# gradient is that of each visited state's distribution, for fixed visits.
 
 
 def require_output(value: Tensor | None, part: object, name: str) -> Tensor:
-    """The field `name` of a forward pass, or an error that says which part asked for it."""
+    """Return the field `name` of a forward pass, or raise ConfigError naming the part that needs it."""
     if value is None:
         raise ConfigError(
             f"{type(part).__name__} needs Forward.{name}, which is None: give `surrogate` a Forward(logp, {name}=…) with graph, "
-            "or drop the part"
+            "or remove the part"
         )
     return value
 
 
 @dataclass(frozen=True)
 class ExactEntropy(LossTerm):
-    """Entropy bonus η·H, H the entropy of π_θ over the whole vocabulary at the sampling temperature, differentiated itself.
+    """Entropy bonus η·H with the exact gradient: H is the entropy of π_θ over the full vocabulary at the sampling temperature.
 
-    No variance from the sampled token, which `Entropy` has. Source: Williams & Peng 1991; Mnih et al. 2016 (A3C), sec. 4.
+    Unlike `Entropy`, it has no variance from the sampled token. Source: Williams & Peng 1991; Mnih et al. 2016 (A3C), sec. 4.
     """
 
     eta: float = 0.01
@@ -230,16 +229,16 @@ class ExactEntropy(LossTerm):
 
 @dataclass(frozen=True)
 class ExactKLToOld(AdaptiveBeta, LossTerm):
-    """−β·KL(π_old‖π_θ) over the whole vocabulary: Σ_a π_old(a)·log(π_old(a)/π_θ(a)) at each state of the rollout.
+    """−β·KL(π_old‖π_θ) over the full vocabulary: Σ_a π_old(a)·log(π_old(a)/π_θ(a)) at each state of the rollout.
 
-    The learner keeps the policy as it was when the updates began. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
+    The learner keeps a copy of the policy from before the updates. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
     """
 
     beta: float = 1.0
     target: float | None = None
-    """Nats a sampled token: β is adapted after each rollout so that the KL its updates end at stays near."""
+    """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
-    """How β adapts to the target; doubling where it is left open."""
+    """How β adapts to the target; None means doubling."""
     aggregation: Aggregation | None = None
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_old"})
     constrained_kl: ClassVar[str | None] = "kl_old"
@@ -252,7 +251,7 @@ class ExactKLToOld(AdaptiveBeta, LossTerm):
         return f"−{self.beta:g}·∇KL(π_old‖π_θ) over the vocabulary{kl_controllers.describe_target(self)}"
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """By the KL at which the updates ended (`kl_old/last`)."""
+        """Adapt β to the KL after the last update (`kl_old/last`)."""
         return adapt_beta_after_updates(self, state, metrics)
 
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
@@ -261,10 +260,10 @@ class ExactKLToOld(AdaptiveBeta, LossTerm):
 
 @dataclass(frozen=True)
 class ExactKLToReference(LossTerm):
-    """−β·KL(π_θ‖π_ref) over the whole vocabulary: Σ_a π_θ(a)·log(π_θ(a)/π_ref(a)) at each state of the rollout.
+    """−β·KL(π_θ‖π_ref) over the full vocabulary: Σ_a π_θ(a)·log(π_θ(a)/π_ref(a)) at each state of the rollout.
 
-    With a teacher for π_ref the reverse KL of on-policy distillation, without the variance of the sampled token; `KLToReference`
-    and `TeacherLogRatio` take it from the samples. The learner asks π_ref in every update. Source: Agarwal et al. 2024 (GKD),
+    With a teacher as π_ref it is the reverse KL of on-policy distillation without the variance of the sampled token, which
+    `KLToReference` and `TeacherLogRatio` have. The learner evaluates π_ref in every update. Source: Agarwal et al. 2024 (GKD),
     eq. 2 to 4.
     """
 
@@ -285,15 +284,15 @@ class ExactKLToReference(LossTerm):
         return -self.beta * require_output(out.kl_ref, self, "kl_ref")
 
 
-# Penalties on the policy's drift from π_old: bounded in their pull, or at a few tokens only.
+# Penalties on the policy's drift from π_old: with a bounded gradient, or on few tokens.
 
 
 @dataclass(frozen=True)
 class DriftPenalty(Term):
-    """−β·KL(π_old‖π_θ) from the sampled tokens, with a pull that is bounded: k = −β·min(r − 1, cap).
+    """−β·KL(π_old‖π_θ) from the sampled tokens with a bounded gradient: k = −β·min(r − 1, cap).
 
-    Up to r = 1 + cap it is `KLToOld`, −β(r − 1 − log r); beyond, the objective goes on with the slope it has there, so that no
-    token whose probability has multiplied rules the step. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
+    Up to r = 1 + cap it is `KLToOld`, −β(r − 1 − log r). Beyond that the objective continues with constant slope, so that a token
+    whose probability has multiplied does not dominate the update. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
     """
 
     beta: float = 0.001
@@ -304,7 +303,7 @@ class DriftPenalty(Term):
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
-            raise ConfigError(f"DriftPenalty.cap must be above 0, not {self.cap}: it bounds r − 1 where r has grown")
+            raise ConfigError(f"DriftPenalty.cap must be above 0, not {self.cap}: it bounds r − 1 from above")
 
     @property
     def formula(self) -> str:
@@ -326,18 +325,18 @@ Penalty = Literal["abs", "k3"]
 
 @dataclass(frozen=True)
 class KLCov(Term):
-    """−β·KL(π_old‖π_θ) at the share of tokens of highest covariance of log π_θ with Ψ, and nowhere else.
+    """−β·KL(π_old‖π_θ) on the fraction of tokens with the highest covariance of log π_θ with Ψ.
 
     form   objective −β·…      k
-    abs    |log r|             −β·sign(log r): what the authors ran
-    k3     r − 1 − log r       β(1 − r): an estimate of the KL that the paper writes
+    abs    |log r|             −β·sign(log r): used by the authors
+    k3     r − 1 − log r       β(1 − r): an estimate of the KL in the paper
 
     Source: Cui et al. 2025 (KL-Cov), arXiv:2505.22617, sec. 4.
     """
 
     beta: float = 1.0
     fraction: float = 2e-3
-    """Of all tokens of the update; at least one."""
+    """Fraction of all tokens of the update; at least one token."""
     form: Penalty = "abs"
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = SELECTED | {"logp_old"}
@@ -355,7 +354,7 @@ class KLCov(Term):
         return f"{k} at the {self.fraction:g} of tokens of highest cov(log π_θ, Ψ)"
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
-        """The tokens that are held; of equal covariances the first, as many tokens are at log π = 0 late in a run."""
+        """Choose the penalised tokens. Of equal covariances it takes the first: late in a run many tokens have log π = 0."""
         cov = covariance(masked.apply_mask(require_policy_output(out, self), batch.mask), psi, batch.mask)
         return exact_top_k_mask(cov, batch.mask, max(1, int(self.fraction * int(batch.mask.sum()))))
 
@@ -370,40 +369,38 @@ class KLCov(Term):
         return -self.beta * masked.apply_mask(kl, selected_tokens(batch, self))
 
 
-# Completions that the policy did not sample (`Batch.demonstration`), and the term that imitates them.
-#
-# A part that names `demonstration` in `needs` takes them; in the others' averages they do not occur, and an algorithm without
-# such a part refuses a batch that has some.
+# Demonstrations (`Batch.demonstration`). Parts with `demonstration` in `needs` use them, all others average without them, and an
+# algorithm without such a part rejects a batch that contains some.
 
 
 def demonstration_mask(batch: Batch, part: object) -> Tensor:
-    """[B, 1] bool; the demonstrations. Raises ConfigError for a batch that does not say which those are."""
+    """Return the demonstrations, [B, 1] bool; ConfigError if the batch does not mark them."""
     return require_field(batch.demonstration, part, "demonstration")[:, None]
 
 
 @dataclass(frozen=True)
 class DemonstrationNLL(Term):
-    """μ·φ·log π_θ on the tokens of demonstrations, a mean over those tokens; φ = p(1 − p), p = π_θ (`phi`), or 1.
+    """μ·φ·log π_θ, averaged over the tokens of demonstrations; φ = p(1 − p) with p = π_θ (`token_weighting`), or 1.
 
-    The objective is a mixture, (1 − μ)·J + μ·this: the policy's Ψ is multiplied with 1 − μ. φ is largest where the policy is in
-    two minds (p = ½) and 0 where it is sure or has given up on a token.
+    The objective is a mixture, (1 − μ)·J + μ·this: the policy's Ψ is multiplied by 1 − μ. φ is largest where the policy is
+    undecided (p = ½) and 0 where p is 0 or 1.
     Source: Zhang et al. 2025 (CHORD), arXiv:2508.11408; φ = 1 is supervised fine-tuning beside reinforcement learning.
     """
 
     mu: float = 0.1
-    """The share of what is shown; of what is sampled there is 1 − μ."""
+    """μ: the weight of demonstrations in the objective; samples have 1 − μ."""
     token_weighting: bool = True
     aggregation: Aggregation | None = field(default_factory=TokenMean)
     final_mu: float | None = None
-    """Where μ goes from `mu`, along half a cosine; None = it stays."""
+    """μ at the end of a half-cosine schedule that starts at `mu`; None keeps it constant."""
     decay_rollouts: int = 200
-    """After which μ is `final`."""
+    """Rollouts until μ reaches `final_mu`."""
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
 
     def __post_init__(self) -> None:
         check_unit_interval(self, mu=self.mu)
         if self.final_mu is not None:
-            check_unit_interval(self, final=self.final_mu)
+            check_unit_interval(self, final_mu=self.final_mu)
         if self.decay_rollouts < 1:
             raise ConfigError(f"DemonstrationNLL.decay_rollouts must be at least 1, not {self.decay_rollouts}")
 
@@ -424,7 +421,7 @@ class DemonstrationNLL(Term):
         )
 
     def init_state(self) -> State | None:
-        """The rollouts done, where μ moves."""
+        """Return the rollout counter, if μ has a schedule."""
         return None if self.final_mu is None else {"rollouts": 0}
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
@@ -436,11 +433,11 @@ class DemonstrationNLL(Term):
         return replace(self, mu=self.final_mu + (self.mu - self.final_mu) * (1 + math.cos(math.pi * done)) / 2)
 
     def report(self, batch: Batch) -> Metrics:
-        """demonstrations/mu, where it moves."""
+        """demonstrations/mu, if it has a schedule."""
         return {} if self.final_mu is None else {"demonstrations/mu": Mean(self.mu)}
 
     def token_mask(self, batch: Batch) -> Tensor:
-        """[B, 1] bool; the demonstrations, in k and in its denominators."""
+        """Return the demonstrations, [B, 1] bool."""
         return demonstration_mask(batch, self)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
@@ -452,22 +449,22 @@ class DemonstrationNLL(Term):
         return self.score(out, batch, psi) * masked.apply_mask(out.logp.detach(), batch.mask)
 
 
-# Mixtures: what the terms that take a share of the objective leave to the policy's.
+# Mixtures: some terms take a share of the objective (`mixture_weight`); the policy term keeps the rest.
 
 
 def policy_share(terms: Iterable[ObjectiveTerm]) -> float:
-    """1 − Σ `Additive.mixture_weight`: 1 where no term has one."""
+    """Return 1 − Σ mixture_weight over the terms."""
     return 1 - sum(term.mixture_weight for term in terms)
 
 
 def scale_by_policy_share(psi: Tensor, terms: Iterable[ObjectiveTerm]) -> Tensor:
-    """[B, T] -> [B, T]: Ψ times what the terms leave."""
-    left = policy_share(terms)
-    return psi if left == 1 else left * psi
+    """Multiply Ψ [B, T] by the policy term's share of the objective."""
+    share = policy_share(terms)
+    return psi if share == 1 else share * psi
 
 
 def describe_policy_share(terms: Iterable[ObjectiveTerm]) -> str:
-    """What Ψ is multiplied with, for the equation; nothing where no term has a share."""
+    """Return the suffix of the printed Ψ that shows its share of a mixture."""
     shared = [term for term in terms if term.mixture_weight]
     if any(term.init_state() is not None for term in shared):
         return "; × (1 − μ)"

@@ -1,4 +1,4 @@
-"""The constrained step: as far as the surrogate's natural gradient leads while the policy changes by at most δ nats."""
+"""Trust regions: a step along the surrogate's natural gradient that changes the policy by at most δ nats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from policygrad.errors import ConfigError
 Fisher = Literal["exact", "sampled"]
 Candidates = Literal["first", "best"]
 DEFAULT_CRITIC_STEPS = 5
-"""The critic's updates per rollout where `TrustRegion.critic_steps` is open."""
+"""Critic updates per rollout where `TrustRegion.critic_steps` is None."""
 _SEARCH = ("backtrack_coeff", "backtrack_iters", "candidates")
 InnerProduct = Callable[[Tensor, Tensor], Tensor]
 """⟨a, b⟩ [] of two vectors [P]."""
@@ -27,11 +27,16 @@ InnerProduct = Callable[[Tensor, Tensor], Tensor]
 def conjugate_gradient(
     product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, inner: InnerProduct = torch.dot
 ) -> tuple[Tensor, float]:
-    """(x [P] with A x ≈ b, ‖b − A x‖/‖b‖) by at most `iterations` products A v with a symmetric positive definite A. inner: where
-    a vector is spread over processes, which takes the shares of all.
+    """Solve A x = b for a symmetric positive definite A, with at most `iterations` products A v.
 
-    It ends early when the residual is down to rounding, and where A shows no positive curvature or a number that is not finite:
-    x is then what was reached before, and of the latter the residual is NaN. Source: Hestenes & Stiefel 1952, eq. 3:1.
+    Stops early once the residual is at rounding level, or where A has non-positive or non-finite curvature; x is then the last
+    iterate. Source: Hestenes & Stiefel 1952, eq. 3:1.
+
+    Args:
+        inner: the inner product; for sharded vectors it sums over processes.
+
+    Returns:
+        (x [P], ‖b − A x‖/‖b‖); the residual is NaN after non-finite curvature.
     """
     x, residual = torch.zeros_like(b), b.clone()
     direction, square = residual.clone(), inner(residual, residual)
@@ -53,12 +58,8 @@ def conjugate_gradient(
     return x, math.sqrt(float(square) / first) if first else 0.0
 
 
-def _inner(problem: CurvatureProblem) -> InnerProduct:
-    return problem.inner_product if isinstance(problem, ShardedProblem) else torch.dot
-
-
 class _Point(NamedTuple):
-    """A candidate that was evaluated: θ_old + scale·(full step)."""
+    """An evaluated candidate of the line search: θ_old + scale·(full step)."""
 
     scale: float
     improvement: float
@@ -68,38 +69,41 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True)
 class TrustRegion(UpdateRule):
-    """Maximises the surrogate L subject to mean KL(π_old‖π_θ) ≤ δ nats per sampled token.
+    """Maximise the surrogate L subject to mean KL(π_old‖π_θ) ≤ δ nats per sampled token.
 
-    x ≈ (F + damping)⁻¹∇L by conjugate gradient, a full step of √(2δ/xᵀFx)·x with the undamped F, then backtrack^j of it for
-    the first j (or the best) where L improves and the KL, exact over the vocabulary, is at most δ. Where there is none the
-    parameters stay as they were. Without the line search the full step is taken as it is: the natural gradient of a length
-    set by δ. A learning rate, AdamW and gradient clipping have no part in the policy's step.
-
-    fisher: exact over the vocabulary, or sampled, E[ssᵀ] of the tokens taken. fisher_share: of the groups, those that conjugate
-    gradient sees (the paper takes 0.1, appendix C.1); it shapes the direction only, the length, L and the KL are those of all.
-    candidates: the first that is accepted, or the best in L of all `tries`. value_steps: updates of the critic per
-    rollout; open = 5 where there is a critic.
+    The direction x ≈ (F + damping)⁻¹∇L comes from conjugate gradient, and the full step is √(2δ/xᵀFx)·x with the undamped F. The
+    line search takes backtrack_coeff^j of it for the first (or best) j at which L improves and the KL, exact over the vocabulary, is
+    at most δ; without such a j the parameters stay. Without the line search the full step is taken: a natural gradient step whose
+    length δ sets. The policy's step uses no learning rate, AdamW or gradient clipping.
 
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
     """
 
     delta: float = 0.01
+    """Maximum KL, nats per sampled token."""
     cg_iters: int = 10
+    """Conjugate gradient iterations."""
     damping: float = 0.1
     backtrack_coeff: float = 0.8
     backtrack_iters: int = 10
+    """Candidates of the line search."""
     line_search: bool = True
     fisher: Fisher = "exact"
+    """exact: over the vocabulary; sampled: E[ssᵀ] of the sampled tokens."""
     fisher_fraction: float = 1.0
+    """Fraction of the groups that conjugate gradient uses (0.1 in the paper, appendix C.1). It affects the direction only; the
+    length, L and the KL are computed on all groups."""
     candidates: Candidates = "first"
+    """first: the first acceptable candidate; best: the acceptable one with the largest L."""
     critic_steps: int | None = None
+    """Critic updates per rollout; None: 5 if there is a critic."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     uses_lr: ClassVar[bool] = False
-    """δ sets the step's length."""
+    """δ sets the length of the step."""
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < math.inf:
-            raise ConfigError(f"TrustRegion.delta must be above 0 nats a token and finite, not {self.delta}")
+            raise ConfigError(f"TrustRegion.delta must be above 0 nats per token and finite, not {self.delta}")
         for name in ("cg_iters", "backtrack_iters", "critic_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -117,7 +121,7 @@ class TrustRegion(UpdateRule):
         changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
         if changed and not self.line_search:
             raise ConfigError(
-                f"TrustRegion.{changed[0]} shapes the line search, and line_search is False: leave it out, or set "
+                f"TrustRegion.{changed[0]} has no effect with line_search=False: unset it, or set "
                 "line_search=True (algorithm trpo)"
             )
 
@@ -145,20 +149,21 @@ class TrustRegion(UpdateRule):
         return merge(metrics, *(problem.fit_critic() for _ in range(self.critic_updates)))
 
     def _move(self, problem: CurvatureProblem, gradient: Tensor) -> Metrics:
-        inner = _inner(problem)
+        inner = problem.inner_product if isinstance(problem, ShardedProblem) else torch.dot
         square = float(inner(gradient, gradient))
         norm = math.sqrt(square) if math.isfinite(square) else math.inf
-        if norm == 0:  # no completion can move the weights
+        if norm == 0:  # no completion contributes to the gradient
             return {"updates/skipped": Sum(1.0)}
         if not math.isfinite(norm):
             return self._report(None, not_finite=1)
-        x, residual, curvature = self._solve(problem, gradient)
+        x, residual, curvature = self._solve(problem, gradient, inner)
         broken = math.isnan(residual)
-        residual_metric: Metrics = {} if broken else {"trust_region/residual": Mean(residual)}
-        solved: Metrics = residual_metric | {"grad_norm": Max(norm)}
+        solved: Metrics = (
+            {"grad_norm": Max(norm)} if broken else {"trust_region/residual": Mean(residual), "grad_norm": Max(norm)}
+        )
         if not math.isfinite(curvature) or (broken and curvature <= 0):
             return self._report(None, not_finite=1)
-        if curvature <= 0:  # rounding: no length makes the quadratic model of the KL δ
+        if curvature <= 0:  # rounding: the quadratic model of the KL reaches δ at no length
             return self._report(None, not_finite=0) | solved | {"trust_region/flat": Sum(1.0)}
         full = math.sqrt(2 * self.delta / curvature) * x
         point, not_finite = self._search(problem, full)
@@ -166,18 +171,17 @@ class TrustRegion(UpdateRule):
             problem.commit(point.scale * full)
         return self._report(point, not_finite + broken) | solved
 
-    def _solve(self, problem: CurvatureProblem, gradient: Tensor) -> tuple[Tensor, float, float]:
-        """(x ≈ (F + damping)⁻¹∇L, conjugate gradient's residual, xᵀFx)."""
+    def _solve(self, problem: CurvatureProblem, gradient: Tensor, inner: InnerProduct) -> tuple[Tensor, float, float]:
+        """Return (x ≈ (F + damping)⁻¹∇L, residual of conjugate gradient, xᵀFx)."""
         sampled = self.fisher == "sampled"
-        seen = problem if self.fisher_fraction == 1 else problem.subsample(self.fisher_fraction)
-        damped = lambda v: seen.fisher(v, sampled) + self.damping * v  # noqa: E731
-        inner = _inner(problem)
+        subset = problem if self.fisher_fraction == 1 else problem.subsample(self.fisher_fraction)
+        damped = lambda v: subset.fisher(v, sampled) + self.damping * v  # noqa: E731
         x, residual = conjugate_gradient(damped, gradient, self.cg_iters, inner)
-        # The length is set by the KL itself: on all groups, for few of them know little curvature, and without the damping.
+        # The KL itself sets the length: undamped, and on all groups, since few of them give a poor estimate of the curvature.
         return x, residual, float(inner(x, problem.fisher(x, sampled)))
 
     def _search(self, problem: CurvatureProblem, full: Tensor) -> tuple[_Point | None, int]:
-        """(the candidate to take, how many were not finite)."""
+        """Return (the chosen candidate or None, number of candidates that were not finite)."""
         before, _ = problem.evaluate(torch.zeros_like(full))
         if not math.isfinite(before):
             return None, 1
@@ -188,17 +192,16 @@ class TrustRegion(UpdateRule):
             point = _Point(scale, after - before, kl, j)
             if not math.isfinite(after + kl):
                 not_finite += 1
-            elif self._accepts(point) and (best is None or point.improvement > best.improvement):
+            elif self.line_search and (point.improvement <= 0 or point.kl > self.delta):
+                continue
+            elif best is None or point.improvement > best.improvement:
                 best = point
                 if self.candidates == "first":
                     break
         return best, not_finite
 
-    def _accepts(self, point: _Point) -> bool:
-        return not self.line_search or (point.improvement > 0 and point.kl <= self.delta)
-
     def _report(self, point: _Point | None, not_finite: int) -> Metrics:
-        """What the search came to. `kl_old/last` is what an adaptive β reads."""
+        """Return the metrics of the search. An adaptive β reads `kl_old/last`."""
         chosen = point or _Point(0.0, 0.0, 0.0, self.backtrack_iters if self.line_search else 1)
         metrics: Metrics = {
             "trust_region/accepted": Mean(float(point is not None)),

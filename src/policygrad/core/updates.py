@@ -1,4 +1,4 @@
-"""How the parameters move, once the gradient is known. A rule is handed a problem and never sees a model."""
+"""Update rules: how the parameters move. A rule works on a problem that a learner provides and never sees a model."""
 
 from __future__ import annotations
 
@@ -13,82 +13,80 @@ from policygrad.core.masked import check_count
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.errors import ConfigError
 
-# What an update rule may ask of a learner about one rollout, or one minibatch of it, in three pieces.
-#
-# A rule names the piece that it needs, and a learner has those that it can give: `GradientProblem` is all that gradient steps
-# take. A problem that has an attribute `learner` is called by that one's class in messages.
+# What a learner provides to an update rule for one rollout or minibatch. `GradientProblem` suffices for gradient steps; the other
+# protocols are optional. Error messages name the class of the problem's attribute `learner`, if it has one.
 
 
 @runtime_checkable
 class GradientProblem(Protocol):
-    """First order: the learner's own gradients and optimiser."""
+    """First order: the learner's gradients and optimizer."""
 
     def split(self, epoch: int, minibatches: int) -> Sequence[GradientProblem]:
-        """The rollout's groups, shuffled for this epoch, as minibatches of whole groups."""
+        """Shuffle the rollout's groups for this epoch and split them into minibatches of full groups."""
         ...
 
     def accumulate(self) -> Metrics:
-        """Adds this problem's gradient of the loss to the learner's; returns what was measured on the way."""
+        """Add this problem's gradient of the loss to the learner's; return the metrics of the pass."""
         ...
 
     def descend(self) -> Metrics:
-        """Clips the gradient, takes one update and clears it."""
+        """Clip the gradient, make one update and clear the gradient."""
         ...
 
 
 @runtime_checkable
 class CurvatureProblem(Protocol):
-    """All that a trust region needs. θ is one vector of the P parameters that train, in the precision the learner keeps
-    them in, around θ_old, where it stands until `commit`."""
+    """Second order, for trust regions. θ is a vector of the P trainable parameters in the learner's precision; it stays at θ_old
+    until `commit`."""
 
     def subsample(self, share: float) -> CurvatureProblem:
-        """This share of the groups, at least one: the same ones whenever this problem is asked."""
+        """Return a problem with this share of the groups, at least one; the same groups at every call."""
         ...
 
     def gradient(self) -> tuple[Tensor, Metrics]:
-        """([P] gradient of the surrogate objective at θ_old, the direction in which it grows; what was measured on the way)."""
+        """Return (gradient [P] of the surrogate objective at θ_old, pointing uphill; metrics of the pass)."""
         ...
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
-        """[P] F v, where F is the Hessian of mean KL(π_old‖π_θ) at θ_old, E[∇log π ∇log πᵀ] under the policy.
+        """Return F v [P], F the Hessian of mean KL(π_old‖π_θ) at θ_old, which is E[∇log π ∇log πᵀ] under the policy.
 
-        The mean is over the sampled tokens' states; in each, the expectation is exact over the vocabulary, or, if
-        `sampled`, the token that was sampled stands for it.
+        The mean is over the sampled tokens' states. In each state the expectation is exact over the vocabulary, or, if `sampled`,
+        estimated by the sampled token.
         """
         ...
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
-        """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token) at θ_old + delta. The parameters stay as they are."""
+        """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ_old + delta, without moving the parameters."""
         ...
 
     def commit(self, delta: Tensor) -> None:
-        """Moves the parameters to θ_old + delta, to the bit where `evaluate` looked."""
+        """Move the parameters to θ_old + delta, bit for bit where `evaluate` measured."""
         ...
 
     def fit_critic(self) -> Metrics:
-        """One update of the critic alone; nothing without one."""
+        """Make one update of the critic only; no effect without one."""
         ...
 
 
 @runtime_checkable
 class ShardedProblem(Protocol):
-    """A curvature problem whose vectors are spread over processes: each has a share of every [P], and all have the same numbers."""
+    """A curvature problem whose vectors are sharded over processes: each holds a part of every [P]."""
 
     def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
-        """⟨a, b⟩ [] of two vectors [P], of which this process has shares: the same in all processes, to the bit."""
+        """Compute ⟨a, b⟩ [] of two sharded vectors [P], bit-identical in all processes."""
         ...
 
 
 @runtime_checkable
 class AdaptiveProblem(GradientProblem, Protocol):
-    """First order, and β can be adapted before going on with the same rollout."""
+    """First order, with β adaptable before another round on the same rollout."""
 
     def measure(self) -> Metrics:
-        """What `accumulate` would measure with the parameters as they are; nothing while a critic is fitted first."""
+        """Return the metrics that `accumulate` would measure with the current parameters; empty during critic pre-training."""
         ...
 
     def adapt(self, metrics: Metrics) -> AdaptiveProblem | None:
-        """The same rollout with each β that adapts to KL(π_old‖π_θ) moved by `kl_old/last`; None once all are in their band."""
+        """Return the same rollout with every adaptive β of KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are within their band."""
         ...
 
 
@@ -96,10 +94,10 @@ ProblemT = TypeVar("ProblemT", GradientProblem, CurvatureProblem, AdaptiveProble
 
 
 def require_problem(problem: object, kind: type[ProblemT], rule: object) -> ProblemT:
-    """The problem, if it is of the kind that an update rule needs.
+    """Return the problem if it implements the protocol `kind` that an update rule needs.
 
     Raises:
-        ConfigError: it lacks methods, which are named, with the learner's class.
+        ConfigError: it lacks methods; the message names them and the learner's class.
     """
     if isinstance(problem, kind):
         return problem
@@ -107,14 +105,14 @@ def require_problem(problem: object, kind: type[ProblemT], rule: object) -> Prob
     missing = [name for name in methods if not callable(getattr(problem, name, None))]
     learner = type(getattr(problem, "learner", problem)).__name__
     raise ConfigError(
-        f"{type(rule).__name__} asks a learner for a {kind.__name__}, and {learner} lacks {', '.join(missing)}: give it these "
-        "(policygrad.core.updates says what they are), or take update_rule=GradientSteps(), which needs split, accumulate and descend"
+        f"{type(rule).__name__} needs {kind.__name__}, and {learner} lacks {', '.join(missing)}: implement these (see "
+        "policygrad.core.updates), or use update_rule=GradientSteps(), which needs split, accumulate and descend"
     )
 
 
 @dataclass(frozen=True)
 class GradientSteps(UpdateRule):
-    """K = epochs × minibatches gradient steps per rollout; a minibatch is a share of whole groups."""
+    """K = epochs × minibatches gradient steps per rollout; a minibatch consists of full groups."""
 
     epochs: int = 1
     minibatches: int = 1
@@ -124,7 +122,7 @@ class GradientSteps(UpdateRule):
 
     @property
     def updates(self) -> int:
-        """K, updates per rollout."""
+        """K, the updates per rollout."""
         return self.epochs * self.minibatches
 
     @property
@@ -135,26 +133,23 @@ class GradientSteps(UpdateRule):
 
     def __call__(self, problem: object) -> Metrics:
         problem = require_problem(problem, GradientProblem, self)  # type: ignore[type-abstract]
-        measured: Metrics = {}
-        this: Metrics = {}
+        metrics: Metrics = {}
+        last_epoch: Metrics = {}
         for epoch in range(self.epochs):
-            this = {}
+            last_epoch = {}
             for minibatch in problem.split(epoch, self.minibatches):
-                this = merge(this, minibatch.accumulate(), minibatch.descend())
-            measured = merge(measured, this)
-        return measured | ({"kl_old/last": this["kl_old"]} if "kl_old" in this else {})
-
-
-# Dual descent: a first-order step that goes on with the same rollout until the KL is where it should be.
+                last_epoch = merge(last_epoch, minibatch.accumulate(), minibatch.descend())
+            metrics = merge(metrics, last_epoch)
+        return metrics | ({"kl_old/last": last_epoch["kl_old"]} if "kl_old" in last_epoch else {})
 
 
 @dataclass(frozen=True)
 class DualDescent(GradientSteps):
-    """Rounds of epochs × minibatches gradient steps on one rollout, β adapted in between, until its KL(π_old‖π_θ) lies in
+    """Rounds of epochs × minibatches gradient steps on one rollout, adapting β in between, until KL(π_old‖π_θ) is in
     [target/1.5, 1.5·target].
 
-    Needs a `KLToOld` or `ExactKLToOld` with a target; the β it ends with is where the next rollout begins. Each round goes on
-    from the weights of the one before: a KL that is too large shrinks again under the larger β. At most `rounds` of them.
+    Needs a `KLToOld` or `ExactKLToOld` with a target; the next rollout starts from the final β. Each of the at most `rounds` rounds
+    continues from the weights of the previous one, so a KL that is too large shrinks again under the larger β.
     Source: Schulman et al. 2017 (PPO), sec. 4, whose rule is applied between rollouts.
     """
 
@@ -167,29 +162,29 @@ class DualDescent(GradientSteps):
 
     @property
     def updates(self) -> int:
-        """K, updates per rollout, at most."""
+        """Maximum updates per rollout."""
         return self.rounds * self.epochs * self.minibatches
 
     @property
     def formula(self) -> str:
         gradient_steps = GradientSteps(self.epochs, self.minibatches).formula
-        return f"{gradient_steps}, at most {self.rounds} rounds, until the KL is inside its band"
+        return f"{gradient_steps}, at most {self.rounds} rounds, until the KL is within its band"
 
     def __call__(self, problem: object) -> Metrics:
         problem = require_problem(problem, AdaptiveProblem, self)  # type: ignore[type-abstract]
-        measured: Metrics = {}
-        ended: Metrics = {}
+        metrics: Metrics = {}
+        last: Metrics = {}
         for done in range(1, self.rounds + 1):
-            measured = merge(measured, super().__call__(problem))
+            metrics = merge(metrics, super().__call__(problem))
             after = problem.measure()
-            if "kl_old" not in after:  # a critic that is fitted first, or nothing sampled: no policy has moved
-                return measured
-            ended = {
+            if "kl_old" not in after:  # critic pre-training, or nothing sampled: the policy has not moved
+                return metrics
+            last = {
                 f"{name}/last": metric for name, metric in after.items() if name == "kl_old" or name.startswith("beta/")
             }
-            ended["dual_rounds"] = Sum(float(done))
-            harder = problem.adapt(ended)
-            if harder is None:
+            last["dual_rounds"] = Sum(float(done))
+            adapted = problem.adapt(last)
+            if adapted is None:
                 break
-            problem = harder
-        return measured | ended
+            problem = adapted
+        return metrics | last

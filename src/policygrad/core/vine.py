@@ -1,7 +1,7 @@
-"""TRPO's vine: several next tokens of one state, compared by what comes of each, and the surrogate that needs no baseline.
+"""TRPO's vine: several next tokens are tried in one state and compared by their outcomes; the surrogate needs no baseline.
 
-A group is a state and its tokens are the actions that were tried there: r, Ψ and ŵ below are theirs. The surrogate of a state
-is a quotient, so that its tokens have to be seen together under the policy as it is (`Gate.requires_full_groups`).
+A group is a state, and its tokens are the actions tried there; r, Ψ and ŵ below refer to them. The surrogate of a state is a
+quotient, so all its tokens must be in one micro-batch (`Gate.requires_full_groups`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from policygrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class Vine(Advantage):
-    """Ψ_k = Q̂(s, a_k) − Σ_j ŵ_j Q̂(s, a_j) over the tokens that were tried in one state.
+    """Ψ_k = Q̂(s, a_k) − Σ_j ŵ_j Q̂(s, a_j) over the tokens tried in one state.
 
-    A rollout chooses `states` prefixes among all sampled tokens of a prompt's completions (the rollout set), and tries up to
-    `actions` tokens a_k in each. Then a row of the batch is one such token, a group one state, and the row's reward is Q̂: the
-    mean reward of `samples` completions of prefix and token. All tokens of a state are completed with the same random numbers.
+    A rollout chooses `states` prefixes among all sampled tokens of a prompt's completions (the rollout set) and tries up to `actions`
+    tokens a_k in each. A row of the batch is then one such token, a group is one state, and the row's reward is Q̂: the mean reward
+    of `samples` completions of prefix and token. All tokens of a state are completed with the same random numbers.
 
-    distinct: K different tokens, the first that the policy draws, with ŵ_k ∝ π_old(a_k), so that L_n = Σ_k π_θ(a_k)Q̂_k /
-    Σ_k π_θ(a_k): the self-normalised surrogate with q uniform over them (eq. 66), and Σ_a π_θ(a)Q̂(s, a) itself (eq. 15) where
-    they are all tokens. Otherwise K independent draws, with ŵ_k by how often a_k was drawn (eq. 16, q = π_old).
+    distinct: K different tokens, the first that the policy samples, with ŵ_k ∝ π_old(a_k), so that L_n = Σ_k π_θ(a_k)Q̂_k /
+    Σ_k π_θ(a_k): the self-normalised surrogate with q uniform over them (eq. 66), or Σ_a π_θ(a)Q̂(s, a) itself (eq. 15) if they are
+    all tokens. Otherwise K independent samples, with ŵ_k by the count of a_k (eq. 16, q = π_old).
 
     Source: Schulman et al. 2015 (TRPO), sec. 5.2 and app. H and I.
 
     Raises:
-        ConfigError: no state, fewer than two actions, no completion.
+        ConfigError: states or samples below 1, actions below 2.
     """
 
     states: int = 4
@@ -47,17 +47,17 @@ class Vine(Advantage):
     starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, least, why in (
+        for name, minimum, why in (
             ("states", 1, "per prompt"),
-            ("actions", 2, "per state, which are compared"),
+            ("actions", 2, "per state, to be compared"),
             ("samples", 1, "completion per action"),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"Vine.{name} must be at least {least} {why}, not {getattr(self, name)}")
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"Vine.{name} must be at least {minimum} {why}, not {getattr(self, name)}")
 
     @property
     def formula(self) -> str:
-        which = "distinct tokens" if self.distinct else "draws"
+        which = "distinct tokens" if self.distinct else "samples"
         return (
             f"Q̂(s, a_k) − Σ_j ŵ_j Q̂(s, a_j),  {self.actions} {which} in each of {self.states} states per prompt, "
             f"Q̂ from {self.samples} completion{'s' * (self.samples > 1)}"
@@ -73,8 +73,8 @@ class Vine(Advantage):
 class SelfNormalised(Gate):
     """w = r/m, m = Σ_j ŵ_j r_j over the group's tokens: the surrogate of a state is Σ_k ŵ_k r_k Ψ_k / Σ_k ŵ_k r_k.
 
-    ŵ is `Batch.weight`, normalised over the group. What the normaliser m adds to the derivative is `SelfNormalisation`, which
-    goes with it. A constant added to Ψ changes no gradient. Source: Schulman et al. 2015 (TRPO), eq. 16 and 66.
+    ŵ is `Batch.weight`, normalised over the group. Use it with `SelfNormalisation`, the derivative of the normaliser m. Adding a
+    constant to Ψ does not change the gradient. Source: Schulman et al. 2015 (TRPO), eq. 16 and 66.
     """
 
     requires_token_ratio: ClassVar[bool] = True
@@ -95,8 +95,8 @@ class SelfNormalised(Gate):
 class SelfNormalisation(Term):
     """k = −(r/m)·L, L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens: the derivative of `SelfNormalised`'s normaliser m.
 
-    With it c·(wΨ + k) is the derivative of Σ ŵrΨ/Σ ŵr, off-policy too; at π_θ = π_old L is Σ ŵΨ, which `Vine` makes 0. It adds
-    nothing to the objective's value. Source: Schulman et al. 2015 (TRPO), eq. 65.
+    With it, c·(wΨ + k) is the derivative of Σ ŵrΨ/Σ ŵr, also off-policy. At π_θ = π_old, L is Σ ŵΨ, which is 0 for `Vine`. Its share
+    of the objective's value is 0. Source: Schulman et al. 2015 (TRPO), eq. 65.
     """
 
     @property
@@ -114,7 +114,7 @@ class SelfNormalisation(Term):
 
 @dataclass(frozen=True, eq=False)
 class _StateGroups:
-    """Means over the tokens of a group with its normalised weights ŵ; a group without weight has mean 0."""
+    """Means over a group's tokens with normalised weights ŵ; a group without weight has mean 0."""
 
     groups: Groups
     mask: Tensor
@@ -129,11 +129,11 @@ class _StateGroups:
         return cls(groups, mask, torch.where(total > 0, weight / total, 0))
 
     def mean(self, x: Tensor) -> Tensor:
-        """[B, 1] Σ ŵx over the group."""
+        """Compute Σ ŵx over the group, [B, 1]."""
         return self.groups.sum((self.weight * x).sum(1))[:, None]
 
     def normalised(self, ratio: Tensor) -> Tensor:
-        """r/m [B, T]. Both are first divided by the group's largest r, so that neither overflows nor vanishes."""
+        """Compute r/m [B, T], after dividing both by the group's largest r, so that neither overflows nor vanishes."""
         r = masked.apply_mask(ratio, self.mask)
         largest = self._largest(r)
         r = torch.where(largest > 0, r / largest, 0)
@@ -141,11 +141,10 @@ class _StateGroups:
         return torch.where(m > 0, r / m, 0)
 
     def equal(self, x: Tensor) -> Tensor:
-        """[B, 1] bool; all of the group's tokens have one x."""
+        """Check that x is constant over the group's tokens, [B, 1] bool."""
         return self._largest(x) <= -self._largest(-x)
 
     def _largest(self, x: Tensor) -> Tensor:
-        """[B, 1]."""
         if not x.shape[1]:
             return x.new_zeros(len(x), 1)
         return self.groups.max(torch.where(self.mask, x, -torch.inf).amax(1))[:, None]

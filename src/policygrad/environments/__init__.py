@@ -1,4 +1,4 @@
-"""Worlds that episodes take place in: what the policy reads, and what becomes of what it says."""
+"""Environments that episodes run in: what the policy observes, and what each of its actions leads to."""
 
 from policygrad.environments.base import Action, Environment, EnvironmentFactory, Observation, SingleTurn, Step
 from policygrad.environments.tools import ToolUse

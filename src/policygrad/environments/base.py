@@ -1,4 +1,4 @@
-"""What an environment is: one episode's world, in words. Token ids never leave the rollout's hands."""
+"""The environment protocol: one episode, in text. Token ids stay with the rollout."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from policygrad.rewards.workers.messages import MAX_ABS_REWARD, quote, to_number
 from policygrad.tasks.base import Example, Prompt
 
 ENVIRONMENT, TOKENS, CONTEXT = "environment", "tokens", "context"
-"""What may end an episode: its environment, the budget of tokens, the model's context."""
-DEFAULT_TIMEOUT = 300.0
-"""Seconds that one call of an environment may take, by default."""
+"""Reasons for an episode's end: its environment, the token budget, the model's context."""
 FAILED = "failed"
-"""What ends one whose environment raised or was not over in time, so that it has no reward and takes no part."""
+"""The reason when an environment raised or timed out: the episode has no reward and is not trained on."""
+DEFAULT_TIMEOUT = 300.0
+"""Seconds that one call of an environment may take."""
 RESERVED_METRICS, STOP_METRIC_PREFIX = ("turns", "branches", "branched_ratio"), "ended_"
-"""Metrics of every environment, and how those begin that say what ended an episode: names that no `Step.metrics` can take."""
+"""Metrics recorded for every environment, and the prefix of those that count the reasons for an end; not for `Step.metrics`."""
 
 
 class MalformedError(EngineError):
-    """An Observation or a Step that an environment cannot have meant. The episode adds which environment and which row it was."""
+    """An invalid Observation or Step. The episode adds the name of the environment and the row."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy reads next: text as it stands, or chat messages that the tokenizer's template renders.
+    """What the policy reads next: plain text, or chat messages that the tokenizer's template renders.
 
-    Half a surrogate pair, which no tokenizer takes, becomes U+FFFD.
+    Lone surrogates, which no tokenizer accepts, become U+FFFD.
 
     Raises:
-        EngineError: content that is neither text nor messages, a message without a role.
+        EngineError: Content that is neither text nor messages, or a message without a role.
     """
 
     content: Prompt
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools as the template takes them; of the first observation of an episode."""
+    """Tool schemas for the chat template; read from the first observation of an episode."""
     state: Hashable | None = None
-    """What tells the world's state here from others: turns of a group's episodes that begin in equal states are compared by the
-    algorithms that compare turns (gigpo). None = what is said, word for word."""
+    """Identifies the environment's state. Algorithms that compare turns (gigpo) group those of a group's episodes that begin in
+    equal states. None = the content identifies it."""
 
     def __post_init__(self) -> None:
         _check_content(self.content)
@@ -52,57 +52,62 @@ class Observation:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy said in its turn."""
+    """One turn of the policy."""
 
     text: str
-    """The sampled tokens decoded, without end and padding tokens."""
+    """The decoded tokens, without end and padding tokens."""
     truncated: bool = False
-    """The token budget ended it, not the policy."""
+    """True when the token budget ended the turn."""
     parser: ToolCallParser = TAGGED_PARSER
-    """How the model writes calls of tools."""
+    """Parses tool calls in the model's format."""
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The tools that it calls, by its model's convention; one that cannot be read says why."""
+        """The tool calls in the text; those that cannot be parsed carry an error."""
         return self.parser(self.text)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What came of an action. The episode goes on where there is an observation.
+    """The result of an action. The episode continues if there is an observation.
 
     Raises:
-        EngineError: an observation that is none, a reward or a metric that is no finite number, a metric with a name of our own.
+        EngineError: An invalid observation, a reward or metric that is not a finite number, or a reserved metric name.
     """
 
     observation: Observation | None = None
-    """What is said to the policy; None = the episode is over."""
+    """The next observation; None = the episode is over."""
     reward: float | None = None
-    """Of this turn, any real number (int, bool and NumPy scalars too); an episode's rewards add up, to what the run's reward
-    functions say of it. None = none of its own."""
+    """Reward of this turn, any real number (int, bool and NumPy scalars too). An episode's rewards are added up, together with
+    those of the run's reward functions. None = no reward from the environment."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for the log, as environment/NAME: an episode's turns are added up, and averaged over the episodes that have them."""
+    """Numbers to log as environment/NAME: summed over an episode's turns, averaged over the episodes that have them."""
     stop_reason: str = ENVIRONMENT
-    """What ended the episode, a word for metrics and logs; of a step without an observation."""
+    """Why the episode ended, one word for metrics and logs; used when there is no observation."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.observation, Observation | None):
             kind = type(self.observation).__name__
-            raise MalformedError(f"Step.observation is an Observation (pg.Observation) or None, not {kind}")
+            raise MalformedError(f"Step.observation must be an Observation (pg.Observation) or None, not {kind}")
         if self.reward is not None:
-            object.__setattr__(self, "reward", _number("reward", self.reward))
-        metrics = {_metric(name): _number(f"metrics[{name!r}]", value) for name, value in self.metrics.items()}
+            object.__setattr__(self, "reward", _require_finite("reward", self.reward))
+        metrics = {}
+        for name, value in self.metrics.items():
+            if not isinstance(name, str) or name in RESERVED_METRICS or name.startswith(STOP_METRIC_PREFIX):
+                reserved = ", ".join(f"environment/{word}" for word in (*RESERVED_METRICS, f"{STOP_METRIC_PREFIX}…"))
+                raise MalformedError(f"Step.metrics has the name {quote(name)}: use text other than {reserved}")
+            metrics[str(replace_surrogates(name))] = _require_finite(f"metrics[{name!r}]", value)
         object.__setattr__(self, "metrics", metrics)
-        object.__setattr__(self, "ended", replace_surrogates(str(self.stop_reason)))
+        object.__setattr__(self, "stop_reason", replace_surrogates(str(self.stop_reason)))
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether it is a number that an advantage can be made of."""
+    """Return True for a number from which an advantage can be computed."""
     number, _ = to_number(value)
     return number is not None
 
 
-def _number(what: str, value: Any) -> float:
+def _require_finite(what: str, value: Any) -> float:
     number, _ = to_number(value)
     if number is None:
         raise MalformedError(
@@ -111,80 +116,71 @@ def _number(what: str, value: Any) -> float:
     return number
 
 
-def _metric(name: Any) -> str:
-    if not isinstance(name, str) or name in RESERVED_METRICS or name.startswith(STOP_METRIC_PREFIX):
-        ours = ", ".join(f"environment/{word}" for word in (*RESERVED_METRICS, f"{STOP_METRIC_PREFIX}…"))
-        raise MalformedError(
-            f"Step.metrics has {quote(name)}: a name is text, and none of {ours}, which are measured already"
-        )
-    return str(replace_surrogates(name))
-
-
 def _check_content(content: Any) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
-        raise MalformedError(f"Observation.content is text or a list of chat messages, not {kind} {quote(content)}")
-    for place, message in enumerate(content, 1):
+        raise MalformedError(
+            f"Observation.content must be text or a list of chat messages, not {kind} {quote(content)}"
+        )
+    for number, message in enumerate(content, 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise MalformedError(
-                f"message {place} of an Observation has no role: {quote(message)}. Write it as "
+                f"message {number} of an Observation has no role: {quote(message)}. Write it as "
                 '{"role": "user", "content": "..."}'
             )
 
 
 class Environment(Protocol):
-    """One episode. Those of a rollout take their turns together, so awaiting a tool holds up nobody's thread.
+    """One episode. The episodes of a rollout run concurrently, so awaiting a tool blocks no other episode.
 
-    One that never waits may say so with `waits = False`: it is then called without a task of its own. One that holds something,
-    a connection, may have a `close`, plain or async: it is called once, whatever has ended the episode.
+    An environment that never awaits may set `waits = False`: it is then called without a task of its own. One that holds a
+    resource, such as a connection, may have a method `close`, plain or async, which is called once however the episode ends.
     """
 
     async def reset(self) -> Observation:
-        """What the policy reads first; the same for every sample of an example."""
+        """Return the first observation, which must be the same for every sample of an example."""
         ...
 
     async def step(self, action: Action) -> Step:
-        """What the world says to an action."""
+        """Apply an action."""
         ...
 
 
 @runtime_checkable
 class SupportsTruncation(Protocol):
-    """An environment that has something to say when its episode is broken off: between turns, as nothing more can be said."""
+    """An environment that is notified when its episode is cut off between turns by the token budget or the context."""
 
     async def on_truncated(self) -> float | None:
-        """What is added to the last turn's reward."""
+        """Return a number to add to the last turn's reward, or None."""
         ...
 
 
 EnvironmentFactory = Callable[..., Environment]
-"""A fresh environment for one episode about an example, `f(example)`; or `f(example, seed)` where the world itself draws.
+"""Creates the environment of one episode: `f(example)`, or `f(example, seed)` when the environment itself is random.
 
-It is made of the run's seed, the step and the example: the episodes of a group begin in one state, which a resumed run finds again.
+The seed is derived from the run's seed, the step and the example: the episodes of a group begin in the same state, and a resumed
+run reproduces it.
 """
 
 
-def make_environment(environment: EnvironmentFactory, example: Example, seed: int) -> Environment:
-    """The environment of one episode; with the seed where there is a parameter of that name."""
-    return environment(example, seed=seed) if accepts_seed(environment) else environment(example)
+def make_environment(factory: EnvironmentFactory, example: Example, seed: int) -> Environment:
+    """Create the environment of one episode, passing the seed if the factory accepts one."""
+    return factory(example, seed=seed) if accepts_seed(factory) else factory(example)
 
 
 def accepts_seed(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter `seed`."""
+    """Return True when a function has a parameter `seed`."""
     try:
         return "seed" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some of C have no signature
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return False
-
-
-# A prompt and one answer: the world of tasks whose reward functions judge the answer.
 
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """Asks the example's prompt; the first answer ends the episode."""
+    """The default environment: shows the example's prompt, and ends with the first action. Reward functions score it."""
 
     example: Example
     waits: ClassVar[bool] = False

@@ -1,6 +1,6 @@
-"""An exact, bounded calculator as a tool: arithmetic that a model cannot do in its head.
+"""An exact, bounded calculator tool.
 
-A module of its own because defining a tool loads transformers, which `--environment calculator` alone needs.
+It is a separate module because defining a tool imports transformers, which only `--environment calculator` needs.
 """
 
 import ast
@@ -12,9 +12,9 @@ from math import isfinite
 from policygrad.environments.tools import ToolUse
 
 MAX_BITS = 8192
-"""Of a numerator or denominator, on the way too."""
+"""Size limit of numerators and denominators, in intermediate results too."""
 MAX_CHARACTERS = 300
-_TWO: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -36,45 +36,41 @@ def calculate(expression: str) -> str:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, MemoryError, RecursionError):
         raise ValueError(f"{expression!r} is no arithmetic") from None
-    return str(_value(tree.body))
+    return str(_evaluate(tree.body))
 
 
-def _value(node: ast.expr) -> Fraction:
-    """Raises ValueError for what is no arithmetic or grows too large, ZeroDivisionError."""
+def _evaluate(node: ast.expr) -> Fraction:
+    """Raises ValueError for anything but arithmetic and for numbers that grow too large, and ZeroDivisionError."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         if not isfinite(node.value):
             raise ValueError("the number is too large")
-        return _bounded(Fraction(str(node.value)))  # 0.1 is a tenth
+        return _check_size(Fraction(str(node.value)))  # 0.1 is a tenth
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = _value(node.operand)
+        value = _evaluate(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow):
-            return _power(left, right)
-        if (work := _TWO.get(type(node.op))) is not None:
-            return _bounded(Fraction(work(left, right)))
+            # the size is checked before computing: towers of powers would fill all memory
+            if right.denominator != 1:
+                raise ValueError(f"the exponent {right} is no whole number")
+            if abs(right) * _count_bits(left) > MAX_BITS:
+                raise ValueError("the number is too large")
+            return _check_size(Fraction(left ** int(right)))
+        if (function := _OPERATORS.get(type(node.op))) is not None:
+            return _check_size(Fraction(function(left, right)))
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
 
 
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Looked at before it is worked out: towers of powers have no room anywhere."""
-    if exponent.denominator != 1:
-        raise ValueError(f"the exponent {exponent} is no whole number")
-    if abs(exponent) * _bits(base) > MAX_BITS:
-        raise ValueError("the number is too large")
-    return _bounded(Fraction(base ** int(exponent)))
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if _bits(value) > MAX_BITS:
+def _check_size(value: Fraction) -> Fraction:
+    if _count_bits(value) > MAX_BITS:
         raise ValueError("the number is too large")
     return value
 
 
-def _bits(value: Fraction) -> int:
+def _count_bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 CALCULATOR = ToolUse((calculate,))
-"""`--environment calculator`, with a task's own reward functions, which have to be named: `--reward reasoning_gym`."""
+"""`--environment calculator`. It has no reward of its own: name the task's reward functions, e.g. `--reward reasoning_gym`."""

@@ -193,7 +193,7 @@ def _distinct(kind: Tensor, steps: WeightedSteps) -> tuple[Tensor, Tensor, Tenso
 
 def _kinds(algorithm: Algorithm, book: Batch) -> Tensor:
     """[R] int64: rows of the book are of one kind if no part that sees a whole step can tell them apart."""
-    parts = [part for name, part in algorithm.parts() if name in STEPWISE_FIELDS]
+    parts = [part for key, part in algorithm.named_parts() if key.partition(".")[0] in STEPWISE_FIELDS]
     read = {"mask", "reward", "truncated", "values"}.union(*(part.needs for part in parts))
     fields = [getattr(book, name) for name in (*PER_TOKEN, *PER_COMPLETION) if name in read]
     columns = [f.double().reshape(len(book.mask), -1) for f in fields if f is not None]

@@ -1,1 +1,1 @@
-"""Models by name, folder or object: loading, precision, text to tokens and back, a second model beside the first."""
+"""Language models: loading, precision, adapters, tokenizers, chat templates, and copies of a model."""

@@ -1,7 +1,7 @@
-"""Chat messages as text and token ids: the one place that renders a model's template, and what follows a sampled turn.
+"""Rendering chat messages to text and token ids, and the ids between a sampled turn and the next.
 
-Nothing that was sampled is tokenised again: the next turn's prompt is the ids so far, the sampled ids, and `continuation`. Where
-a template writes earlier turns anew there is no such thing, and the next turn's prompt is `rewritten`.
+Sampled tokens are never tokenized again: the next turn's prompt is the ids so far, the sampled ids, and `encode_continuation`.
+If a template rewrites earlier turns, that is impossible, and the next turn's prompt is `encode_rewritten`.
 """
 
 from __future__ import annotations
@@ -15,45 +15,12 @@ from policygrad.errors import DataError, ModelError
 from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
 from policygrad.models.tool_calls import get_chat_template, supports_tools
 
-# Tools in the words of a conversation, for models whose chat template knows none, or that have no template.
-
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-_HOW = (
-    'To call one, write <tool_call>{"name": "…", "arguments": {…}}</tool_call>. What it returns follows in '
-    "<tool_response></tool_response>."
-)
-
-
-def format_tools(tools: Tools) -> str:
-    """What tools there are, one JSON schema a line, and how they are called: the tags of Hermes and Qwen."""
-    lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return "\n".join(["You can call these functions:", "<tools>", *lines, "</tools>", _HOW])
-
-
-def format_tool_response(text: str) -> str:
-    """What a tool returned, in the tags of Hermes and Qwen."""
-    return f"<tool_response>\n{text}\n</tool_response>"
-
-
-def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
-    """The same conversation for a template without tools: they stand before the first message's text, and what they return is
-    said by the user, all answers to one turn in one message."""
-    found: list[Message] = []
-    for is_tool, some in groupby(messages, lambda message: message.get("role") == "tool"):
-        if is_tool:
-            text = "\n".join(format_tool_response(str(message.get("content"))) for message in some)
-            found.append({"role": "user", "content": text})
-        else:
-            found += some
-    if not found:
-        return found
-    first = found[0]
-    return [{**first, "content": f"{format_tools(tools)}\n\n{first.get('content')}"}, *found[1:]]
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of a `Tokenizer` here."""
+    """The attributes of a `Tokenizer` that are used here."""
 
     @property
     def hf(self) -> Any: ...
@@ -64,7 +31,43 @@ class ChatTokenizer(Protocol):
 
 
 class HistoryRewrittenError(ModelError):
-    """The template writes earlier turns otherwise once there is another message."""
+    """The template renders earlier turns differently once there is another message."""
+
+
+# Tools for models whose chat template does not support them, or that have none.
+
+
+def format_tools(tools: Tools) -> str:
+    """List the tools, one JSON schema per line, and how to call them, with the tags of Hermes and Qwen."""
+    lines = (json.dumps(tool, ensure_ascii=False) for tool in tools)
+    usage = (
+        'To call one, write <tool_call>{"name": "…", "arguments": {…}}</tool_call>. What it returns follows in '
+        "<tool_response></tool_response>."
+    )
+    return "\n".join(["You can call these functions:", "<tools>", *lines, "</tools>", usage])
+
+
+def format_tool_response(text: str) -> str:
+    """Format a tool's result with the tags of Hermes and Qwen."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
+    """Convert a conversation for a template that does not support tools.
+
+    The tools are listed before the first message's text; the results of one turn become one user message.
+    """
+    converted: list[Message] = []
+    for is_tool, group in groupby(messages, lambda message: message.get("role") == "tool"):
+        if is_tool:
+            text = "\n".join(format_tool_response(str(message.get("content"))) for message in group)
+            converted.append({"role": "user", "content": text})
+        else:
+            converted += group
+    if not converted:
+        return converted
+    first = converted[0]
+    return [{**first, "content": f"{format_tools(tools)}\n\n{first.get('content')}"}, *converted[1:]]
 
 
 def render(
@@ -75,13 +78,15 @@ def render(
     tools: Tools | None = None,
     source: str = "a prompt",
 ) -> str:
-    """The messages as the model's template writes them; generation_prompt: up to where the assistant begins to speak.
+    """Render messages with the model's chat template.
 
-    tools: as the template writes them, or in the first message's text where it knows none (`plain_tools`).
-    source: where the messages stand, for error messages.
+    Args:
+        generation_prompt: Append what opens the assistant's turn.
+        tools: Rendered by the template, or within the first message if it does not support them.
+        source: Location of the messages, for error messages.
 
     Raises:
-        ModelError: no chat template, or one that refuses the messages.
+        ModelError: No chat template, or one that refuses the messages.
     """
     if getattr(tokenizer.hf, "chat_template", None) is None:
         raise ModelError(
@@ -90,12 +95,12 @@ def render(
         )
     if tools and not supports_tools(get_chat_template(tokenizer.hf)):
         messages, tools = inline_tools(messages, tools), None
-    given = {} if tools is None else {"tools": list(tools)}
+    options = {} if tools is None else {"tools": list(tools)}
     try:
         text = tokenizer.hf.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=generation_prompt, **given
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=generation_prompt, **options
         )
-    except Exception as error:  # a template is a program of the model's: it may raise anything
+    except Exception as error:  # a template is the model's program: it may raise anything
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise ModelError(
             f"{source}: the chat template of {tokenizer.name!r} refuses the messages (roles: {roles}): "
@@ -112,9 +117,9 @@ def render_ids(
     tools: Tools | None = None,
     source: str = "a prompt",
 ) -> list[int]:
-    """`render` in token ids; the template writes what special tokens there are. The same errors."""
+    """Render messages and encode them; the template writes all special tokens. Raises like `render`."""
     text = render(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, source=source)
-    return _plain_ids(tokenizer, text)
+    return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_prompt(
@@ -124,29 +129,29 @@ def encode_prompt(
     tools: Tools | None = None,
     source: str = "a prompt",
 ) -> list[int]:
-    """What the model is to continue: text as it stands, with what its tokenizer puts before it, or chat messages rendered."""
+    """Encode a prompt: text, preceded by the tokenizer's initial special tokens, or rendered chat messages."""
     if not isinstance(prompt, str):
         return render_ids(tokenizer, prompt, generation_prompt=True, tools=tools, source=source)
     text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
     ids = list(tokenizer.hf(text, add_special_tokens=True)["input_ids"])
-    closed = len(ids) > 1 and ids[-1] in tokenizer.end_ids  # some tokenizers close every text; a prompt is not closed
+    closed = len(ids) > 1 and ids[-1] in tokenizer.end_ids  # some tokenizers close every text; a prompt stays open
     return ids[:-1] if closed else ids
 
 
 def extend_ids(
     tokenizer: ChatTokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
 ) -> list[int]:
-    """The ids of a longer conversation, which have to begin with `ids`, those of its beginning.
+    """Encode a longer conversation, whose ids must begin with `ids`, those of its beginning.
 
     Raises:
-        ModelError: as `render`; a template that writes earlier messages otherwise once there are more.
+        ModelError: See `render`; or the template renders earlier messages differently once there are more.
     """
     longer = render_ids(tokenizer, messages, generation_prompt=generation_prompt, source=source)
     if longer[: len(ids)] != ids:
         raise ModelError(
-            f"{source}: the chat template of {tokenizer.name!r} renders the first {len(messages) - 1} messages otherwise once "
-            "there is another one, so that the tokens of the assistant's turns cannot be told apart: split the conversation "
-            "into one line per turn of the assistant, or use a template whose rendering only grows"
+            f"{source}: the chat template of {tokenizer.name!r} renders the first {len(messages) - 1} messages differently once "
+            "there is another one, so the tokens of the assistant's turns cannot be located: split the conversation into one "
+            "line per assistant turn, or use a template that only appends"
         )
     return longer
 
@@ -161,44 +166,47 @@ def encode_continuation(
     tools: Tools | None = None,
     source: str = "a conversation",
 ) -> list[int]:
-    """The ids between a sampled turn and the next: prompt ids + sampled ids + these are the next turn's prompt.
+    """Encode what stands between a sampled turn and the next: prompt ids + sampled ids + these are the next prompt.
 
-    They are the rendered difference. Decoded, the whole is what the template makes of the conversation, up to whitespace at
-    the ends of the reply and the end token itself, where a template trims the one or leaves out the other. Text goes on as text.
-    What is new comes from tools and environments: where it spells out a control token, that is read letter by letter.
+    They are the rendered difference. Decoded, the concatenation is the template's rendering of the conversation, except for
+    whitespace around the reply and the end token, which a template may trim or leave out. New messages come from tools and
+    environments: control tokens that they spell out are encoded letter by letter.
 
-    messages_so_far: the conversation that the reply answers, each earlier reply as the text that was sampled.
-    reply_text: the sampled turn, decoded without its end token. end_ids: what may have closed it, None = the tokenizer's ends.
+    Args:
+        messages_so_far: The conversation that the reply answers, each earlier reply as its sampled text.
+        reply_text: The sampled turn, decoded without its end token.
+        new_messages: Text if the conversation is text, else messages.
+        end_ids: Ids that may have ended the turn; None = the tokenizer's.
 
     Raises:
-        DataError: text that goes on as messages, or messages as text.
-        ModelError: as `render`; letters that cannot be told from a control token.
-        HistoryRewrittenError: a template that writes earlier turns otherwise once there are more.
+        DataError: Text continued by messages, or the reverse.
+        ModelError: See `render`; or letters that cannot be encoded without a control token.
+        HistoryRewrittenError: The template renders earlier turns differently once there are more.
     """
     if isinstance(messages_so_far, str) != isinstance(new_messages, str):
-        raise DataError(f"{source}: what began as text goes on as text, and messages as messages: give both alike")
-    word = _absent_from(repr((messages_so_far, reply_text, new_messages, tools)))
+        raise DataError(f"{source}: a text must be continued by text, and messages by messages")
+    prefix = _make_placeholder(repr((messages_so_far, reply_text, new_messages, tools)))
     if isinstance(messages_so_far, str) or isinstance(new_messages, str):
-        [text], words = escape_special_tokens(tokenizer.hf, [{"content": str(new_messages)}], word)
-        return encode_escaped(tokenizer.hf, text["content"], words, source)
-    new, words = escape_special_tokens(tokenizer.hf, new_messages, word)
+        [text], placeholders = escape_special_tokens(tokenizer.hf, [{"content": str(new_messages)}], prefix)
+        return encode_escaped(tokenizer.hf, text["content"], placeholders, source)
+    new, placeholders = escape_special_tokens(tokenizer.hf, new_messages, prefix)
 
-    def rendered(*reply: Message) -> str:
+    def render_with(*reply: Message) -> str:
         messages = [*messages_so_far, *reply, *(new if reply else ())]
         return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
 
-    before, full = rendered().rstrip(), rendered({"role": "assistant", "content": reply_text})
-    mark = _absent_from(full)
-    head, found, tail = rendered({"role": "assistant", "content": mark}).partition(mark)
-    said = full[len(before) : len(full) - len(tail)]
-    grows = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
-    if not found or not grows or said.strip() != reply_text.strip():
+    before, full = render_with().rstrip(), render_with({"role": "assistant", "content": reply_text})
+    mark = _make_placeholder(full)
+    head, marked, tail = render_with({"role": "assistant", "content": mark}).partition(mark)
+    rendered_reply = full[len(before) : len(full) - len(tail)]
+    appends = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
+    if not marked or not appends or rendered_reply.strip() != reply_text.strip():
         raise HistoryRewrittenError(
-            f"{source}: the chat template of {tokenizer.name!r} rewrites earlier turns once there is another message (it leaves "
-            "out their reasoning, say), so that the next turn cannot follow the tokens that were sampled: begin a new "
-            "trajectory at every turn, or use a template whose rendering only grows"
+            f"{source}: the chat template of {tokenizer.name!r} rewrites earlier turns once there is another message (for example, "
+            "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every turn, "
+            "or use a template that only appends"
         )
-    return _after_end(tokenizer, tail, tokenizer.end_ids if end_ids is None else end_ids, words, source)
+    return _encode_after_end(tokenizer, tail, tokenizer.end_ids if end_ids is None else end_ids, placeholders, source)
 
 
 def encode_rewritten(
@@ -210,51 +218,52 @@ def encode_rewritten(
     tools: Tools | None = None,
     source: str = "a conversation",
 ) -> tuple[list[int], list[int]]:
-    """(the ids of a conversation as the template writes it now, up to where the assistant begins to speak; those of what is new).
+    """Encode a conversation whose template rewrites earlier turns.
 
-    Earlier replies are text here, as the template leaves them. They and what tools and environments say end no turn: where they
-    spell out a control token, it is read letter by letter.
+    Earlier replies are text here, as the template renders them. Control tokens that they, tools or environments spell out are
+    encoded letter by letter.
 
-    opening: messages that the task began with, which are taken as they are written. new: messages behind the last reply.
+    Args:
+        opening: Number of messages in the task's prompt, which are encoded as they are.
+        new: Number of messages after the last reply.
+
+    Returns:
+        The ids of the conversation up to where the assistant's turn begins, and the ids of the new messages.
 
     Raises:
-        ModelError: as `continuation`.
+        ModelError: See `encode_continuation`.
     """
-    since, words = escape_special_tokens(tokenizer.hf, messages[opening:], _absent_from(repr((messages, tools))))
-    whole = [*messages[:opening], *since]
+    prefix = _make_placeholder(repr((messages, tools)))
+    escaped, placeholders = escape_special_tokens(tokenizer.hf, messages[opening:], prefix)
+    conversation = [*messages[:opening], *escaped]
 
-    def rendered(messages: Sequence[Message]) -> str:
+    def render_all(messages: Sequence[Message]) -> str:
         return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
 
-    text, behind = rendered(whole), len(whole) - new
-    mark = _absent_from(text)
+    text, after_reply = render_all(conversation), len(conversation) - new
+    mark = _make_placeholder(text)
     reply = {"role": "assistant", "content": mark}
-    _, found, tail = rendered([*whole[: behind - 1], reply, *whole[behind:]]).partition(mark)
-    if not found:  # a template that does not show the reply at all
-        tail = "\n".join(str(message.get("content", "")) for message in whole[behind:])
-    return encode_escaped(tokenizer.hf, text, words, source), _after_end(
-        tokenizer, tail, tokenizer.end_ids, words, source
-    )
+    with_mark = [*conversation[: after_reply - 1], reply, *conversation[after_reply:]]
+    _, marked, tail = render_all(with_mark).partition(mark)
+    if not marked:  # the template does not show the reply at all
+        tail = "\n".join(str(message.get("content", "")) for message in conversation[after_reply:])
+    ids = encode_escaped(tokenizer.hf, text, placeholders, source)
+    return ids, _encode_after_end(tokenizer, tail, tokenizer.end_ids, placeholders, source)
 
 
-def _after_end(
-    tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], words: Placeholders, source: str
+def _encode_after_end(
+    tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], placeholders: Placeholders, source: str
 ) -> list[int]:
-    """The ids of what stands behind the end token, which was sampled. It is tokenised behind that token, where a tokenizer may
-    see it otherwise than at the beginning of a text."""
+    """Encode what follows the sampled end token. It is tokenized after that token, where the result may differ."""
     for end in sorted(end_ids):
         text = str(tokenizer.hf.convert_ids_to_tokens(end))
         if tail.lstrip().startswith(text):
             tail = tail.lstrip().removeprefix(text)
-            ids = encode_escaped(tokenizer.hf, text + tail, words, source)
-            return ids[1:] if ids[:1] == [end] else encode_escaped(tokenizer.hf, tail, words, source)
-    return encode_escaped(tokenizer.hf, tail, words, source)
+            ids = encode_escaped(tokenizer.hf, text + tail, placeholders, source)
+            return ids[1:] if ids[:1] == [end] else encode_escaped(tokenizer.hf, tail, placeholders, source)
+    return encode_escaped(tokenizer.hf, tail, placeholders, source)
 
 
-def _plain_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    return list(tokenizer.hf(text, add_special_tokens=False)["input_ids"])
-
-
-def _absent_from(text: str) -> str:
-    """A word that the text does not hold, of letters that no template trims, escapes or splits at."""
+def _make_placeholder(text: str) -> str:
+    """Return a word that is not in the text, of letters that no template trims, escapes or splits."""
     return next(word for i in count() if (word := f"PLACEHOLDER{i}X") not in text)

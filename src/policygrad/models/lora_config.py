@@ -1,4 +1,4 @@
-"""What is said of adapters without loading any: the option's words, and the folder that holds one."""
+"""LoRA settings, and the configuration files of adapter folders; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from policygrad.errors import ConfigError, ModelError
 ADAPTER_FILE = "adapter_config.json"
 DEFAULT_RANK, DEFAULT_ALPHA, DEFAULT_TARGETS = 16, 32.0, "all-linear"
 LORA_LR_FACTOR = 10.0
-"""Factor on the default learning rate: the best rate of adapters is about ten times that of all weights, in fine-tuning and in
+"""Factor on the default learning rate: the best rate for adapters is about ten times that for all weights, in fine-tuning and in
 reinforcement learning, with α = 32 at any rank (Schulman and Thinking Machines 2025, LoRA Without Regret)."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """W + (α/r)·B·A in the place of a frozen W, with A [r, in] drawn and B [out, r] = 0 at first (Hu et al. 2021, sec. 4.1).
+    """W + (α/r)·B·A in place of a frozen W, with random A [r, in] and initially B [out, r] = 0 (Hu et al. 2021, sec. 4.1).
 
-    None = not said: the default, or what the adapter has that the model's folder holds.
+    None = unset: the default, or the value of the adapter in the model's folder.
     """
 
     rank: int | None = None
@@ -31,9 +31,9 @@ class Lora:
     alpha: float | None = None
     """α; 32."""
     targets: str | None = None
-    """all-linear = each linear layer that an adapter fits, but the head; or names of layers with + between (q_proj+v_proj)."""
+    """all-linear = every linear layer that supports an adapter, except the head; or layer names joined by + (q_proj+v_proj)."""
     bits: int | None = None
-    """4 = the frozen weights in four bits, NF4 with double quantisation (Dettmers et al. 2023, QLoRA)."""
+    """4 = quantize the frozen weights to four bits, NF4 with double quantization (Dettmers et al. 2023, QLoRA)."""
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
@@ -41,94 +41,85 @@ class Lora:
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise ConfigError(f"learner.lora: alpha must be above 0 and finite, not {self.alpha}")
         if self.targets is not None and not all(self.targets.split("+")):
-            raise ConfigError(
-                f"learner.lora: targets are names with + between them, or all-linear, not {self.targets!r}"
-            )
+            raise ConfigError(f"learner.lora: targets must be names joined by +, or all-linear, not {self.targets!r}")
         if self.bits not in (None, 4):
-            raise ConfigError(f"learner.lora: bits must be 4, or left out for weights as they are, not {self.bits}")
+            raise ConfigError(f"learner.lora: bits must be 4, or left out for unquantized weights, not {self.bits}")
 
 
 def parse_lora(text: str) -> Lora | None:
-    """`rank=16,alpha=32,targets=all-linear`; None of an empty text.
+    """Parse `rank=16,alpha=32,targets=all-linear`; None for an empty text.
 
     Raises:
-        ConfigError: another word, a value that is none.
+        ConfigError: An unknown setting, or an invalid value.
     """
     if not text:
         return None
-    kinds = {"rank": int, "alpha": float, "targets": str, "bits": int}
-    found: dict[str, Any] = {}
+    types = {"rank": int, "alpha": float, "targets": str, "bits": int}
+    settings: dict[str, Any] = {}
     for item in text.split(","):
         name, equals, value = item.strip().partition("=")
-        if name not in kinds or not equals or name in found:
-            near = difflib.get_close_matches(name, kinds, n=1)
-            hint = (
-                f"did you mean {near[0]}=…?" if near and near[0] != name else f"there are {', '.join(kinds)}, once each"
-            )
+        if name not in types or not equals or name in settings:
+            near = difflib.get_close_matches(name, types, n=1)
+            hint = f"did you mean {near[0]}=…?" if near and near[0] != name else f"give {', '.join(types)}, once each"
             raise ConfigError(
-                f"learner.lora {text!r}: {item.strip()!r} says nothing: {hint} (rank=16,alpha=32,targets=all-linear)"
+                f"learner.lora {text!r}: {item.strip()!r} is not a setting: {hint} (rank=16,alpha=32,targets=all-linear)"
             )
         try:
-            found[name] = kinds[name](value)
+            settings[name] = types[name](value)
         except ValueError:
             raise ConfigError(f"learner.lora {text!r}: {name} must be a number, not {value!r}") from None
-    return Lora(**found)
+    return Lora(**settings)
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether there is a model in it, whole or as an adapter."""
+    """Return True when a folder contains a model, either complete or as an adapter."""
     return (folder / "config.json").is_file() or (folder / ADAPTER_FILE).is_file()
 
 
 def read_adapter_config(path: str | Path) -> Mapping[str, Any] | None:
-    """What the folder of an adapter says of it; None of any other folder, of a whole model with an adapter beside it among them.
+    """Read the configuration of an adapter folder; None for other folders, such as a complete model that also has an adapter.
 
     Raises:
-        ModelError: a configuration that cannot be read, or names no model.
+        ModelError: A configuration that cannot be read, or names no base model.
     """
     file = Path(path) / ADAPTER_FILE
     if not file.is_file() or (Path(path) / "config.json").is_file():
         return None
     try:
-        found = json.loads(file.read_bytes())
+        config = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is no JSON ({error}); put the adapter's own back") from error
-    if not isinstance(found, dict) or not isinstance(found.get("base_model_name_or_path"), str):
-        raise ModelError(
-            f"{file} names no model that it adapts: write its folder or hub id there, as base_model_name_or_path"
-        )
-    return found
+        raise ModelError(f"{file} is not JSON ({error}); restore the adapter's own file") from error
+    if not isinstance(config, dict) or not isinstance(config.get("base_model_name_or_path"), str):
+        raise ModelError(f"{file} names no base model: write its folder or hub id there, as base_model_name_or_path")
+    return config
 
 
 def adapter_base(path: str | Path) -> str | None:
-    """The model that the adapter in this folder adapts; None of a folder that holds no adapter."""
-    found = read_adapter_config(path)
-    return None if found is None else str(found["base_model_name_or_path"])
+    """Return the base model of an adapter folder; None for any other folder."""
+    config = read_adapter_config(path)
+    return None if config is None else str(config["base_model_name_or_path"])
 
 
 def read_lora(path: str | Path) -> Lora:
-    """Rank, α and targets of the adapter in a folder, as far as its configuration says."""
-    found = read_adapter_config(path) or {}
-    targets = found.get("target_modules")
+    """Read rank, α and targets of an adapter folder, None where its configuration has none."""
+    config = read_adapter_config(path) or {}
+    targets = config.get("target_modules")
     return Lora(
-        rank=found.get("r"),
-        alpha=found.get("lora_alpha"),
+        rank=config.get("r"),
+        alpha=config.get("lora_alpha"),
         targets="+".join(sorted(targets)) if isinstance(targets, list) else targets,
     )
 
 
-def check_same_adapter(asked: Lora, has: Lora, what: str) -> None:
-    """Raises ConfigError where the option says another adapter than the one that is there."""
-    for f in fields(Lora):
-        said, is_ = getattr(asked, f.name), getattr(has, f.name)
-        if f.name == "bits" or said is None:
+def check_same_adapter(option: Lora, adapter: Lora, model: str) -> None:
+    """Raise ConfigError when the option contradicts the adapter in the model's folder."""
+    for name in (f.name for f in fields(Lora) if f.name != "bits"):
+        value, existing = getattr(option, name), getattr(adapter, name)
+        if value is None or value == existing or (name == "targets" and value == DEFAULT_TARGETS):
             continue
-        if f.name == "targets" and (
-            said == DEFAULT_TARGETS or (is_ is not None and set(said.split("+")) == set(is_.split("+")))
-        ):
+        if name == "targets" and existing is not None and set(value.split("+")) == set(existing.split("+")):
             continue
-        if said != is_:
-            raise ConfigError(
-                f"learner.lora says {f.name}={said}, and {what} is an adapter with {f.name}={is_}, which goes on training: leave "
-                f"{f.name} out, or begin a new one from the merged model, `policygrad export {what} --merge`"
-            )
+        raise ConfigError(
+            f"learner.lora has {name}={value}, but {model} is an adapter with {name}={existing}, whose training continues: leave "
+            f"{name} out, or begin a new adapter on the merged model, `policygrad export {model} --merge`"
+        )

@@ -1,4 +1,4 @@
-"""A second model of the same architecture and weights, built from the configuration: a reference, π_old, a critic's backbone."""
+"""A second model with the same architecture and weights: a reference, π_old, or a critic's backbone."""
 
 from __future__ import annotations
 
@@ -23,59 +23,53 @@ from policygrad.models.loading import disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
 ModelFactory = Callable[[], nn.Module]
-"""Makes another instance of a model, whose weights are then replaced."""
-_WAY_OUT = "pass build=, a function that makes another instance of the model (its weights are copied)"
+"""Creates another instance of a model, whose weights are then replaced."""
+_BUILD_HINT = "pass build=, a function that creates another instance of the model (its weights are copied)"
 
 
 def clone_model(model: nn.Module, build: ModelFactory | None = None) -> nn.Module:
-    """The model once more: equal parameters and buffers of its own, tied where the model's are, no dropout, in evaluation mode
-    and frozen. No random number is drawn. Of a model with adapters the adapters alone: what stands still under them is the same
-    memory in both.
+    """Return a frozen copy of a model: equal parameters and buffers, tied as in the model, no dropout, in evaluation mode.
 
-    build: makes the other instance; None = from the model's configuration, which a transformers model has, also under PEFT.
+    No random number is used. In a model with adapters only the adapters are copied; the frozen weights below share memory.
+
+    Args:
+        build: Creates the other instance; None = from the configuration of a transformers model, also under PEFT.
 
     Raises:
-        ModelError: no configuration to build from; what was built has other parameters, or the model's own.
+        ModelError: No configuration to build from, or the new model has different parameters, or the model's own.
     """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
-        made = _built(model) if build is None else build().to(next(model.parameters()).device)
-    if ({*map(id, model.parameters())} & {*map(id, made.parameters())}) - shareable_parameter_ids(model):
-        raise ModelError("build() gave back the model's own parameters: let it make another instance each time")
-    other = {n: t.shape for n, t in _tensors(made)}
-    wanted = {n: t.shape for n, t in _tensors(model)}
-    if odd := wanted.items() ^ other.items():
+        clone = _build_clone(model) if build is None else build().to(next(model.parameters()).device)
+    if ({*map(id, model.parameters())} & {*map(id, clone.parameters())}) - shareable_parameter_ids(model):
+        raise ModelError("build() returned the model's own parameters: it must create another instance each time")
+    if odd := {n: t.shape for n, t in _tensors(model)}.items() ^ {n: t.shape for n, t in _tensors(clone)}.items():
         how = "its configuration" if build is None else "build()"
         raise ModelError(
-            f"a second {type(model).__name__} made by {how} has other parameters ({min(odd)[0]}, say)"
-            + (f": {_WAY_OUT}" if build is None else "")
+            f"a second {type(model).__name__} made by {how} has different parameters (for example {min(odd)[0]})"
+            + (f": {_BUILD_HINT}" if build is None else "")
         )
-    for module in made.modules():
+    for module in clone.modules():
         disable_dropout(module)
-    copy_weights(model, made)
-    return made.eval().requires_grad_(False)
+    copy_weights(model, clone)
+    return clone.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Gives `target` the parameters and buffers of `source`, one tensor at a time, so that neither is ever held as a whole.
+    """Copy parameters and buffers one tensor at a time, so that neither model is gathered completely.
 
     Raises:
-        ModelError: a tensor of another precision.
+        ModelError: Two tensors of different precision.
     """
-    found = dict(_tensors(target))
+    targets = dict(_tensors(target))
     for name, tensor in _tensors(source):
-        if found[name] is tensor:
+        copied = targets[name]
+        if copied is tensor:
             continue
-        if found[name].dtype != tensor.dtype:
-            raise ModelError(f"{name} is {tensor.dtype} in the model and {found[name].dtype} in its copy")
-        found[name].copy_(tensor if hasattr(found[name], "full_tensor") else full_tensor(tensor))
-
-
-def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor that is spread over processes, each of which asks for it; any other as it is."""
-    gather = getattr(x, "full_tensor", None)
-    return x if gather is None else gather()
+        if copied.dtype != tensor.dtype:
+            raise ModelError(f"{name} is {tensor.dtype} in the model and {copied.dtype} in its copy")
+        copied.copy_(tensor if hasattr(copied, "full_tensor") else full_tensor(tensor))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -83,84 +77,97 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _built(model: nn.Module) -> nn.Module:
-    """From the configuration, without weights until there is a place for each, like the model's own in precision and device."""
+def _build_clone(model: nn.Module) -> nn.Module:
+    """Build a model from the configuration on the meta device, then allocate tensors like the model's own."""
     shared = shareable_parameter_ids(model)
     if getattr(model, "is_quantized", False):
         return copy_with_shared_weights(model, shared)
     with torch.device("meta"):
-        made = rebuild_with_adapters(model, _from_config) if adapter_configs(model) else _from_config(model)
+        has_adapters = bool(adapter_configs(model))
+        clone = rebuild_with_adapters(model, _build_from_config) if has_adapters else _build_from_config(model)
     memo: dict[Tensor, Tensor] = {p: p for p in model.parameters() if id(p) in shared}
-    others = dict(made.named_modules())
+    modules = dict(clone.named_modules())
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
-            own = getattr(others.get(name), kind, {})
+            copies = getattr(modules.get(name), kind, {})
             for key, tensor in getattr(module, kind).items():
-                if tensor is not None and own.get(key) is not None:
-                    own[key] = memo.setdefault(tensor, _empty(tensor))
-    return made
+                if tensor is not None and copies.get(key) is not None:
+                    copies[key] = memo.setdefault(tensor, _empty_like(tensor))
+    return clone
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def _empty_like(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, requires_grad=False)
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _from_config(model: Any) -> nn.Module:
+def _build_from_config(model: Any) -> nn.Module:
     make = getattr(type(model), "_from_config", None)
     if make is None or not hasattr(model, "config"):
-        raise ModelError(f"{type(model).__name__} has no configuration to build a second one from: {_WAY_OUT}")
+        raise ModelError(f"{type(model).__name__} has no configuration to build a second one from: {_BUILD_HINT}")
     config = copy.deepcopy(model.config)
-    made: nn.Module = make(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
-    return made
+    built: nn.Module = make(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
+    return built
+
+
+def unshared_parameters(clone: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a second model that do not share memory with the first."""
+    shared = {id(p) for p in model.parameters()}
+    return {name: p for name, p in clone.named_parameters() if id(p) not in shared}
+
+
+def trainable_parameters(clone: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a second model except the frozen weights under the first one's adapters.
+
+    By name rather than by memory: in one process these weights are shared, but not across processes.
+    """
+    shared = shareable_parameter_ids(model)
+    frozen = {name for name, p in model.named_parameters() if id(p) in shared}
+    return {name: p for name, p in clone.named_parameters() if name not in frozen}
+
+
+def enable_gradients(clone: nn.Module, model: nn.Module) -> nn.Module:
+    """Make a second model trainable: all of it, or only its adapters if it has some."""
+    for parameter in trainable_parameters(clone, model).values():
+        parameter.requires_grad_(True)
+    return clone
+
+
+# Tensors that are sharded across processes (DTensor).
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """Gather a sharded tensor, a collective operation; return any other tensor as it is."""
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This process's share of a tensor that is spread over processes; any other as it is."""
-    share = getattr(x, "to_local", None)
-    return x if share is None else share()
+    """Return this process's shard of a sharded tensor; any other tensor as it is."""
+    to_local = getattr(x, "to_local", None)
+    return x if to_local is None else to_local()
 
 
-def redistribute_like(share: Tensor, x: Tensor) -> Tensor:
-    """The tensor of x's shape, spread as x is, of which this process has `share`, in whatever shape."""
+def redistribute_like(shard: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor sharded like x, given this process's shard of it, in any shape."""
     if not hasattr(x, "to_local"):
-        return share.view_as(x)
-    like: Any = x  # a DTensor, which a torch without torch.distributed does not have
-    mine = share.view_as(local_tensor(x.detach()))
-    found: Tensor = type(like).from_local(
-        mine, like.device_mesh, like.placements, run_check=False, shape=x.shape, stride=x.stride()
+        return shard.view_as(x)
+    like: Any = x  # a DTensor, which does not exist in a torch without torch.distributed
+    local = shard.view_as(local_tensor(x.detach()))
+    sharded: Tensor = type(like).from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
-    return found
+    return sharded
 
 
-def unshared_parameters(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a second model that are not the first one's memory too."""
-    theirs = {id(p) for p in model.parameters()}
-    return {name: p for name, p in made.named_parameters() if id(p) not in theirs}
-
-
-def trainable_parameters(made: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a second model but those that stand still under the first one's adapters, which in one process are the same
-    memory in both."""
-    shared = shareable_parameter_ids(model)
-    still = {name for name, p in model.named_parameters() if id(p) in shared}
-    return {name: p for name, p in made.named_parameters() if name not in still}
-
-
-def enable_gradients(made: nn.Module, model: nn.Module) -> nn.Module:
-    """The second model, which trains: of one with adapters these alone."""
-    for parameter in trainable_parameters(made, model).values():
-        parameter.requires_grad_(True)
-    return made
-
-
-# Attention in plain operations, where the fused kernels have no forward mode, no double backward and no gradients in bulk.
+# Attention in plain operations: the fused kernels lack forward mode, double backward and batched gradients.
 
 
 class PlainAttention(TorchFunctionMode):
-    """Inside, in this thread alone, `scaled_dot_product_attention` is what `sdpa_kernel(SDPBackend.MATH)` makes of it.
+    """Replace `scaled_dot_product_attention` by its math implementation, in this thread only.
 
-    That one switches the whole process: a sampler in another thread would compute in another order too, or not, as it happens.
+    `sdpa_kernel(SDPBackend.MATH)` switches the entire process, so that a sampler in another thread would compute in another order
+    at unpredictable times.
     """
 
     def __torch_function__(
@@ -171,42 +178,41 @@ class PlainAttention(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _plain(*args, **(kwargs or {}))
+            return _math_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _plain(
+def _math_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """As `scaled_dot_product_attention`. What it hands a Boolean mask to adds it to the scores, as 0 and −∞."""
+    """Compute `scaled_dot_product_attention`. The math kernel adds its mask to the scores, so a Boolean one becomes 0 and −∞."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
-    found: Tensor = torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
-    return found
-
-
-# Another model beside the policy, to compare it with: a reference that is not where it began, or a teacher.
+    out: Tensor = torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
+    return out
 
 
 def load_reference(
     name: str, policy: Tokenizer, *, dtype: str = "fp32", device: str = "cpu", trust_remote_code: bool = False
 ) -> nn.Module:
-    """The model, frozen. It is given the token ids that the policy sampled, so both must mean the same by them.
+    """Load a frozen model to compare the policy with: another reference, or a teacher. It reads the policy's token ids.
 
-    name: a folder, a hub id, a run's folder, `tiny`. policy: the policy's tokenizer.
+    Args:
+        name: A folder, a hub id, a run's folder, or `tiny`.
+        policy: The policy's tokenizer.
 
     Raises:
-        ModelError: no such model; a tokenizer with another vocabulary than the policy's, or than the model has embeddings for.
+        ModelError: No such model; or its vocabulary differs from the policy's, or exceeds its embeddings.
     """
     model = load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code).requires_grad_(False)
     tokenizer = load_tokenizer(name, model, trust_remote_code=trust_remote_code)
     ours, theirs = policy.hf.get_vocab(), tokenizer.hf.get_vocab()
     if odd := sorted(ours.items() ^ theirs.items(), key=lambda item: item[1]):
-        text = odd[0][0]
-        where = {model: ids.get(text, "no token") for model, ids in (("the policy", ours), (name, theirs))}
+        token = odd[0][0]
+        count, ids = len({t for t, _ in odd}), [vocabulary.get(token, "no token") for vocabulary in (ours, theirs)]
         raise ModelError(
-            f"the reference {name!r} reads the policy's token ids, and its vocabulary is another: {len({t for t, _ in odd})} "
-            f"tokens differ, {text!r} say, which is {where['the policy']} in the policy's and {where[name]} in its own. Take a "
-            "model with the policy's tokenizer, of the same family say"
+            f"the reference {name!r} reads the policy's token ids, but its vocabulary differs in {count} tokens: {token!r}, for "
+            f"example, is {ids[0]} in the policy's and {ids[1]} in its own. Use a model with the policy's tokenizer, for example of "
+            "the same family"
         )
     return model

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Converting text to token ids and back."""
 
 from __future__ import annotations
 
@@ -25,101 +25,18 @@ from policygrad.models.loading import context_length, load_error, pretrained_kwa
 from policygrad.models.lora_config import adapter_base
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 
-# What somebody else wrote, as the token ids that a policy would have sampled: the prompt's own, then the answer's, closed.
-
-
-def encode_demonstration(
-    tokenizer: ChatTokenizer,
-    prompt_ids: list[int],
-    prompt: str | Sequence[Message],
-    rest: str | Sequence[Message],
-    source: str,
-) -> tuple[list[int], list[bool]]:
-    """(ids of prompt and rest, which of them the assistant says). rest: the completion of a text, or the messages after a chat's.
-
-    Raises:
-        ModelError: text whose prompt is no prefix of the whole in token ids; a template that changes earlier turns or does not
-            close the assistant's.
-    """
-    if isinstance(prompt, str) and isinstance(rest, str):
-        return _text(tokenizer, prompt_ids, prompt, rest, source)
-    assert not isinstance(prompt, str)
-    assert not isinstance(rest, str)
-    return _chat(tokenizer, prompt_ids, prompt, rest, source)
-
-
-def _text(
-    tokenizer: ChatTokenizer, ids: list[int], prompt: str, rest: str, source: str
-) -> tuple[list[int], list[bool]]:
-    """Prompt + completion as plain text, with the end token behind it."""
-    whole = list(tokenizer.hf(prompt + rest)["input_ids"])
-    if len(whole) == len(ids) or whole[-1] not in tokenizer.end_ids:
-        whole.append(end_token_id(tokenizer))
-    if whole[: len(ids)] != ids:
-        raise ModelError(
-            f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
-            "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
-            f"the other (the prompt ends {prompt[-12:]!r}, the completion begins {rest[:12]!r})"
-        )
-    return whole, [i >= len(ids) for i in range(len(whole))]
-
-
-def end_token_id(tokenizer: ChatTokenizer) -> int:
-    """The tokenizer's own end token, or the first of those that the model names."""
-    own = tokenizer.hf.eos_token_id
-    return int(own) if own in tokenizer.end_ids else min(tokenizer.end_ids)
-
-
-def _chat(
-    tokenizer: ChatTokenizer, prompt_ids: list[int], prompt: Sequence[Message], rest: Sequence[Message], source: str
-) -> tuple[list[int], list[bool]]:
-    """Renders ever longer beginnings of the conversation: before and after each of the assistant's turns."""
-    messages: list[Mapping[str, str]] = list(prompt)
-    ids, learnt = prompt_ids, [False] * len(prompt_ids)
-    for message in rest:
-        if message["role"] == "assistant":
-            ids = extend_ids(tokenizer, ids, messages, generation_prompt=True, source=source)
-            learnt += [False] * (len(ids) - len(learnt))
-            ids = extend_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=source)
-            learnt += _said(tokenizer, ids[len(learnt) :], source)
-        messages.append(message)
-    return ids, learnt
-
-
-def _said(tokenizer: ChatTokenizer, turn: list[int], source: str) -> list[bool]:
-    """The assistant's turn is learnt up to its last end token: what a template writes behind it (a newline) is never sampled."""
-    ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
-    if not ends:
-        closes = tokenizer.hf.decode(turn[-3:])
-        known = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
-        raise ModelError(
-            f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
-            f"({known}), so the model would not learn to stop: the turn ends {closes!r}. Set `eos_token` in its "
-            "tokenizer_config.json to the token that closes a turn, or add it in the template"
-        )
-    return [i <= ends[-1] for i in range(len(turn))]
-
-
-def encode_answer(
-    tokenizer: ChatTokenizer, prompt_ids: list[int], prompt: str | Sequence[Message], text: str, source: str
-) -> list[int]:
-    """The answer `text` alone, in the ids that follow the prompt's, its end token the last. Raises as `encode_demonstration`."""
-    rest = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-    whole, learnt = encode_demonstration(tokenizer, prompt_ids, prompt, rest, source)
-    return [token for token, said in zip(whole, learnt, strict=True) if said]
-
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back, by the model's own tokenizer."""
+    """The model's tokenizer, with the ids that end a completion."""
 
     hf: Any
-    """The object of transformers."""
+    """The transformers tokenizer."""
     end_ids: frozenset[int]
     """Ids that end a completion."""
     name: str
     context_length: int | None
-    """Tokens a prompt and its completion may take together."""
+    """Maximum tokens of a prompt and its completion together."""
 
     def encode(
         self,
@@ -128,19 +45,19 @@ class Tokenizer:
         source: str = "a prompt",
         tools: Tools | None = None,
     ) -> Tensor:
-        """[P] int64. A string is encoded as it stands; chat messages are rendered by the tokenizer's template.
+        """Encode a prompt as [P] int64: text as it is, chat messages rendered by the tokenizer's template.
 
         Raises:
-            ModelError: no chat template, or one that refuses the messages; a prompt without tokens; a prompt that leaves no
-                room for max_tokens.
+            ModelError: No chat template, or one that refuses the messages; a prompt without tokens, or one that leaves no room
+                for max_tokens.
         """
         ids = encode_prompt(self, prompt, tools=tools, source=source)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context_length is not None and len(ids) + max_tokens > self.context_length:
             raise ModelError(
-                f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context_length} positions "
-                f"of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
+                f"{source} has {len(ids)} tokens and max_tokens is {max_tokens}: together more than the {self.context_length} "
+                f"positions of {self.name!r}. Shorten it, or lower --max-tokens. It begins: {str(prompt)[:80]!r}"
             )
         return torch.tensor(ids, dtype=torch.int64)
 
@@ -152,10 +69,9 @@ class Tokenizer:
         source: str = "a conversation",
         tools: Tools | None = None,
     ) -> Tensor:
-        """[n] int64; the ids between a sampled turn and the next: see `chat.continuation`, also for what it raises."""
-        return torch.tensor(
-            encode_continuation(self, so_far, reply, new, tools=tools, source=source), dtype=torch.int64
-        )
+        """Encode what stands between a sampled turn and the next, [n] int64: see `chat_template.encode_continuation`."""
+        ids = encode_continuation(self, so_far, reply, new, tools=tools, source=source)
+        return torch.tensor(ids, dtype=torch.int64)
 
     def encode_rewritten(
         self,
@@ -165,73 +81,163 @@ class Tokenizer:
         source: str = "a conversation",
         tools: Tools | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """([P'] int64, [n] int64) of a conversation that the template writes anew: see `chat.rewritten`, also for what it
-        raises."""
-        whole, news = encode_rewritten(self, messages, opening, new, tools=tools, source=source)
-        return torch.tensor(whole, dtype=torch.int64), torch.tensor(news, dtype=torch.int64)
+        """Encode a conversation that the template rewrites, ([P'], [n]) int64: see `chat_template.encode_rewritten`."""
+        ids, new_ids = encode_rewritten(self, messages, opening, new, tools=tools, source=source)
+        return torch.tensor(ids, dtype=torch.int64), torch.tensor(new_ids, dtype=torch.int64)
 
     def encode_answer(
-        self, prompt: Tensor, said: str | Sequence[Message], text: str, source: str = "an answer"
+        self, prompt_ids: Tensor, prompt: str | Sequence[Message], text: str, source: str = "an answer"
     ) -> list[int]:
-        """The ids of an answer that somebody else wrote, as they would have been sampled behind the ids `prompt` of what was
-        `said`, closed by an end token. Raises as `shown.shown_ids`."""
-        return encode_answer(self, prompt.tolist(), said, text, source)
+        """Encode a given answer as if it had been sampled after `prompt_ids`, with an end token.
+
+        Raises:
+            ModelError: See `encode_demonstration`.
+        """
+        completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        ids, is_assistant = encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source)
+        return [token for token, learned in zip(ids, is_assistant, strict=True) if learned]
 
     @property
     def tool_call_parser(self) -> ToolCallParser:
-        """How the model writes calls of tools, by its chat template."""
+        """The parser for the tool calls that the model's chat template defines."""
         return parser_for_template(get_chat_template(self.hf), self.name)
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
-        """The text, without end and padding tokens."""
+        """Return the text, without end and padding tokens."""
         return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer beside a loaded model; or an object of transformers' own in a name's place.
+def encode_demonstration(
+    tokenizer: ChatTokenizer,
+    prompt_ids: list[int],
+    prompt: str | Sequence[Message],
+    completion: str | Sequence[Message],
+    source: str,
+) -> tuple[list[int], list[bool]]:
+    """Encode a prompt and a given completion as the ids that a policy would have sampled.
+
+    Args:
+        completion: Text if the prompt is text, else the messages that follow.
+
+    Returns:
+        The ids of both, and a mask of those that the assistant writes.
 
     Raises:
-        ModelError: no tokenizer, one with more tokens than the model reads, or none of tokenizer and model names an end token.
+        ModelError: The ids of prompt and completion do not begin with those of the prompt, or the template changes earlier turns
+            or does not close the assistant's.
     """
-    if isinstance(model, str):
-        path = resolve_model(model)
-        base = adapter_base(path)
-        own = base is None or (Path(path) / "tokenizer_config.json").is_file()
-        tokenizer = _pretrained(path if own or base is None else base, model, trust_remote_code)
-        ends = [*_written_ends(path), *(_written_ends(base) if base else ())]
-        name, written = model, [*ends, *_set_ends(network)]
-    else:
-        tokenizer = _checked(model)
-        name, written = str(getattr(model, "name_or_path", "") or type(model).__name__), _set_ends(network)
-    check_vocabulary(tokenizer, network, name)
-    end = frozenset(_end_ids(tokenizer.eos_token_id)).union(*(_end_ids(ids) for ids in written))
-    if odd := [token for token in end if not isinstance(token, int) or isinstance(token, bool)]:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return _encode_text(tokenizer, prompt_ids, prompt, completion, source)
+    assert not isinstance(prompt, str)
+    assert not isinstance(completion, str)
+    # Render longer and longer beginnings of the conversation: before and after each assistant turn.
+    messages: list[Mapping[str, str]] = list(prompt)
+    ids, is_assistant = prompt_ids, [False] * len(prompt_ids)
+    for message in completion:
+        if message["role"] == "assistant":
+            ids = extend_ids(tokenizer, ids, messages, generation_prompt=True, source=source)
+            is_assistant += [False] * (len(ids) - len(is_assistant))
+            ids = extend_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=source)
+            is_assistant += _mask_turn(tokenizer, ids[len(is_assistant) :], source)
+        messages.append(message)
+    return ids, is_assistant
+
+
+def _encode_text(
+    tokenizer: ChatTokenizer, prompt_ids: list[int], prompt: str, completion: str, source: str
+) -> tuple[list[int], list[bool]]:
+    """Encode prompt + completion as plain text, followed by the end token."""
+    ids = list(tokenizer.hf(prompt + completion)["input_ids"])
+    if len(ids) == len(prompt_ids) or ids[-1] not in tokenizer.end_ids:
+        ids.append(end_token_id(tokenizer))
+    if ids[: len(prompt_ids)] != prompt_ids:
         raise ModelError(
-            f"an end token of {name!r} is {odd[0]!r}, not a token's number: see eos_token_id in its configuration files"
+            f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
+            "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
+            f"the other (the prompt ends {prompt[-12:]!r}, the completion begins {completion[:12]!r})"
         )
-    if not end:
+    return ids, [i >= len(prompt_ids) for i in range(len(ids))]
+
+
+def _mask_turn(tokenizer: ChatTokenizer, turn: list[int], source: str) -> list[bool]:
+    """Mask an assistant turn up to its last end token: what a template writes after it (a newline) is never sampled."""
+    ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
+    if not ends:
+        names = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
+        raise ModelError(
+            f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token ({names}), "
+            f"so the model would not learn to stop: the turn ends {tokenizer.hf.decode(turn[-3:])!r}. Set `eos_token` in its "
+            "tokenizer_config.json to the token that closes a turn, or add it in the template"
+        )
+    return [i <= ends[-1] for i in range(len(turn))]
+
+
+def end_token_id(tokenizer: ChatTokenizer) -> int:
+    """Return the tokenizer's own end token, or the smallest of those that the model names."""
+    end = tokenizer.hf.eos_token_id
+    return int(end) if end in tokenizer.end_ids else min(tokenizer.end_ids)
+
+
+def pad_token_id(tokenizer: Tokenizer) -> int:
+    """Return the padding token, or an end token if there is none (padded positions are never read)."""
+    pad = tokenizer.hf.pad_token_id
+    return int(pad) if pad is not None else min(tokenizer.end_ids)
+
+
+def load_tokenizer(model: str | object, network: nn.Module, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Load the tokenizer of a model by name, or wrap a transformers tokenizer.
+
+    Raises:
+        ModelError: No tokenizer, more tokens than the model has embeddings for, or no end token.
+    """
+    generation: Any = getattr(network, "generation_config", None)
+    # ends written down for generation with this model, not the defaults of its configuration's class
+    declared = [] if getattr(generation, "_from_model_config", True) else [generation.eos_token_id]
+    if isinstance(model, str):
+        path, name = resolve_model(model), model
+        base = adapter_base(path)
+        tokenizer_path = path if base is None or (Path(path) / "tokenizer_config.json").is_file() else base
+        try:
+            tokenizer = load_pretrained_tokenizer(tokenizer_path, trust_remote_code)
+        except Exception as error:  # the class depends on what is wrong with which file
+            files = "tokenizer.json and tokenizer_config.json"
+            raise load_error(f"the tokenizer of {model!r}", error, files, tokenizer_path) from error
+        declared = [*_read_end_ids(path), *(_read_end_ids(base) if base else ()), *declared]
+    elif callable(model) and hasattr(model, "decode") and hasattr(model, "eos_token_id"):
+        tokenizer, name = model, str(getattr(model, "name_or_path", "") or type(model).__name__)
+    else:
+        raise ModelError(f"a tokenizer is a folder, a hub id or a transformers tokenizer, not {type(model).__name__}")
+    check_vocabulary(tokenizer, network, name)
+    ends: set[Any] = set()
+    for ids in (tokenizer.eos_token_id, *declared):
+        ends.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    if odd := [token for token in ends if not isinstance(token, int) or isinstance(token, bool)]:
+        raise ModelError(
+            f"an end token of {name!r} is {odd[0]!r}, not a token id: see eos_token_id in its configuration files"
+        )
+    if not ends:
         raise ModelError(
             f"neither the tokenizer nor a configuration file of {name!r} names an end token, so no completion could ever end: "
             "set `eos_token` in its tokenizer_config.json"
         )
-    return Tokenizer(tokenizer, end, name, context_length(network))
+    return Tokenizer(tokenizer, frozenset(ends), name, context_length(network))
 
 
 def check_vocabulary(tokenizer: Any, network: nn.Module, name: str) -> None:
-    """Raises ModelError where a tokenizer of transformers' has tokens that the model has no embedding for."""
+    """Raise ModelError when a transformers tokenizer has tokens without an embedding in the model."""
     table: Any = network.get_input_embeddings() if hasattr(network, "get_input_embeddings") else None  # type: ignore[operator]
-    if table is not None and hasattr(tokenizer, "__len__") and len(tokenizer) > (known := int(table.weight.shape[0])):
+    if table is not None and hasattr(tokenizer, "__len__") and len(tokenizer) > (size := int(table.weight.shape[0])):
         raise ModelError(
-            f"the tokenizer {name!r} has {len(tokenizer)} tokens and the model reads {known}: give the tokenizer that it was "
-            "trained with"
+            f"the tokenizer {name!r} has {len(tokenizer)} tokens and the model has embeddings for {size}: give the tokenizer that "
+            "the model was trained with"
         )
 
 
 def load_pretrained_tokenizer(path: str, trust: bool) -> Any:
     """Load the tokenizer of the class that the folder names.
 
-    Beside a model of some types (qwen2, qwen3_5, qwen3_5_moe) transformers replaces the generic class by one of that type, which
-    splits text in its own way and adds a token, so that ids are others than tokenizer.json says. Raises whatever transformers does.
+    For some model types (qwen2, qwen3_5, qwen3_5_moe) transformers replaces the generic class by one of that type, which
+    splits text differently and adds a token, so that ids differ from tokenizer.json. Raises whatever transformers raises.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -244,52 +250,24 @@ def load_pretrained_tokenizer(path: str, trust: bool) -> Any:
     return tokenizer
 
 
-def _pretrained(path: str, model: str, trust: bool) -> Any:
-    try:
-        return load_pretrained_tokenizer(path, trust)
-    except Exception as error:  # of which class depends on what is wrong with which file
-        files = "tokenizer.json and tokenizer_config.json"
-        raise load_error(f"the tokenizer of {model!r}", error, files, path) from error
+def _read_end_ids(path: str) -> Iterator[Any]:
+    """Yield `eos_token_id` from the configuration files.
 
-
-def _checked(tokenizer: object) -> Any:
-    if callable(tokenizer) and hasattr(tokenizer, "decode") and hasattr(tokenizer, "eos_token_id"):
-        return tokenizer
-    raise ModelError(f"a tokenizer is a folder, a hub id or an object of transformers', not {type(tokenizer).__name__}")
-
-
-def _set_ends(network: nn.Module) -> list[Any]:
-    """Ends that somebody wrote down for generating with this model; not those that its configuration's class has by default."""
-    own: Any = getattr(network, "generation_config", None)
-    return [] if getattr(own, "_from_model_config", True) else [own.eos_token_id]
-
-
-def _end_ids(ids: Any) -> list[int]:
-    return list(ids) if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
-
-
-def _written_ends(path: str) -> Iterator[Any]:
-    """`eos_token_id` as the configuration files have it. What a loaded configuration says may be its class's default (2 for
-    a Llama), a token like any other in this vocabulary."""
+    A loaded configuration may have its class's default instead (2 for a Llama), which is an ordinary token in this vocabulary.
+    """
     from transformers.utils.hub import cached_file
 
     for name in ("config.json", "generation_config.json"):
         try:
             file = cached_file(path, name)
-        except OSError:  # a model need not have the second
+        except OSError:  # the second is optional
             continue
-        if file is None:  # nor a tokenizer's own folder the first
+        if file is None:  # a tokenizer's own folder has no config.json
             continue
         try:
-            written = json.loads(Path(str(file)).read_bytes())
+            config = json.loads(Path(str(file)).read_bytes())
         except (ValueError, RecursionError) as error:
-            raise ModelError(f"{file} is no JSON ({error}): put the model's own back") from error
-        for place in (written, written.get("text_config") if isinstance(written, dict) else None):
-            if isinstance(place, dict):
-                yield place.get("eos_token_id")
-
-
-def pad_token_id(tokenizer: Tokenizer) -> int:
-    """What fills a row: the pad token, or an end token where there is none (padded positions are never read)."""
-    pad = tokenizer.hf.pad_token_id
-    return int(pad) if pad is not None else min(tokenizer.end_ids)
+            raise ModelError(f"{file} is not JSON ({error}): restore the model's own file") from error
+        for section in (config, config.get("text_config") if isinstance(config, dict) else None):
+            if isinstance(section, dict):
+                yield section.get("eos_token_id")

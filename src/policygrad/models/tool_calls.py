@@ -1,4 +1,4 @@
-"""Calls of tools in what a model says, read as its own chat template has it write them."""
+"""Parsing tool calls in a model's output, in the format of its chat template."""
 
 from __future__ import annotations
 
@@ -13,90 +13,90 @@ from typing import Any, Protocol
 from policygrad.errors import ModelError
 from policygrad.models.control_tokens import replace_surrogates
 
-_OPENS, _CLOSES = "<tool_call>", "</tool_call>"
-_LOOKS_LIKE = re.compile(r"\[?\s*\{\s*\"(name|type|function|parameters|arguments)\"")
+_OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
+_LOOKS_LIKE_CALL = re.compile(r"\[?\s*\{\s*\"(name|type|function|parameters|arguments)\"")
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it; half a surrogate pair in it is U+FFFD."""
+    """A call as the model wrote it, with lone surrogates replaced by U+FFFD."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     positional: tuple[Any, ...] = ()
-    """Arguments without a name, before the others."""
+    """Arguments without a name, which come first."""
     error: str = ""
-    """Why it cannot be read; "" = it can."""
+    """Why the call cannot be parsed; "" = it can."""
 
     def __post_init__(self) -> None:
-        for part in ("name", "arguments", "positional", "error"):
-            object.__setattr__(self, part, replace_surrogates(getattr(self, part)))
+        for name in ("name", "arguments", "positional", "error"):
+            object.__setattr__(self, name, replace_surrogates(getattr(self, name)))
 
 
 class ToolCallParser(Protocol):
-    """How a model writes calls."""
+    """Parses the calls in a model's format."""
 
     def __call__(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in a turn, in their order; one that cannot be read says why. () = the turn calls nothing."""
+        """Return the calls in a turn, in order; those that cannot be parsed carry an error. () = no calls."""
         ...
 
 
 @dataclass(frozen=True)
 class TaggedToolCallParser:
-    """`<tool_call>…</tool_call>`, as Hermes and Qwen write calls, with JSON inside: {"name": …, "arguments": {…}}.
+    """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, the format of Hermes and Qwen.
 
-    Also `f(1, b="x")` inside, for models that have no convention: literals only, nothing is evaluated.
+    For models without a format, `f(1, b="x")` between the tags is accepted too: literals only, nothing is evaluated.
     """
 
     def __call__(self, text: str) -> tuple[ToolCall, ...]:
-        found, said = [], _spoken(text)
-        while _OPENS in said:
-            inside, closed, rest = said.partition(_OPENS)[2].partition(_CLOSES)
-            if closed:
-                found.append(_read(inside.strip()))
-            else:
-                found.append(ToolCall(error=f"the call is not closed by {_CLOSES}"))
-            said = rest
-        return tuple(found)
+        calls, text = [], _strip_reasoning(text)
+        while _OPENING_TAG in text:
+            content, closed, text = text.partition(_OPENING_TAG)[2].partition(_CLOSING_TAG)
+            calls.append(
+                _parse_tagged(content.strip())
+                if closed
+                else ToolCall(error=f"the call is not closed by {_CLOSING_TAG}")
+            )
+        return tuple(calls)
 
 
 @dataclass(frozen=True)
 class JsonToolCallParser:
-    """A turn that is nothing but JSON, one object, several behind each other, or a list, as Llama 3.1 and Mistral write calls.
+    """Parses a turn that consists of JSON: one object, several in a row or a list, the format of Llama 3.1 and Mistral.
 
-    {"name": …, "parameters": {…}} or {"name": …, "arguments": {…}}; `mark` may stand before it, where decoding leaves it in.
+    {"name": …, "parameters": {…}} or {"name": …, "arguments": {…}}; `mark` may precede it, if decoding keeps that token.
     """
 
     mark: str = ""
 
     def __call__(self, text: str) -> tuple[ToolCall, ...]:
-        said = _spoken(text).strip()
-        marked = bool(self.mark) and said.startswith(self.mark)
-        said = said.removeprefix(self.mark).strip()
-        if not marked and not _LOOKS_LIKE.match(said):
+        text = _strip_reasoning(text).strip()
+        marked = bool(self.mark) and text.startswith(self.mark)
+        text = text.removeprefix(self.mark).strip()
+        if not marked and not _LOOKS_LIKE_CALL.match(text):
             return ()
-        found: list[ToolCall] = []
-        while said:
+        calls: list[ToolCall] = []
+        while text:
             try:
-                value, end = json.JSONDecoder().raw_decode(said)
+                value, end = json.JSONDecoder().raw_decode(text)
             except (ValueError, RecursionError) as error:
-                return (*found, ToolCall(error=f"the call is no JSON: {error}"))
-            found += [_called(one) for one in (value if isinstance(value, list) else [value])]
-            said = said[end:].lstrip(" \n\t;,")
-        return tuple(found)
+                return (*calls, ToolCall(error=f"the call is no JSON: {error}"))
+            calls += map(_parse_call, value if isinstance(value, list) else [value])
+            text = text[end:].lstrip(" \n\t;,")
+        return tuple(calls)
 
 
 @dataclass(frozen=True)
 class UnsupportedToolCalls:
-    """The template of a model describes tools in a way of its own."""
+    """Raises for a model whose template has an unknown format for tool calls."""
 
     model: str
 
     def __call__(self, text: str) -> tuple[ToolCall, ...]:
         raise ModelError(
-            f"how the model of {self.model!r} writes calls is not known from its chat template: give ToolUse(form=…), a function "
-            "from the text of a turn to policygrad.ToolCall objects; TaggedToolCallParser() and JsonToolCallParser() in "
-            "policygrad.models.tool_calls are two"
+            f"the chat template of {self.model!r} has an unknown format for tool calls: give ToolUse(parser=…), a function from "
+            "the text of a turn to policygrad.ToolCall objects, such as TaggedToolCallParser() and JsonToolCallParser() in "
+            "policygrad.models.tool_calls"
         )
 
 
@@ -104,7 +104,7 @@ TAGGED_PARSER = TaggedToolCallParser()
 
 
 def get_chat_template(hf: Any) -> str | None:
-    """The chat template that a tokenizer of transformers uses where there are tools."""
+    """Return the chat template that a transformers tokenizer uses with tools."""
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):
         template = template.get("tool_use", template.get("default"))
@@ -113,25 +113,25 @@ def get_chat_template(hf: Any) -> str | None:
 
 @cache
 def supports_tools(template: str | None) -> bool:
-    """Whether a chat template reads `tools`."""
+    """Return True when a chat template reads `tools`."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         return any((kind, word) == ("name", "tools") for _, kind, word in Environment().lex(template or ""))
-    except TemplateSyntaxError:  # rendering will say where
+    except TemplateSyntaxError:  # rendering reports it
         return False
 
 
 @cache
 def parser_for_template(template: str | None, model: str = "") -> ToolCallParser:
-    """How the model of this template writes calls; tags where the template knows no tools, as `plain_tools` then asks for them.
+    """Return the parser for a model's chat template; tagged calls if it does not support tools, as `inline_tools` requests.
 
-    Known by what their templates hold: Hermes 2 Pro, Qwen 2.5 and 3 (`<tool_call>` and JSON), Llama 3.1 to 3.3 (`ipython` and
+    Recognised by their content: Hermes 2 Pro, Qwen 2.5 and 3 (`<tool_call>` and JSON), Llama 3.1 to 3.3 (`ipython` and
     "parameters"), Mistral 7B 0.3 (`[TOOL_CALLS]` and a list).
     """
     if template is None or not supports_tools(template):
         return TAGGED_PARSER
-    if _OPENS in template and "<arg_key>" not in template and "<function=" not in template:
+    if _OPENING_TAG in template and "<arg_key>" not in template and "<function=" not in template:
         return TAGGED_PARSER
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return JsonToolCallParser("[TOOL_CALLS]")
@@ -140,23 +140,23 @@ def parser_for_template(template: str | None, model: str = "") -> ToolCallParser
     return UnsupportedToolCalls(model)
 
 
-def _spoken(text: str) -> str:
-    """What is said after the reasoning; nothing where that has not ended."""
-    _, closed, said = text.rpartition("</think>")
-    return said if closed or "<think>" not in text else ""
+def _strip_reasoning(text: str) -> str:
+    """Return the text after the reasoning; "" if the reasoning has not ended."""
+    _, closed, answer = text.rpartition("</think>")
+    return answer if closed or "<think>" not in text else ""
 
 
-def _read(inside: str) -> ToolCall:
-    if not inside.startswith("{"):
-        return _as_python(inside)
+def _parse_tagged(content: str) -> ToolCall:
+    if not content.startswith("{"):
+        return _parse_python_call(content)
     try:
-        return _called(json.loads(inside))
+        return _parse_call(json.loads(content))
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the call is no JSON: {error}")
 
 
-def _called(value: Any) -> ToolCall:
-    """A call from its JSON; arguments may be JSON in a string, as OpenAI's are."""
+def _parse_call(value: Any) -> ToolCall:
+    """Parse a call in JSON; the arguments may be JSON in a string, as in OpenAI's format."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         return ToolCall(error='a call is {"name": "…", "arguments": {…}}')
@@ -171,11 +171,11 @@ def _called(value: Any) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _as_python(inside: str) -> ToolCall:
+def _parse_python_call(text: str) -> ToolCall:
     try:
-        node = ast.parse(inside, mode="eval").body
+        node = ast.parse(text, mode="eval").body
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-            raise ValueError(inside)
+            raise ValueError(text)
         named = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
         return ToolCall(node.func.id, named, tuple(map(ast.literal_eval, node.args)))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""Rewards: verifiers by name or function, and the pool of killable worker processes that runs them."""
+"""Rewards: functions by name, and the pool of killable worker processes that runs them."""
 
 from policygrad.errors import RewardError
 from policygrad.rewards.base import ProcessScores, Reward, RewardFunction, RewardScores, reward

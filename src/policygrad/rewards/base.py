@@ -1,4 +1,4 @@
-"""What a reward is, and what scoring a rollout yields."""
+"""Rewards, and the scores of a rollout."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from policygrad.errors import ConfigError
 
 StepScores = tuple[tuple[int, float], ...]
-"""Where the steps of a completion end, in characters of its text, each with its score."""
+"""(end, score) of each step of a completion; a step ends after `end` characters of its text."""
 RewardResult = Sequence[float | Exception | None] | Sequence[StepScores | None]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -18,12 +18,10 @@ FAILURE_REASONS = ("raised", "row", "timeout", "nan", "inf", "none", "type", "le
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its place in the sum.
+    """A reward function and its weight in the sum.
 
-    `function(prompts, completions, **columns)` gets lists of length 1, or the whole batch when `batched`, and returns
-    one number (or None: "does not apply") per completion; it may be `async`. A `process_reward` returns the completion's
-    steps instead, a list of (end, score). `budget` is the time in seconds that one call may take, None = the pool's.
-    `alone`: a batched function that one worker of its own loads, since it takes much memory (a reward model).
+    `function(prompts, completions, **columns)` gets lists of length 1, or the full batch when `batched`, and returns one number (or
+    None: "does not apply") per completion; it may be `async`.
     """
 
     name: str
@@ -31,8 +29,11 @@ class Reward:
     weight: float = 1.0
     batched: bool = False
     timeout: float | None = None
+    """Seconds per call; None = the pool's."""
     process_reward: bool = False
+    """The function returns the steps of each completion, a list of (end, score)."""
     dedicated_worker: bool = False
+    """Load a batched function in one worker of its own, as it takes much memory (a reward model)."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -41,10 +42,10 @@ class Reward:
             raise ConfigError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise ConfigError(
-                f"reward {self.name!r}: the time budget {self.timeout} s must be positive and finite, or None"
+                f"reward {self.name!r}: the timeout {self.timeout} s must be positive and finite, or None"
             )
         if self.dedicated_worker and not self.batched:
-            raise ConfigError(f"reward {self.name!r}: a worker of its own is for a batched function")
+            raise ConfigError(f"reward {self.name!r}: only a batched function can have a dedicated worker")
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,16 @@ class RewardScores:
 
     total: list[float | None]  # weighted sum of the parts that apply; None = no reward for this completion
     parts: dict[str, list[float | None]]  # by reward name; None = failed or does not apply
-    failures: dict[str, int] = field(
-        default_factory=dict
-    )  # reason (one of FAILURES) -> completions, per reward function
-    messages: list[str] = field(default_factory=list)  # the first of each distinct failure, for the log
-    weights: dict[str, float] = field(
-        default_factory=dict
-    )  # by reward name, of the parts in the total; 1 where none is
+    failures: dict[str, int] = field(default_factory=dict)  # completions per function, by reason (FAILURE_REASONS)
+    messages: list[str] = field(default_factory=list)  # first message of each distinct failure
+    weights: dict[str, float] = field(default_factory=dict)  # by reward name; 1 where none is given
 
 
 @dataclass(frozen=True)
 class ProcessScores:
-    """The steps of a rollout's completions, in their order."""
+    """Steps of a rollout's completions, in their order."""
 
-    steps: list[
-        StepScores | None
-    ]  # of all process rewards together, scores weighted, by end; None = one of them failed
+    steps: list[StepScores | None]  # of all process rewards, weighted and sorted by end; None = one of them failed
     parts: dict[str, list[float]]  # by reward name: the score of every step, unweighted
     failures: dict[str, int]  # as in RewardScores
     messages: list[str]
@@ -81,16 +76,17 @@ def reward(
     prepare: Callable[[], object] | None = None,
     process: bool = False,
 ) -> Callable[[Function], Function]:
-    """Decorate a reward function to ask for the whole batch, for another time budget, or for preparation.
+    """Decorate a reward function with options.
 
-    `batch`: one call gets all completions (what calls a server wants this); it then succeeds or fails as a whole.
-    `budget`: seconds that one call may take. `prepare`: called once in every worker before the first sample, outside of
-    any budget, for heavy imports. `process`: it returns, per completion, a list of (end, score): a step ends after `end`
-    characters of the completion's text.
+    Args:
+        batch: Pass all completions in one call, as a function that calls a server wants; it then succeeds or fails for all of them.
+        timeout: Seconds per call.
+        prepare: Called once in every worker before the first sample, without a timeout, for slow imports.
+        process: The function returns, per completion, a list of (end, score): a step ends after `end` characters of the text.
     """
 
     def mark(function: Function) -> Function:
-        function.reward_options = {"batched": batch, "budget": timeout, "process_reward": process}  # type: ignore[attr-defined]
+        function.reward_options = {"batched": batch, "timeout": timeout, "process_reward": process}  # type: ignore[attr-defined]
         if prepare is not None:
             function.reward_prepare = prepare  # type: ignore[attr-defined]
         return function
@@ -98,34 +94,38 @@ def reward(
     return mark
 
 
-# `name=value,name=value` behind a reward's name, read into a dataclass.
+# Options in a reward's name, `name=value,name=value`.
 
 T = TypeVar("T")
 OptionReader = Callable[[str], Any]
-"""From a word to its value. Raises ValueError, whose text says what is needed."""
+"""Parses an option's value. Raises ValueError with a text for "NAME is …, not VALUE"."""
 
 
 def parse_reward_options(kind: type[T], reward: str, text: str, readers: Mapping[str, OptionReader], **fixed: Any) -> T:
-    """An instance of a dataclass. reward: its name, for messages. readers: of the options that are not words. given: fields that
-    are no options, and neither are those that are not compared.
+    """Create a dataclass from options, its fields that are compared.
+
+    Args:
+        reward: Its name, for messages.
+        readers: For the options that are not strings.
+        fixed: Values of fields that are not options.
 
     Raises:
-        ConfigError: an option that there is not, or a value that it cannot have.
+        ConfigError: An unknown option or an impossible value.
     """
     option_names = [field.name for field in fields(kind) if field.compare and field.name not in fixed]  # type: ignore[arg-type]
     values = dict(fixed)
     for option in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (word.strip() for word in option.partition("="))
+        name, _, value = (part.strip() for part in option.partition("="))
         if name not in option_names:
             raise ConfigError(
-                f"reward {reward!r}: there is no option {name!r}; write {reward}:{','.join(f'{n}=…' for n in option_names)}"
+                f"reward {reward!r} has no option {name!r}; write {reward}:{','.join(f'{n}=…' for n in option_names)}"
             )
         try:
             values[name] = readers.get(name, str)(value)
         except ValueError as error:
             raise ConfigError(f"reward {reward!r}: {name} is {error}, not {value!r}") from None
-    needed = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]  # type: ignore[arg-type]
-    if missing := [name for name in needed if name not in values]:
+    required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]  # type: ignore[arg-type]
+    if missing := [name for name in required if name not in values]:
         raise ConfigError(
             f"reward {reward!r} needs {' and '.join(missing)}: {reward}:…,{','.join(f'{n}=…' for n in missing)}"
         )
@@ -133,7 +133,6 @@ def parse_reward_options(kind: type[T], reward: str, text: str, readers: Mapping
 
 
 def parse_int(text: str) -> int:
-    """A whole number."""
     try:
         return int(text)
     except ValueError:
@@ -141,7 +140,6 @@ def parse_int(text: str) -> int:
 
 
 def parse_float(text: str) -> float:
-    """A number."""
     try:
         return float(text)
     except ValueError:
@@ -149,24 +147,23 @@ def parse_float(text: str) -> float:
 
 
 def parse_bool(text: str) -> bool:
-    """yes or no."""
     if text.lower() not in ("yes", "no", "true", "false"):
         raise ValueError("yes or no")
     return text.lower() in ("yes", "true")
 
 
-def parse_choice(*words: str) -> OptionReader:
-    """One of these words."""
+def parse_choice(*choices: str) -> OptionReader:
+    """Return a reader that accepts one of these words."""
 
     def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(" or ".join(words))
+        if text not in choices:
+            raise ValueError(" or ".join(choices))
         return text
 
     return read
 
 
 def find_option(text: str, name: str) -> str | None:
-    """What `parse_reward_options` would take for this option."""
+    """Return the value that `parse_reward_options` would use for an option; None = not given."""
     pairs = [option.partition("=") for option in text.split(",")]
-    return next((value.strip() for word, equals, value in reversed(pairs) if equals and word.strip() == name), None)
+    return next((value.strip() for key, equals, value in reversed(pairs) if equals and key.strip() == name), None)

@@ -1,4 +1,4 @@
-"""Rewards that need nothing but the completion's text: exact match and format."""
+"""Built-in rewards that need only the completion's text or reasoning-gym: exact match, format, penalties, steps."""
 
 from __future__ import annotations
 
@@ -16,80 +16,87 @@ _ONE_ANSWER = r"\A(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>(?:(?
 
 
 def extract_final_answer(completion: str) -> str:
-    """The text inside the last <answer>...</answer>, or else the whole completion; stripped."""
-    found = _ANSWER.findall(completion)
-    return (found[-1] if found else completion).strip()
+    """Return the text inside the last <answer>...</answer>, or else the full completion; stripped."""
+    answers = _ANSWER.findall(completion)
+    return (answers[-1] if answers else completion).strip()
 
 
 def exact_match(prompts: Any, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1.0 if the final answer is the column `answer` (as text, stripped), else 0.0; None where `answer` is null."""
+    """Score 1.0 if the final answer equals the column `answer` (as text, stripped), else 0.0; None where `answer` is null."""
     return [
-        None if right is None else float(extract_final_answer(text) == str(right).strip())
-        for text, right in zip(completions, answer, strict=True)
+        None if reference is None else float(extract_final_answer(text) == str(reference).strip())
+        for text, reference in zip(completions, answer, strict=True)
     ]
 
 
 @dataclass(frozen=True)
 class Format:
-    """1.0 if the pattern is found anywhere in the completion (`re.search`, `.` also matches newlines), else 0.0.
+    """Score 1.0 if the pattern occurs in the completion (`re.search`, `.` also matches newlines), else 0.0.
 
-    Anchor it with \\A and \\Z to judge the completion as a whole. The default asks for exactly one <answer>...</answer>.
-    A pattern that backtracks for ever runs into the pool's time budget like any other reward.
+    Anchor it with \\A and \\Z to match the full completion. The default requires exactly one <answer>...</answer>. A pattern that
+    backtracks without end runs into the pool's timeout, like any other reward.
     """
 
     pattern: str = _ONE_ANSWER
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern, re.DOTALL)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ConfigError(
-                f"reward 'format': {self.pattern!r} is not a regular expression: {error}; put a backslash before "
-                "a character that is meant literally"
-            ) from None
+        _compile_pattern("reward 'format':", self.pattern)
 
     def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[float | None]:
         pattern = re.compile(self.pattern, re.DOTALL)
         return [float(pattern.search(text) is not None) for text in completions]
 
 
-# By what answers vote: the answer that a completion gives, as the reward that judges it reads it.
+def _compile_pattern(option: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"{option} {pattern!r} is not a regular expression: {error}; put a backslash before a character that is meant literally"
+        ) from None
+
 
 AnswerExtractor = Callable[[str], str | None]
-"""From a completion to its answer, equal texts for equal answers; None = it gives none."""
+"""Maps a completion to its answer, equal texts for equal answers; None = it has none."""
 
 
 def find_answer_extractor(rewards: Sequence[Reward]) -> AnswerExtractor:
-    """The `voted` of the first reward whose function has one; otherwise what is inside the last <answer>, or the whole text."""
-    for rewarding in rewards:
-        own: AnswerExtractor | None = getattr(rewarding.function, "voted", None)
-        if own is not None:
-            return own
+    """Return the `extract_answer` of the first reward function that has one, by which completions vote; otherwise the text inside
+    the last <answer>, or the full text."""
+    for each in rewards:
+        extractor: AnswerExtractor | None = getattr(each.function, "extract_answer", None)
+        if extractor is not None:
+            return extractor
     return lambda text: extract_final_answer(text) or None
 
 
-# Penalties that need nothing but the completion's text: for length and for repetition. Between -1 and 0, to be weighted.
+# Penalties between -1 and 0.
 
 _UNITS = ("words", "characters")
 
 
+def _split_units(text: str, unit: str) -> Sequence[str]:
+    return text.split() if unit == "words" else text
+
+
 @dataclass(frozen=True)
 class LengthPenalty:
-    """0 up to `longest` − `ramp`, then linear to −1 at `longest`, −1 beyond; in words or characters of the completion.
+    """0 up to `max_length` − `ramp`, then linear to −1 at `max_length`, −1 beyond; in words or characters of the completion.
 
-    Source: the formula is DAPO's soft overlong punishment, Yu et al. 2025 (arXiv:2503.14476), eq. 13, with L_max = longest and
-    L_cache = ramp, which counts tokens: that is the algorithm's part SoftOverlong, and what a reward sees is text.
+    Source: DAPO's soft overlong punishment, Yu et al. 2025 (arXiv:2503.14476), eq. 13, with L_max = max_length and L_cache =
+    ramp. It counts tokens: that is the algorithm's part SoftOverlong, as a reward sees text.
     """
 
     max_length: int
     ramp: int | None = None
-    """None = a fifth of `longest`, DAPO's share."""
+    """None = a fifth of `max_length`, DAPO's ratio."""
     unit: str = "words"
 
     def __post_init__(self) -> None:
         if self.max_length < 1 or not 0 < self._ramp <= self.max_length:
             raise ConfigError(
-                f"reward 'length_penalty': longest must be at least 1 and ramp from 1 to longest, not {self.max_length}, {self._ramp}"
+                "reward 'length_penalty': max_length must be at least 1 and ramp from 1 to max_length, not "
+                f"{self.max_length}, {self._ramp}"
             )
 
     @property
@@ -98,21 +105,21 @@ class LengthPenalty:
 
     @classmethod
     def from_options(cls, options: str) -> LengthPenalty:
-        """`longest=400,ramp=100,unit=characters`. Raises ConfigError."""
-        readers = {"longest": parse_int, "ramp": parse_int, "unit": parse_choice(*_UNITS)}
+        """Parse `max_length=400,ramp=100,unit=characters`. Raises ConfigError."""
+        readers = {"max_length": parse_int, "ramp": parse_int, "unit": parse_choice(*_UNITS)}
         return parse_reward_options(cls, "length_penalty", options, readers)
 
     def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[float | None]:
         free = self.max_length - self._ramp
-        return [min(0.0, max(-1.0, (free - len(_units(text, self.unit))) / self._ramp)) for text in completions]
+        return [min(0.0, max(-1.0, (free - len(_split_units(text, self.unit))) / self._ramp)) for text in completions]
 
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """−(1 − distinct / all) of the n-grams of the completion: 0 where none comes twice, towards −1 where one comes all the time.
+    """−(1 − distinct / all) of the completion's n-grams: 0 where none is repeated, towards −1 where one is repeated throughout.
 
-    Words are compared in small letters; a text of fewer than n has no n-gram, and 0. Source: open-r1's repetition reward
-    (rewards.py, get_repetition_penalty_reward) with max_penalty = −1, after Yeo et al. 2025 (arXiv:2502.03373), app. C.2.
+    Case is ignored; a text with fewer than n units gets 0. Source: open-r1's repetition reward (rewards.py,
+    get_repetition_penalty_reward) with max_penalty = −1, after Yeo et al. 2025 (arXiv:2502.03373), app. C.2.
     """
 
     ngram: int = 3
@@ -124,24 +131,20 @@ class RepetitionPenalty:
 
     @classmethod
     def from_options(cls, options: str) -> RepetitionPenalty:
-        """`ngram=4,unit=characters`. Raises ConfigError."""
-        return parse_reward_options(
-            cls, "repetition_penalty", options, {"ngram": parse_int, "unit": parse_choice(*_UNITS)}
-        )
+        """Parse `ngram=4,unit=characters`. Raises ConfigError."""
+        readers = {"ngram": parse_int, "unit": parse_choice(*_UNITS)}
+        return parse_reward_options(cls, "repetition_penalty", options, readers)
 
     def __call__(self, prompts: Any, completions: Sequence[str], **_: Any) -> list[float | None]:
-        return [self._penalty(_units(text.lower(), self.unit)) for text in completions]
-
-    def _penalty(self, units: Sequence[str]) -> float:
-        grams = [tuple(units[i : i + self.ngram]) for i in range(len(units) - self.ngram + 1)]
-        return len(set(grams)) / len(grams) - 1 if grams else 0.0
-
-
-def _units(text: str, unit: str) -> Sequence[str]:
-    return text.split() if unit == "words" else text
+        scores: list[float | None] = []
+        for text in completions:
+            units = _split_units(text.lower(), self.unit)
+            grams = [tuple(units[i : i + self.ngram]) for i in range(len(units) - self.ngram + 1)]
+            scores.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
+        return scores
 
 
-# Process rewards: the steps of a worked-out answer to a problem of the embedded tasks, and ends found by a pattern.
+# Process rewards: the steps of a worked-out answer to a problem of the embedded tasks, and steps that end at a pattern.
 
 _TERM = r"(?:\d+(?:\s*\*\s*[a-z]|[a-z])?|[a-z])"
 _STATEMENT = re.compile(
@@ -154,43 +157,43 @@ _SPELLED = re.compile(r"(?<![\w-])[\w'](?:-[\w'])+(?![\w-])")
 def worked_steps(
     prompts: Any, completions: Sequence[str], dataset: Sequence[str], entry: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[StepScores | None]:
-    """A step per statement before the answer: 1.0 for a result this problem needs, stated for the first time; else 0.0.
+    """Score each statement before the answer: 1.0 for a result that this problem needs, stated for the first time; else 0.0.
 
-    The results are those of the way the embedded model works: tens and ones apart (`90 - 10 = 80, 2 - 8 = -6`), the
-    variable's term alone and then the variable (`9*d = 27, d = 3`), the word spelled from its end (`p-a-t`). Statements that
-    are true and useless, wrong, or repeated get 0.0, the least there is, so that more of them never raise a normalised sum;
-    and only the first statement about a left-hand side counts, so that trying out numbers is worth one guess. The final
-    answer is the last step, which the outcome's reward scores. None for a problem of another dataset.
+    The results are those of the embedded model's way of working: tens and ones apart (`90 - 10 = 80, 2 - 8 = -6`), the variable's
+    term and then the variable (`9*d = 27, d = 3`), the word spelled from its end (`p-a-t`). Statements that are true but useless,
+    wrong, or repeated get 0.0, the minimum, so that more of them never raise a normalised sum; only the first statement about a
+    left-hand side counts, so that trying out numbers earns one guess. The final answer is the last step, scored by the outcome's
+    reward. None for a problem of another dataset.
     """
-    return [_steps(text, name, item) for text, name, item in zip(completions, dataset, entry, strict=True)]
+    return [_score_steps(text, name, item) for text, name, item in zip(completions, dataset, entry, strict=True)]
 
 
-def _steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> StepScores | None:
+def _score_steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> StepScores | None:
     if dataset not in _EXPECTED:
         return None
     working = completion.partition("<answer>")[0]
-    expected, said = _EXPECTED[dataset](entry), set[str]()
+    expected, stated = _EXPECTED[dataset](entry), set[str]()
     steps: list[tuple[int, float]] = []
-    for found in (_SPELLED if dataset == "spell_backward" else _STATEMENT).finditer(working):
-        left, right = _normal(found)
-        right_step = left not in said and expected.get(left) == right
-        said.add(left)
-        steps.append((found.end(), float(right_step)))
+    for match in (_SPELLED if dataset == "spell_backward" else _STATEMENT).finditer(working):
+        left, right = _normalise_statement(match)
+        correct = left not in stated and expected.get(left) == right
+        stated.add(left)
+        steps.append((match.end(), float(correct)))
     return tuple(steps)
 
 
-def _normal(found: re.Match[str]) -> tuple[str, str]:
-    """(what a statement is about, what it says): `9 * d = 27` is about `9d`; a spelled word is about the word to spell."""
-    if found.re is _SPELLED:
-        return "", found.group()
-    left = re.sub(r"\s+", "", found["left"])
-    return re.sub(r"(?<=\d)\*(?=[a-z])", "", left), str(int(found["right"]))
+def _normalise_statement(match: re.Match[str]) -> tuple[str, str]:
+    """Return (subject, value): `9 * d = 27` is ("9d", "27"); the subject of a spelled word is ""."""
+    if match.re is _SPELLED:
+        return "", match.group()
+    left = re.sub(r"\s+", "", match["left"])
+    return re.sub(r"(?<=\d)\*(?=[a-z])", "", left), str(int(match["right"]))
 
 
-def _sums(entry: Mapping[str, Any]) -> dict[str, str]:
+def _expect_sums(entry: Mapping[str, Any]) -> dict[str, str]:
     """Tens and ones of every term, each added up."""
-    first, *rest = entry["metadata"]["expression"].split()
-    signs, numbers = [1] + [1 if sign == "+" else -1 for sign in rest[::2]], [int(n) for n in (first, *rest[1::2])]
+    first, *tail = entry["metadata"]["expression"].split()
+    signs, numbers = [1] + [1 if sign == "+" else -1 for sign in tail[::2]], [int(n) for n in (first, *tail[1::2])]
     expected = {}
     for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
         left = "".join(f"{'+' if sign > 0 else '-'}{n}" for sign, n in zip(signs, digits, strict=True))
@@ -198,26 +201,26 @@ def _sums(entry: Mapping[str, Any]) -> dict[str, str]:
     return expected
 
 
-def _equation(entry: Mapping[str, Any]) -> dict[str, str]:
+def _expect_equation(entry: Mapping[str, Any]) -> dict[str, str]:
     """The variable's term, and the variable."""
     variable, solution = entry["metadata"]["variable"], int(entry["answer"])
-    found = re.search(rf"(?:(\d+)\*)?{variable}\b", entry["metadata"]["equation"])
-    factor = int(found.group(1) or 1) if found else 1
+    match = re.search(rf"(?:(\d+)\*)?{variable}\b", entry["metadata"]["equation"])
+    factor = int(match.group(1) or 1) if match else 1
     term = {} if factor == 1 else {f"{factor}{variable}": str(factor * solution)}
     return term | {variable: str(solution)}
 
 
-def _spelled(entry: Mapping[str, Any]) -> dict[str, str]:
-    """The answer's letters, joined by hyphens."""
-    return {"": "-".join(entry["answer"])}
-
-
-_EXPECTED = {"chain_sum": _sums, "simple_equations": _equation, "spell_backward": _spelled}
+_EXPECTED: dict[str, Callable[[Mapping[str, Any]], dict[str, str]]] = {
+    "chain_sum": _expect_sums,
+    "simple_equations": _expect_equation,
+    "spell_backward": lambda entry: {"": "-".join(entry["answer"])},
+}
+"""By dataset: the value of each subject."""
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A step ends where a match of the pattern ends (`re.finditer`, `.` also matches newlines); it says nothing of worth."""
+    """End a step where a match of the pattern ends (`re.finditer`, `.` also matches newlines); every score is 0."""
 
     pattern: str
     reward_options: ClassVar[Mapping[str, Any]] = {"process_reward": True}
@@ -231,28 +234,22 @@ class StepEnd:
 
 
 def check_step_pattern(pattern: str) -> None:
-    """Raises ConfigError for what is no regular expression, with the position, and for what is found everywhere."""
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except (re.error, OverflowError, RecursionError) as error:  # the first says at which position
+    """Raise ConfigError for an invalid regular expression, with the position, and for one that matches everywhere."""
+    compiled = _compile_pattern("step_end", pattern)
+    if {match.end() for match in compiled.finditer("a b") if not match.group()} == {0, 1, 2, 3}:
         raise ConfigError(
-            f"step_end {pattern!r} is not a regular expression: {error}; put a backslash before a character that is meant "
-            "literally"
-        ) from None
-    if {found.end() for found in compiled.finditer("a b") if not found.group()} == {0, 1, 2, 3}:
-        raise ConfigError(
-            f"step_end {pattern!r} matches the empty text everywhere, so that every character would end a step: say what "
-            "stands at a step's end, '\\n' = every line"
+            f"step_end {pattern!r} matches the empty text everywhere, so that every character would end a step; give what ends a "
+            "step, such as '\\n' for every line"
         )
 
 
-# Answers judged by reasoning-gym's own scorers; the one file in rewards that imports it, and only when it is used.
+# reasoning-gym's own scorers. Only here is it imported, when one is used.
 
-_RIGHT = 1.0 - 1e-6
+_CORRECT = 1.0 - 1e-6
 
 
 def import_reasoning_gym() -> None:
-    """Import reasoning-gym (about a second) before the first sample's clock runs."""
+    """Import reasoning-gym (about a second) before the first sample's timeout starts."""
     import reasoning_gym  # noqa: F401
 
 
@@ -260,37 +257,33 @@ def import_reasoning_gym() -> None:
 def reasoning_gym(
     prompts: Any, completions: Sequence[str], dataset: Sequence[str], entry: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float | None]:
-    """1.0 if reasoning-gym calls the final answer right, else 0.0: its partial credit is mostly for the format."""
+    """Score 1.0 if reasoning-gym accepts the final answer, else 0.0: its partial credit is mostly for the format."""
     scores = reasoning_gym_partial(prompts, completions, dataset, entry)
-    return [None if score is None else float(score >= _RIGHT) for score in scores]
+    return [None if score is None else float(score >= _CORRECT) for score in scores]
 
 
 @reward(prepare=import_reasoning_gym)
 def reasoning_gym_partial(
     prompts: Any, completions: Sequence[str], dataset: Sequence[str], entry: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float | None]:
-    """The scorer's own number, usually 0 to 1; a wrong but readable answer gets 0.01 or 0.05 from many datasets."""
-    return [
-        _score(extract_final_answer(text), name, item)
-        for text, name, item in zip(completions, dataset, entry, strict=True)
-    ]
-
-
-def _score(answer: str, dataset: str, entry: Mapping[str, Any]) -> float:
-    """An answer that the scorer cannot read is wrong; an entry whose own answer it cannot read is an error."""
-    scorer = _scorer(dataset)
-    try:
-        return float(scorer(answer, entry))
-    except Exception:
-        if entry["answer"] is not None:
-            scorer(entry["answer"], entry)
-        return 0.0
+    """Return reasoning-gym's own score, usually 0 to 1; many datasets give 0.01 or 0.05 for a wrong but readable answer."""
+    scores: list[float | None] = []
+    for text, name, item in zip(completions, dataset, entry, strict=True):
+        scorer = _load_scorer(name)
+        try:
+            score = float(scorer(extract_final_answer(text), item))
+        except Exception:  # an answer that the scorer cannot read is wrong, unless it cannot read the entry's either
+            if item["answer"] is not None:
+                scorer(item["answer"], item)
+            score = 0.0
+        scores.append(score)
+    return scores
 
 
 @lru_cache(maxsize=128)
-def _scorer(dataset: str) -> Any:
+def _load_scorer(dataset: str) -> Any:
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if dataset not in DATASETS:
-        raise DataError(f"column 'dataset' names {dataset!r}, which is no reasoning-gym dataset; see list_tasks()")
+        raise DataError(f"column 'dataset' names {dataset!r}, which is not a reasoning-gym dataset; see list_tasks()")
     return get_score_answer_fn(dataset)

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,337 +19,41 @@ from policygrad.rewards import builtin, code
 from policygrad.rewards import math as math_rewards
 from policygrad.rewards.base import Reward, RewardFunction, find_option
 from policygrad.rewards.builtin import Format, LengthPenalty, RepetitionPenalty, exact_match, worked_steps
-from policygrad.rewards.workers.messages import RewardCaller, SampleResult, Signature, build_signature
+from policygrad.rewards.workers.messages import SampleResult
+from policygrad.rewards.workers.worker import RewardCaller, Signature, build_signature
 from policygrad.utils.user_code import FileFunction, import_function
 
-# A reward as one writes it: `0.5*math within 0..1 if format and mine.py:short`.
-#
-#     SPEC = [WEIGHT*] NAME [*WEIGHT] [within LOW..HIGH] [if NAME [and NAME ...]]
-#
-# A name may hold a pattern, which may hold anything: what looks like the end of a spec is the end, and never a part of the
-# pattern. A pattern that really ends so goes into brackets: `format:(?:a*2)`, `format:x[ ]if math`.
 
-_NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
-_BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")
-_AFTER = re.compile(
-    rf"(?<!\\)((?:\\\\)*)\s*\*\s*({_NUMBER})\s*\Z"
-)  # a star behind a backslash is a letter of the pattern
-_WITHIN = re.compile(rf"\s+within\s+({_NUMBER})?\.\.({_NUMBER})?\s*\Z")
-_IF, _AND = re.compile(r"\s+if\s+"), re.compile(r"\s+and\s+")
-_BRACKETS = "a pattern that ends so goes into brackets, format:(?:…)"
-NameTest = Callable[[str], bool]
-"""Whether a text may be the name of a reward; nothing is imported for that."""
+def list_rewards() -> list[str]:
+    """Return the names of the built-in rewards, sorted.
 
-
-@dataclass(frozen=True)
-class RewardSpec:
-    """What a text says of a reward."""
-
-    name: str
-    weight: float = 1.0
-    low: float = -math.inf
-    high: float = math.inf
-    gates: tuple[str, ...] = ()
-    """Names of the rewards without which it does not count."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all functions that it takes."""
-        return (self.name, *self.gates)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the function's own value is what counts."""
-        return not self.gates and self.low == -math.inf and self.high == math.inf
-
-    @property
-    def title(self) -> str:
-        """What it is called: all of it but its weight."""
-        low, high = ("" if math.isinf(end) else f"{end:g}" for end in (self.low, self.high))
-        within = f" within {low}..{high}" if low or high else ""
-        return self.name + within + (f" if {' and '.join(self.gates)}" if self.gates else "")
-
-
-def parse_reward(text: str, is_name: NameTest) -> RewardSpec:
-    """Raises ConfigError for two weights, bounds that bound nothing, and gates with weights or gates of their own."""
-    rest, gates = _gates(text.strip(), is_name)
-    weights = []
-    if found := _BEFORE.match(rest):
-        rest, weights = rest[found.end() :], [float(found[1])]
-    rest, after = _without(_AFTER, rest)
-    rest, within = _without(_WITHIN, rest)
-    if within and not after:
-        rest, after = _without(_AFTER, rest)
-    if after:
-        rest, weights = rest + after[1], [*weights, float(after[2])]
-    if len(weights) > 1:
-        raise ConfigError(
-            f"reward {text!r} has two weights, {weights[0]:g} and {weights[1]:g}: leave one away; {_BRACKETS}"
-        )
-    low, high = _bounds(text, within[1], within[2]) if within else (-math.inf, math.inf)
-    return RewardSpec(rest.strip(), weights[0] if weights else 1.0, low, high, gates)
-
-
-def _gates(text: str, known: NameTest) -> tuple[str, tuple[str, ...]]:
-    """(the text before them, the names): the first `if` behind which a reward is named."""
-    for found in _IF.finditer(text):
-        behind = text[found.end() :].strip()
-        if not _begins(behind, known):
-            continue
-        names = _split(behind, known)
-        for name in names:
-            if _AFTER.search(name) or _BEFORE.match(name) or _WITHIN.search(name) or _splits(_IF, name, known):
-                raise ConfigError(
-                    f"reward {text!r}: a gate, {name!r}, holds or it does not, so it has no weight, bounds or gate of its own: "
-                    f"write `NAME if GATE and GATE`; {_BRACKETS}"
-                )
-        return text[: found.start()], names
-    return text, ()
-
-
-def _split(text: str, known: NameTest) -> tuple[str, ...]:
-    """`NAME and NAME` as names."""
-    cuts = _splits(_AND, text, known)
-    starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
-    return tuple(text[start:end].strip() for start, end in zip(starts, ends, strict=True))
-
-
-def _splits(word: re.Pattern[str], text: str, known: NameTest) -> list[tuple[int, int]]:
-    return [found.span() for found in word.finditer(text) if _begins(text[found.end() :].strip(), known)]
-
-
-def _begins(text: str, known: NameTest) -> bool:
-    """Whether a reward is named here, be it with a weight that it may not have."""
-    text, _ = _without(_WITHIN, _without(_AFTER, _BEFORE.sub("", text, count=1))[0])
-    text, _ = _without(_AFTER, text)
-    return known(text) or known(_AND.split(text)[0])
-
-
-def _without(end: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | None]:
-    found = end.search(text)
-    return (text[: found.start()], found) if found else (text, None)
-
-
-def _bounds(text: str, low: str | None, high: str | None) -> tuple[float, float]:
-    least, most = float(low or -math.inf), float(high or math.inf)
-    if not least < most or (low is None and high is None):
-        raise ConfigError(f"reward {text!r}: within LOW..HIGH needs LOW below HIGH, or one of them: within ..1")
-    return least, most
-
-
-# A reward that counts only where gates hold, and no more than it may: what others say, looked at before and after it.
-
-Columns = Mapping[str, Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class GatedReward:
-    """The inner reward's value, not below `low` or above `high`, where every gate holds; 0 where one does not.
-
-    A gate holds where its value is above 0, and where it does not apply (None); where it fails, the sample fails. Gates are asked
-    first, and the inner function only about what passes: a judge that is paid for is not asked about text of the wrong form.
+    `format:REGEX` takes a pattern, `gsm8k:POLICY,POLICY` and `math:…` choose where the answer is looked for,
+    `code:OPTION=VALUE,…` limits programs, `length_penalty:max_length=400` sets the length; `model:PATH` is a reward model,
+    `judge:RUBRIC,model=NAME,url=…` a language model as judge; `verl:FILE` and `openrlhf:FILE` are functions written for these
+    libraries.
     """
-
-    inner: Reward
-    gates: tuple[Reward, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __post_init__(self) -> None:
-        for part in self._parts:
-            if part.process_reward:
-                raise ConfigError(
-                    f"reward {part.name!r} scores steps: gates and bounds are for what scores whole completions, and so are they"
-                )
-
-    @property
-    def _parts(self) -> tuple[Reward, ...]:
-        return (*self.gates, self.inner)
-
-    @property
-    def reward_options(self) -> dict[str, Any]:
-        """Those of what it is made of, the widest: the whole batch where one of them wants that, and the longest budget."""
-        budgets = [part.timeout for part in self._parts if part.timeout is not None]
-        return {
-            "batched": any(part.batched for part in self._parts),
-            "alone": any(part.dedicated_worker for part in self._parts),
-            "budget": max(budgets, default=None),
-        }
-
-    @property
-    def reward_network(self) -> bool:
-        """Whether a part asks a server."""
-        return any(getattr(part.function, "reward_network", False) for part in self._parts)
-
-    def reward_prepare(self) -> None:
-        """What each part prepares."""
-        for part in self._parts:
-            prepare: Callable[[], object] | None = getattr(part.function, "reward_prepare", None)
-            if prepare is not None:
-                prepare()
-
-    @property
-    def extract_answer(self) -> Any:
-        """The answer that the inner reward reads."""
-        return getattr(self.inner.function, "voted", None)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The columns that its parts need."""
-        return build_signature(name for part in self._parts for name in Signature.from_function(part.function).required)
-
-    @cached_property
-    def _callers(self) -> tuple[RewardCaller, ...]:
-        return tuple(RewardCaller(part.name, part.function) for part in self._parts)
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
-        """One SampleResult per completion; the reason of a failure is that of the part that failed."""
-        said: list[SampleResult | None] = [None] * len(completions)
-        for part, caller in zip(self._parts, self._callers, strict=True):
-            open_ = [i for i, known in enumerate(said) if known is None]
-            judgements = _ask(caller, part.batched, open_, prompts, completions, columns)
-            for place, judgement in zip(open_, judgements, strict=True):
-                said[place] = self._bounded(judgement) if part is self.inner else _stopped(judgement)
-        return [judgement for judgement in said if judgement is not None]
-
-    def _bounded(self, judgement: SampleResult) -> SampleResult:
-        value = judgement.value
-        return judgement if value is None else replace(judgement, value=min(max(value, self.low), self.high))
+    return sorted(_BUILTIN)
 
 
-def _stopped(gate: SampleResult) -> SampleResult | None:
-    """What is said of a completion at this gate; None = it passes."""
-    if gate.reason is not None:
-        return gate
-    return None if gate.value is None or gate.value > 0 else SampleResult(0.0)
+def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
+    """Return the reward of a name, with its weight, bounds and gates: `0.5*math within 0..1 if format` (`parse_reward`).
 
+    A Reward or a function is accepted in place of a name.
 
-def _ask(
-    caller: RewardCaller,
-    batched: bool,
-    places: Sequence[int],
-    prompts: Sequence[Any],
-    texts: Sequence[str],
-    columns: Columns,
-) -> list[SampleResult]:
-    """What a function says of these places, all at once or one at a time, as it is used to."""
-    calls = [places] if batched and places else [[place] for place in places]
-    return [
-        judgement
-        for some in calls
-        for judgement in caller(
-            [prompts[i] for i in some],
-            [texts[i] for i in some],
-            {name: [values[i] for i in some] for name, values in columns.items()},
-        )
-    ]
-
-
-# Reward functions with the signatures of verl and OpenRLHF, as they are: `verl:mine.py`, `openrlhf:reward_func.py`.
-#
-# Sources: verl, docs/preparation/reward_function.rst ("Customized"), and its reward managers for what may be returned; OpenRLHF,
-# README, "Single-Turn Agent: Reinforced Fine-tuning with Custom Rewards" (--remote_rm_url FILE).
-
-DEFAULT_FUNCTION_NAMES = {"verl": "compute_score", "openrlhf": "reward_func"}
-"""What each looks for in a file."""
-
-
-@dataclass(frozen=True)
-class VerlReward:
-    """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`).
-
-    ground_truth is the column `reward_model`'s, or `answer`; data_source and extra_info are the columns of these names, or None.
-    It may be async.
+    Raises:
+        ConfigError: An unknown name, or a failed import; with the remedy.
     """
-
-    function: RewardFunction
-
-    @property
-    def reward_prepare(self) -> Any:
-        return getattr(self.function, "reward_prepare", None)
-
-    def __call__(self, prompts: Any, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
-        found: list[Any] = [
-            self.function(
-                data_source=row.get("data_source"),
-                solution_str=text,
-                ground_truth=_truth(row),
-                extra_info=row.get("extra_info"),
-            )
-            for text, row in zip(completions, rows, strict=True)
-        ]
-        if any(inspect.isawaitable(said) for said in found):
-            return _awaited(found)
-        return [_score(said) for said in found]
-
-
-@dataclass(frozen=True)
-class OpenRLHFReward:
-    """`reward_func(queries, prompts, labels)` → a tensor or list of rewards, or a dict with `rewards`.
-
-    queries are prompts with their completions behind them, labels the column `answer` (--label_key there), lists of one. The prompt
-    of a chat is what its messages say, a line each: the model's template is not known here.
-    """
-
-    function: RewardFunction
-
-    @property
-    def reward_prepare(self) -> Any:
-        return getattr(self.function, "reward_prepare", None)
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
-        asked = [_text(prompt) for prompt in prompts]
-        queries = [prompt + text for prompt, text in zip(asked, completions, strict=True)]
-        labels = list(columns.get("answer", [None] * len(queries)))
-        said: Any = self.function(queries=queries, prompts=asked, labels=labels)
-        return said["rewards"] if isinstance(said, Mapping) else said
-
-
-def load_foreign_reward(kind: str, name: str) -> RewardFunction:
-    """The adapter around `FILE.py`, `FILE.py:NAME` or `package.module.NAME`. Raises ConfigError."""
-    if not name:
-        raise ConfigError(
-            f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{DEFAULT_FUNCTION_NAMES[kind]}"
-        )
-    file, function = split_location(kind, name)
-    found = FileFunction.load(str(Path(file).resolve()), function) if file.endswith(".py") else import_function(name)
-    return VerlReward(found) if kind == "verl" else OpenRLHFReward(found)
-
-
-def split_location(kind: str, name: str) -> tuple[str, str]:
-    """(file or module, function)."""
-    if name.endswith(".py"):
-        return name, DEFAULT_FUNCTION_NAMES[kind]
-    file, colon, function = name.rpartition(":")
-    return (file, function) if colon else (name.rpartition(".")[0], name.rpartition(".")[2])
-
-
-def _truth(row: Mapping[str, Any]) -> Any:
-    model = row.get("reward_model")
-    if isinstance(model, Mapping) and "ground_truth" in model:
-        return model["ground_truth"]
-    if "answer" not in row:
-        raise RewardError("verl's functions are given a ground_truth, and the task has neither reward_model nor answer")
-    return row["answer"]
-
-
-async def _awaited(found: Sequence[Awaitable[Any] | Any]) -> list[Any]:
-    return [_score(said) for said in await asyncio.gather(*(_one(said) for said in found))]
-
-
-async def _one(said: Any) -> Any:
-    return await said if inspect.isawaitable(said) else said
-
-
-def _score(said: Any) -> Any:
-    if not isinstance(said, Mapping):
-        return said
-    return said["score"] if "score" in said else said["reward"]
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "".join(f"{message.get('content') or ''}\n" for message in prompt)
+    if isinstance(name, Reward):
+        return name
+    if callable(name):
+        return _create_reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
+    if not isinstance(name, str):
+        raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
+    spec = parse_reward(name)
+    if spec.plain:
+        return _create_reward(spec.name, _load_function(spec.name), spec.weight)
+    inner, *gates = (_create_reward(part, _load_function(part), 1.0) for part in spec.names)
+    return _create_reward(spec.title, GatedReward(inner, tuple(gates), spec.low, spec.high), spec.weight)
 
 
 _BUILTIN: dict[str, RewardFunction] = {
@@ -363,122 +67,53 @@ _BUILTIN: dict[str, RewardFunction] = {
     "repetition_penalty": RepetitionPenalty(),
     "worked_steps": worked_steps,
 }
-_PRESETS: dict[str, Callable[[str], RewardFunction]] = {
-    "code": lambda options: _walled(code.Code.from_options(options)),
-    "format": Format,
-    "gsm8k": lambda options: math_rewards.Gsm8k(_words(options)),
-    "judge": lambda options: _judge(options),
-    "length_penalty": LengthPenalty.from_options,
-    "math": lambda options: math_rewards.Math(_words(options)),
-    "model": lambda path: _reward_model(path),
-    "openrlhf": lambda name: load_foreign_reward("openrlhf", name),
-    "repetition_penalty": RepetitionPenalty.from_options,
-    "verl": lambda name: load_foreign_reward("verl", name),
-}
-"""What takes words behind a colon."""
-OPENAI_URL = "https://api.openai.com/v1"
-_HERE = ("localhost", "127.0.0.1", "::1")
-_DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
-def list_rewards() -> list[str]:
-    """Names of the built-in rewards, sorted.
-
-    `format:REGEX` takes a pattern of your own, `gsm8k:POLICY,POLICY` and `math:…` say where the answer is looked for,
-    `code:OPTION=VALUE,…` what a program may take, `length_penalty:longest=400` what is too long; `model:PATH` is a reward model,
-    `judge:RUBRIC,model=NAME,url=…` a language model that is asked; `verl:FILE` and `openrlhf:FILE` take those functions.
-    """
-    return sorted(_BUILTIN)
-
-
-def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
-    """The reward called `name`, with an optional weight, bounds and gates: `0.5*math within 0..1 if format` (`spec.py`).
-
-    Raises ConfigError for an unknown name and for what cannot be imported, with the way out. A Reward or a function is accepted in
-    a name's place.
-    """
-    if isinstance(name, Reward):
-        return name
-    if callable(name):
-        return _reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
-    if not isinstance(name, str):
-        raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
-    spec = parse_reward(name, is_known_reward)
-    if spec.plain:
-        return _reward(spec.name, _function(spec.name), spec.weight)
-    inner, *gates = (_reward(part, _function(part), 1.0) for part in spec.names)
-    return _reward(spec.title, GatedReward(inner, tuple(gates), spec.low, spec.high), spec.weight)
-
-
-def find_code(name: str) -> tuple[str, ...]:
-    """The modules and files that a reward's name would import, and the servers elsewhere that it would show texts to; none where
-    all is policygrad's own. Imports nothing."""
-    return tuple(code for part in parse_reward(name, is_known_reward).names if (code := _code_of(part)))
-
-
-def find_rubrics(name: str) -> tuple[str, ...]:
-    """The files that say to judges what is good."""
-    judges = (
-        part.removeprefix("judge:") for part in parse_reward(name, is_known_reward).names if part.startswith("judge:")
-    )
-    return tuple(rest.partition(",")[0].strip().removeprefix("rubric=") for rest in judges)
-
-
-def is_local_url(address: str) -> bool:
-    """Whether an address is one of this machine, in whatever way it is read: one with a user's name or a backslash is not."""
-    try:
-        return urlsplit(address).hostname in _HERE and not set("@\\") & set(address)
-    except ValueError:
-        return False
-
-
-def _code_of(name: str) -> str | None:
-    if name.startswith("judge:"):
-        address = find_option(name, "url") or OPENAI_URL
-        return None if is_local_url(address) else address
-    kind, _, rest = name.partition(":")
-    if kind in DEFAULT_FUNCTION_NAMES:
-        return split_location(kind, rest)[0]
-    if name in _BUILTIN or kind in _PRESETS:
-        return None
-    path, colon, _ = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        return path
-    return name.rpartition(".")[0] if _DOTTED.fullmatch(name) else None
-
-
-def is_known_reward(text: str) -> bool:
-    """Whether a text may be the name of a reward; nothing is imported for that."""
-    prefix, colon, _ = text.partition(":")
-    return text in _BUILTIN or bool(colon and prefix in _PRESETS) or _code_of(text) is not None
-
-
-def _reward(name: str, function: RewardFunction, weight: float) -> Reward:
-    return Reward(name, function, weight, **getattr(function, "reward_options", {}))
-
-
-def _words(options: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in options.split(",") if word.strip())
-
-
-def _walled(programs: code.Code) -> RewardFunction:
-    programs.reward_prepare()
+def _load_code(options: str) -> RewardFunction:
+    programs = code.Code.from_options(options)
+    programs.reward_prepare()  # refuses a machine without a sandbox
     return programs
 
 
-def _reward_model(path: str) -> RewardFunction:
+def _load_judge(options: str) -> RewardFunction:
+    from policygrad.rewards.llm_judge import LLMJudge  # which few runs need
+
+    return LLMJudge.from_options(options)
+
+
+def _load_reward_model(path: str) -> RewardFunction:
     from policygrad.rewards.reward_model import ModelReward  # which imports torch
 
     return ModelReward.from_name(path)
 
 
-def _judge(options: str) -> RewardFunction:
-    from policygrad.rewards.llm_judge import LLMJudge  # which few runs have
-
-    return LLMJudge.from_options(options)
+def _split_policies(options: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in options.split(",") if name.strip())
 
 
-def _function(name: str) -> RewardFunction:
+_PRESETS: dict[str, Callable[[str], RewardFunction]] = {
+    "code": _load_code,
+    "format": Format,
+    "gsm8k": lambda options: math_rewards.Gsm8k(_split_policies(options)),
+    "judge": _load_judge,
+    "length_penalty": LengthPenalty.from_options,
+    "math": lambda options: math_rewards.Math(_split_policies(options)),
+    "model": _load_reward_model,
+    "openrlhf": lambda name: load_foreign_reward("openrlhf", name),
+    "repetition_penalty": RepetitionPenalty.from_options,
+    "verl": lambda name: load_foreign_reward("verl", name),
+}
+"""Rewards with options after a colon."""
+OPENAI_URL = "https://api.openai.com/v1"
+_LOCALHOST = ("localhost", "127.0.0.1", "::1")
+_DOTTED = re.compile(r"\w+(\.\w+)+")
+
+
+def _create_reward(name: str, function: RewardFunction, weight: float) -> Reward:
+    return Reward(name, function, weight, **getattr(function, "reward_options", {}))
+
+
+def _load_function(name: str) -> RewardFunction:
     preset, colon, options = name.partition(":")
     if preset == "math":
         math_rewards.check_math_verify_installed()
@@ -491,44 +126,375 @@ def _function(name: str) -> RewardFunction:
         return FileFunction.load(str(Path(path).resolve()), function)
     if _DOTTED.fullmatch(name):
         return import_function(name)
-    near = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else f"the built-in ones are {', '.join(list_rewards())}."
+    similar = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"the built-in ones are {', '.join(list_rewards())}."
     raise ConfigError(
-        f"unknown reward {name!r}: {hint} Your own is package.module.function or path/to/file.py:function"
+        f"unknown reward {name!r}: {hint} A function of yours is package.module.function or path/to/file.py:function"
     )
 
 
-# A reward's name, `0.5*mine.py:f if judge:good.md`, with its files looked up in another folder than the current one.
+def is_known_reward(text: str) -> bool:
+    """Return whether a text can be the name of a reward, without importing anything."""
+    prefix, colon, _ = text.partition(":")
+    return text in _BUILTIN or bool(colon and prefix in _PRESETS) or _find_code(text) is not None
+
+
+def find_code(name: str) -> tuple[str, ...]:
+    """Return the modules and files that a reward's name would import, and the remote servers that it would send texts to.
+
+    Imports nothing. Empty where everything is policygrad's own.
+    """
+    return tuple(place for part in parse_reward(name).names if (place := _find_code(part)))
+
+
+def _find_code(name: str) -> str | None:
+    if name.startswith("judge:"):
+        url = find_option(name, "url") or OPENAI_URL
+        return None if is_local_url(url) else url
+    kind, _, location = name.partition(":")
+    if kind in DEFAULT_FUNCTION_NAMES:
+        return split_location(kind, location)[0]
+    if name in _BUILTIN or kind in _PRESETS:
+        return None
+    path, colon, _ = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return path
+    return name.rpartition(".")[0] if _DOTTED.fullmatch(name) else None
+
+
+def find_rubrics(name: str) -> tuple[str, ...]:
+    """Return the rubric files of the judges in a reward's name."""
+    judges = (part.removeprefix("judge:") for part in parse_reward(name).names if part.startswith("judge:"))
+    return tuple(options.partition(",")[0].strip().removeprefix("rubric=") for options in judges)
+
+
+def is_local_url(url: str) -> bool:
+    """Return whether a URL is on this machine, however it is parsed: one with a user name or a backslash is not."""
+    try:
+        return urlsplit(url).hostname in _LOCALHOST and not set("@\\") & set(url)
+    except ValueError:
+        return False
+
+
+# A reward's name with its files looked up in another folder than the current one.
 
 PathResolver = Callable[[str], str]
-"""From a file or folder as it is named to where it is."""
+"""Maps a file or folder, as it is named, to its path."""
 
 
-def resolve_paths(name: str, find: PathResolver) -> str:
-    """The same reward with every file that `find` knows by its whole path; weight, bounds and gates stay as they are written."""
-    done, rest = "", name
-    for part in parse_reward(name, is_known_reward).names:
-        before, _, after = rest.partition(part)
-        done, rest = done + before + _part(part, find), after
-    return done + rest
+def resolve_paths(name: str, resolve_path: PathResolver) -> str:
+    """Return the reward's name with resolved file paths; weight, bounds and gates stay as they are written."""
+    resolved, unread = "", name
+    for part in parse_reward(name).names:
+        before, _, unread = unread.partition(part)
+        resolved += before + _resolve_part(part, resolve_path)
+    return resolved + unread
 
 
-def resolve_with_paths(name: str, find: PathResolver) -> Reward:
-    """The reward, from where its files are, under the name that was given: metrics are called after it."""
-    return replace(resolve_reward(resolve_paths(name, find)), name=parse_reward(name, is_known_reward).title)
+def resolve_with_paths(name: str, resolve_path: PathResolver) -> Reward:
+    """Return the reward, loaded from its resolved paths, under the name that was given: metrics are named after it."""
+    return replace(resolve_reward(resolve_paths(name, resolve_path)), name=parse_reward(name).title)
 
 
-def _part(part: str, find: PathResolver) -> str:
-    kind, colon, rest = part.partition(":")
+def _resolve_part(part: str, resolve_path: PathResolver) -> str:
+    kind, colon, location = part.partition(":")
     if not colon:
         return part
     if kind == "model":
-        return f"model:{find(rest)}"
+        return f"model:{resolve_path(location)}"
     if kind == "judge":
-        rubric, comma, options = rest.partition(",")
-        return f"judge:{find(rubric)}{comma}{options}"
+        rubric, comma, options = location.partition(",")
+        return f"judge:{resolve_path(rubric)}{comma}{options}"
     if kind in DEFAULT_FUNCTION_NAMES:
-        file = split_location(kind, rest)[0]
-        return f"{kind}:{find(file)}{rest.removeprefix(file)}" if file.endswith(".py") else part
+        file = split_location(kind, location)[0]
+        return f"{kind}:{resolve_path(file)}{location.removeprefix(file)}" if file.endswith(".py") else part
     file, _, function = part.rpartition(":")
-    return f"{find(file)}:{function}" if file.endswith(".py") else part
+    return f"{resolve_path(file)}:{function}" if file.endswith(".py") else part
+
+
+# The grammar: `0.5*math within 0..1 if format and mine.py:short`.
+#
+#     SPEC = [WEIGHT*] NAME [*WEIGHT] [within LOW..HIGH] [if NAME [and NAME ...]]
+#
+# A name may hold a pattern, which may hold anything: what looks like the end of a spec is the end, and never a part of the
+# pattern. A pattern that really ends so goes into brackets: `format:(?:a*2)`, `format:x[ ]if math`.
+
+_NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+_WEIGHT_BEFORE = re.compile(rf"\s*({_NUMBER})\s*\*\s*(?=\S)")
+_WEIGHT_AFTER = re.compile(rf"(?<!\\)((?:\\\\)*)\s*\*\s*({_NUMBER})\s*\Z")  # an escaped star is part of the pattern
+_WITHIN = re.compile(rf"\s+within\s+({_NUMBER})?\.\.({_NUMBER})?\s*\Z")
+_IF, _AND = re.compile(r"\s+if\s+"), re.compile(r"\s+and\s+")
+_USE_BRACKETS = "a pattern that ends so goes into brackets, format:(?:…)"
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A parsed reward."""
+
+    name: str
+    weight: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+    gates: tuple[str, ...] = ()
+    """Names of rewards that must be above 0 for this one to count."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all functions it calls."""
+        return (self.name, *self.gates)
+
+    @property
+    def plain(self) -> bool:
+        """Without gates and bounds."""
+        return not self.gates and self.low == -math.inf and self.high == math.inf
+
+    @property
+    def title(self) -> str:
+        """The text without its weight."""
+        low, high = ("" if math.isinf(end) else f"{end:g}" for end in (self.low, self.high))
+        within = f" within {low}..{high}" if low or high else ""
+        return self.name + within + (f" if {' and '.join(self.gates)}" if self.gates else "")
+
+
+def parse_reward(text: str) -> RewardSpec:
+    """Parse a reward. Raises ConfigError for two weights, empty bounds, and gates with weights, bounds or gates of their own."""
+    name, gates = _split_gates(text.strip())
+    weights = []
+    if match := _WEIGHT_BEFORE.match(name):
+        name, weights = name[match.end() :], [float(match[1])]
+    name, after = _strip_end(_WEIGHT_AFTER, name)
+    name, within = _strip_end(_WITHIN, name)
+    if within and not after:
+        name, after = _strip_end(_WEIGHT_AFTER, name)
+    if after:
+        name, weights = name + after[1], [*weights, float(after[2])]
+    if len(weights) > 1:
+        raise ConfigError(
+            f"reward {text!r} has two weights, {weights[0]:g} and {weights[1]:g}: drop one; {_USE_BRACKETS}"
+        )
+    low, high = -math.inf, math.inf
+    if within:
+        low, high = float(within[1] or low), float(within[2] or high)
+        if not low < high or (within[1] is None and within[2] is None):
+            raise ConfigError(f"reward {text!r}: within LOW..HIGH needs LOW below HIGH, or one of them: within ..1")
+    return RewardSpec(name.strip(), weights[0] if weights else 1.0, low, high, gates)
+
+
+def _split_gates(text: str) -> tuple[str, tuple[str, ...]]:
+    """Split at the first `if` that is followed by a reward: (text before it, names of the gates)."""
+    for match in _IF.finditer(text):
+        after = text[match.end() :].strip()
+        if not _starts_with_reward(after):
+            continue
+        cuts = [found.span() for found in _AND.finditer(after) if _starts_with_reward(after[found.end() :].strip())]
+        starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(after)]
+        names = tuple(after[start:end].strip() for start, end in zip(starts, ends, strict=True))
+        for name in names:
+            gated = any(_starts_with_reward(name[inner.end() :].strip()) for inner in _IF.finditer(name))
+            if gated or _WEIGHT_AFTER.search(name) or _WEIGHT_BEFORE.match(name) or _WITHIN.search(name):
+                raise ConfigError(
+                    f"reward {text!r}: the gate {name!r} holds or does not, so it has no weight, bounds or gate of its own: "
+                    f"write `NAME if GATE and GATE`; {_USE_BRACKETS}"
+                )
+        return text[: match.start()], names
+    return text, ()
+
+
+def _starts_with_reward(text: str) -> bool:
+    """Return whether a text starts with a reward's name, perhaps with the weight that a gate cannot have."""
+    text, _ = _strip_end(_WITHIN, _strip_end(_WEIGHT_AFTER, _WEIGHT_BEFORE.sub("", text, count=1))[0])
+    text, _ = _strip_end(_WEIGHT_AFTER, text)
+    return is_known_reward(text) or is_known_reward(_AND.split(text)[0])
+
+
+def _strip_end(end: re.Pattern[str], text: str) -> tuple[str, re.Match[str] | None]:
+    match = end.search(text)
+    return (text[: match.start()], match) if match else (text, None)
+
+
+@dataclass(frozen=True)
+class GatedReward:
+    """The inner reward's value, clipped to `low` and `high`, where every gate holds; 0 where one does not.
+
+    A gate holds where its value is above 0 or does not apply (None); where it fails, the sample fails. Gates are called first,
+    and the inner function only with what passes: no judge is paid for a text of the wrong form.
+    """
+
+    inner: Reward
+    gates: tuple[Reward, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __post_init__(self) -> None:
+        for part in self._parts:
+            if part.process_reward:
+                raise ConfigError(
+                    f"reward {part.name!r} scores steps: only rewards of full completions have gates and bounds, or are gates"
+                )
+
+    @property
+    def _parts(self) -> tuple[Reward, ...]:
+        return (*self.gates, self.inner)
+
+    @property
+    def reward_options(self) -> dict[str, Any]:
+        """The most permissive of its parts' options."""
+        timeouts = [part.timeout for part in self._parts if part.timeout is not None]
+        return {
+            "batched": any(part.batched for part in self._parts),
+            "dedicated_worker": any(part.dedicated_worker for part in self._parts),
+            "timeout": max(timeouts, default=None),
+        }
+
+    @property
+    def reward_network(self) -> bool:
+        """Whether a part calls a server."""
+        return any(getattr(part.function, "reward_network", False) for part in self._parts)
+
+    def reward_prepare(self) -> None:
+        for part in self._parts:
+            prepare: Callable[[], object] | None = getattr(part.function, "reward_prepare", None)
+            if prepare is not None:
+                prepare()
+
+    @property
+    def extract_answer(self) -> Any:
+        """The inner reward's `extract_answer`; None = it has none."""
+        return getattr(self.inner.function, "extract_answer", None)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Requires the columns of all parts."""
+        return build_signature(name for part in self._parts for name in Signature.from_function(part.function).required)
+
+    @cached_property
+    def _callers(self) -> tuple[RewardCaller, ...]:
+        return tuple(RewardCaller(part.name, part.function) for part in self._parts)
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[Any]:
+        """Return one SampleResult per completion; a failure has the reason of the part that failed."""
+        results: dict[int, SampleResult] = {}
+        for part, caller in zip(self._parts, self._callers, strict=True):
+            places = [i for i in range(len(completions)) if i not in results]
+            for group in [places] if part.batched and places else [[i] for i in places]:
+                part_results = caller(
+                    [prompts[i] for i in group],
+                    [completions[i] for i in group],
+                    {name: [values[i] for i in group] for name, values in columns.items()},
+                )
+                for i, result in zip(group, part_results, strict=True):
+                    if part is self.inner:
+                        value = result.value
+                        clipped = value if value is None else min(max(value, self.low), self.high)
+                        results[i] = replace(result, value=clipped)
+                    elif result.reason is not None:
+                        results[i] = result
+                    elif result.value is not None and result.value <= 0:
+                        results[i] = SampleResult(0.0)
+        return [results[i] for i in range(len(completions))]
+
+
+# Reward functions with the signatures of verl and OpenRLHF: `verl:mine.py`, `openrlhf:reward_func.py`.
+#
+# Sources: verl, docs/preparation/reward_function.rst ("Customized"), and its reward managers for what may be returned; OpenRLHF,
+# README, "Single-Turn Agent: Reinforced Fine-tuning with Custom Rewards" (--remote_rm_url FILE).
+
+DEFAULT_FUNCTION_NAMES = {"verl": "compute_score", "openrlhf": "reward_func"}
+
+
+def load_foreign_reward(kind: str, name: str) -> RewardFunction:
+    """Load the function at `FILE.py`, `FILE.py:NAME` or `package.module.NAME`, in its adapter. Raises ConfigError."""
+    if not name:
+        raise ConfigError(
+            f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{DEFAULT_FUNCTION_NAMES[kind]}"
+        )
+    file, attribute = split_location(kind, name)
+    is_file = file.endswith(".py")
+    function = FileFunction.load(str(Path(file).resolve()), attribute) if is_file else import_function(name)
+    return VerlReward(function) if kind == "verl" else OpenRLHFReward(function)
+
+
+def split_location(kind: str, name: str) -> tuple[str, str]:
+    """Return (file or module, function)."""
+    if name.endswith(".py"):
+        return name, DEFAULT_FUNCTION_NAMES[kind]
+    file, colon, function = name.rpartition(":")
+    return (file, function) if colon else (name.rpartition(".")[0], name.rpartition(".")[2])
+
+
+@dataclass(frozen=True)
+class VerlReward:
+    """`compute_score(data_source, solution_str, ground_truth, extra_info)` → a number, or a dict with `score` (older: `reward`).
+
+    ground_truth comes from the column `reward_model`, or is `answer`; data_source and extra_info are the columns of these names, or
+    None. The function may be async.
+    """
+
+    function: RewardFunction
+
+    @property
+    def reward_prepare(self) -> Any:
+        return getattr(self.function, "reward_prepare", None)
+
+    def __call__(self, prompts: Any, completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        returned: list[Any] = []
+        for i, text in enumerate(completions):
+            row = {name: values[i] for name, values in columns.items()}
+            model = row.get("reward_model")
+            if isinstance(model, Mapping) and "ground_truth" in model:
+                truth = model["ground_truth"]
+            elif "answer" in row:
+                truth = row["answer"]
+            else:
+                raise RewardError(
+                    "verl's functions need a ground_truth, and the task has neither reward_model nor answer"
+                )
+            returned.append(
+                self.function(
+                    data_source=row.get("data_source"),
+                    solution_str=text,
+                    ground_truth=truth,
+                    extra_info=row.get("extra_info"),
+                )
+            )
+        if not any(inspect.isawaitable(each) for each in returned):
+            return [_extract_verl_score(each) for each in returned]
+
+        async def gather() -> list[Any]:
+            async def wait(each: Any) -> Any:
+                return await each if inspect.isawaitable(each) else each
+
+            return [_extract_verl_score(each) for each in await asyncio.gather(*map(wait, returned))]
+
+        return gather()
+
+
+def _extract_verl_score(returned: Any) -> Any:
+    if not isinstance(returned, Mapping):
+        return returned
+    return returned["score"] if "score" in returned else returned["reward"]
+
+
+@dataclass(frozen=True)
+class OpenRLHFReward:
+    """`reward_func(queries, prompts, labels)` → a tensor or list of rewards, or a dict with `rewards`.
+
+    queries are prompts followed by their completions, labels the column `answer` (--label_key there), lists of one. A chat prompt
+    is the contents of its messages, a line each: the model's template is not known here.
+    """
+
+    function: RewardFunction
+
+    @property
+    def reward_prepare(self) -> Any:
+        return getattr(self.function, "reward_prepare", None)
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Any:
+        texts = [
+            prompt if isinstance(prompt, str) else "".join(f"{message.get('content') or ''}\n" for message in prompt)
+            for prompt in prompts
+        ]
+        queries = [prompt + text for prompt, text in zip(texts, completions, strict=True)]
+        labels = list(columns.get("answer", [None] * len(queries)))
+        returned: Any = self.function(queries=queries, prompts=texts, labels=labels)
+        return returned["rewards"] if isinstance(returned, Mapping) else returned

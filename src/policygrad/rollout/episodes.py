@@ -57,7 +57,7 @@ class Encoder(Protocol):
 
     def decode(self, tokens: Any) -> str: ...
 
-    def encode_answer(self, prompt: Tensor, said: Prompt, text: str, source: str = ...) -> list[int]:
+    def encode_answer(self, prompt_ids: Tensor, prompt: Prompt, text: str, source: str = ...) -> list[int]:
         """The ids of an answer that somebody else wrote to the prompt, its end token the last."""
         ...
 
@@ -192,9 +192,9 @@ class _Episode:
         self.ended = TOKENS if self.left < 1 else CONTEXT
         if isinstance(self.environment, SupportsTruncation):
             try:
-                last = Step(reward=await self._ask("cut"))
+                last = Step(reward=await self._ask("on_truncated"))
             except MalformedError as error:
-                raise EngineError(f"{self.name}.cut: {error} ({self.start.location})") from error
+                raise EngineError(f"{self.name}.on_truncated: {error} ({self.start.location})") from error
             if last.reward is not None:
                 self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
 

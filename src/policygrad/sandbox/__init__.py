@@ -1,4 +1,4 @@
-"""Programs that nobody has read, behind a wall: bubblewrap, or Landlock and seccomp."""
+"""Runs programs that a model wrote in a sandbox: bubblewrap, or Landlock and seccomp."""
 
 from policygrad.sandbox.backends import BACKENDS, Limits, find_backend
 from policygrad.sandbox.process import ProgramResult, SandboxError, run_program

@@ -1,4 +1,4 @@
-"""The walls that there are, and which of them stands on this machine: each is tried before it is trusted."""
+"""Sandbox backends, and which of them works on this machine: each is tried with a program before it is trusted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,78 +15,48 @@ from typing import Any, Protocol
 from policygrad.errors import ConfigError
 from policygrad.sandbox import landlock, seccomp
 
-# The wall of bubblewrap (bwrap): a file system, a network and process ids of its own, as a user of no rights.
 
-_NOBODY = "65534"
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one program, which is killed when it exceeds one. It is always a single process without threads."""
 
+    timeout: float = 8.0
+    """Seconds from its start, by the clock; and as many of CPU."""
+    memory: int = 1 << 30
+    """Bytes of address space, the interpreter's (some 30 MiB) included."""
+    files: int = 64 << 20
+    """Bytes of all files in its folder, the only place it can write to, which is deleted afterwards."""
+    output: int = 1 << 20
+    """Bytes printed to standard output, and to standard error."""
 
-def find_bwrap() -> str | None:
-    """Where bwrap is; None = not installed."""
-    return shutil.which("bwrap")
-
-
-def writable_folder(readable: Sequence[str]) -> str:
-    """Where the process may write: /tmp, unless that is to be read."""
-    return "/run/tmp" if "/tmp" in readable else "/tmp"
-
-
-def build_bwrap_command(inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-    """`inner` behind the wall: it sees `readable`, unchangeable, and an empty `folder` of `files` bytes, gone with it."""
-    words = [
-        find_bwrap() or "bwrap",
-        "--unshare-user",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-    ]
-    words += ["--unshare-cgroup-try", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
-    words += ["--new-session", "--die-with-parent", "--hostname", "sandbox"]
-    words += ["--dev", "/dev", "--proc", "/proc", "--size", str(max(files, 4096)), "--tmpfs", writable_folder(readable)]
-    for path in sorted(readable, key=len):  # what is inside another after it
-        if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path] if os.path.dirname(path) == "/" else []
-        words += ["--ro-bind-try", path, path] if not os.path.islink(path) or os.path.dirname(path) != "/" else []
-    return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", writable_folder(readable), "--", *inner]
-
-
-SYSTEM_PATHS = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/etc/alternatives",
-)
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
-PACKAGES = str(Path(__file__).parents[2])
-"""The folder that holds this package, for the interpreter inside."""
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"a sandbox's timeout must be above 0 and finite, not {self.timeout}")
+        for name, minimum in (("memory", 64 << 20), ("files", 0), ("output", 1)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"a sandbox's {name} must be at least {minimum:,} bytes, not {getattr(self, name):,}")
 
 
 class SandboxBackend(Protocol):
-    """How a process is kept apart."""
+    """Isolates a process from this machine."""
 
     @property
-    def name(self) -> str:
-        """By which it is asked for."""
+    def name(self) -> str: ...
 
     @property
     def needs_folder(self) -> bool:
-        """Whether its processes write into a folder of this machine's, whose size has to be watched."""
+        """Whether its processes write into a folder of this machine, whose size has to be watched."""
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
-        """The command that runs `inner` behind it."""
+        """Return the command that runs `inner` in the sandbox, with `files` bytes to write."""
 
     def restrictions(self, readable: Sequence[str], folder: str, *, alone: bool) -> dict[str, Any]:
-        """What the process has to do itself, before all else (inside.confine)."""
+        """Return what the process has to apply to itself before all else (process.apply_restrictions)."""
 
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """Namespaces made by bwrap, and seccomp."""
+    """Namespaces by bwrap, and seccomp: file system, network and process ids of its own, as an unprivileged user."""
 
     name: str = "bubblewrap"
     needs_folder: bool = False
@@ -100,7 +70,7 @@ class Bubblewrap:
 
 @dataclass(frozen=True)
 class Landlock:
-    """Landlock and seccomp: the process sees the machine's process ids and file names, and can neither open nor signal them."""
+    """Landlock and seccomp: the process sees the machine's process ids and file names, but can neither open nor signal them."""
 
     name: str = "landlock"
     needs_folder: bool = True
@@ -115,92 +85,96 @@ class Landlock:
 BACKENDS: dict[str, SandboxBackend] = {"bubblewrap": Bubblewrap(), "landlock": Landlock()}
 
 
-def list_interpreter_paths() -> tuple[str, ...]:
-    """What has to be readable for this Python, its packages and its libraries."""
-    executable = Path(sys.executable)
-    homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
-    homes |= {str(path.parent.parent) for path in (executable, executable.resolve())}
-    homes.add(str(Path(__file__).parents[1]))
-    return (
-        *SYSTEM_PATHS,
-        *sorted(home for home in homes if home != "/" and not any(_below(home, s) for s in SYSTEM_PATHS)),
-    )
-
-
 @cache
 def find_backend(name: str = "auto") -> SandboxBackend:
-    """The wall of this name, or the first that stands here. Tried once per process, by running a program behind it.
+    """Return the backend of this name, or the first that works here. Tried once per process, by running a program in it.
 
-    Raises ConfigError, with what each lacks and the way out.
+    Raises:
+        ConfigError: None works; says what each lacks, and the remedy.
     """
     if name != "auto" and name not in BACKENDS:
-        raise ConfigError(f"there is no wall {name!r}: choose auto, {', '.join(BACKENDS)}")
-    lacks = []
-    for wall in BACKENDS.values() if name == "auto" else (BACKENDS[name],):
-        missing = _missing(wall)
-        if missing is None:
-            return wall
-        lacks.append(f"{wall.name}: {missing}")
+        raise ConfigError(f"unknown sandbox {name!r}: choose auto, {', '.join(BACKENDS)}")
+    failures = []
+    for backend in BACKENDS.values() if name == "auto" else (BACKENDS[name],):
+        failure = _probe(backend)
+        if failure is None:
+            return backend
+        failures.append(f"{backend.name}: {failure}")
     raise ConfigError(
-        "programs cannot be kept apart from this machine: "
-        + "; ".join(lacks)
+        "no sandbox works on this machine: "
+        + "; ".join(failures)
         + ". Install bubblewrap (apt install bubblewrap, dnf install bubblewrap), or boot a Linux kernel from 5.13 on with "
         "Landlock (lsm=landlock,… on its command line). In a container, allow it user namespaces, or the system calls landlock_* "
         "and seccomp (Docker: a newer version, or --security-opt seccomp=FILE). "
-        "Programs of a model's are not run without a wall"
+        "Programs that a model wrote are not run without a sandbox"
     )
 
 
-def _missing(wall: SandboxBackend) -> str | None:
-    """What keeps a wall from standing here; None = it stands."""
+def _probe(backend: SandboxBackend) -> str | None:
+    """Return why a backend does not work here; None = it does."""
+    from policygrad.sandbox.process import SandboxError, run_program  # which imports this module
+
     if not sys.platform.startswith("linux"):
         return "it needs Linux"
     if not seccomp.is_supported():
         return f"no seccomp filter is known for {os.uname().machine}"
-    needs: dict[str, Callable[[], str | None]] = {
-        "bubblewrap": lambda: None if find_bwrap() else "bwrap is not installed",
-        "landlock": lambda: None if landlock.get_abi_version() else "the kernel has none",
-    }
-    return needs[wall.name]() or _refusal(wall)
-
-
-def _refusal(wall: SandboxBackend) -> str | None:
-    """What happens when a program runs behind it; None = as it should."""
-    from policygrad.sandbox.process import (
-        SandboxError,
-        run_program,  # which needs a wall
-    )
-
+    if backend.name == "bubblewrap" and not find_bwrap():
+        return "bwrap is not installed"
+    if backend.name == "landlock" and not landlock.get_abi_version():
+        return "the kernel has none"
     try:
-        outcome = run_program("print(6 * 7)", backend=wall)
+        result = run_program("print(6 * 7)", backend=backend)
     except SandboxError as error:
         return str(error)
-    return None if outcome.stdout == "42\n" else f"a program behind it ended with {outcome.summary}"
+    return None if result.stdout == "42\n" else f"a program in it ended with {result.summary}"
 
 
-def _below(path: str, folder: str) -> bool:
-    return Path(path).is_relative_to(folder)
+# What is readable in a sandbox.
+
+SYSTEM_PATHS = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"),
+)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
+PACKAGES = str(Path(__file__).parents[2])
+"""The folder that holds this package, for the interpreter in the sandbox."""
 
 
-# What one program may take.
+def list_interpreter_paths() -> tuple[str, ...]:
+    """Return what has to be readable for this Python, its packages and its libraries."""
+    executable = Path(sys.executable)
+    homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    homes |= {str(path.parent.parent) for path in (executable, executable.resolve())}
+    homes.add(str(Path(__file__).parents[1]))
+    outside = [home for home in homes if home != "/" and not any(map(Path(home).is_relative_to, SYSTEM_PATHS))]
+    return (*SYSTEM_PATHS, *sorted(outside))
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one program may take before it is ended. It is one process without threads in any case."""
+def find_bwrap() -> str | None:
+    return shutil.which("bwrap")
 
-    timeout: float = 8.0
-    """From the moment it begins, by the clock; and as many of CPU."""
-    memory: int = 1 << 30
-    """Bytes of address space, the interpreter's (some 30 MiB) included."""
-    files: int = 64 << 20
-    """Bytes of all the files that it may write in its folder, which is all that it can write to, and gone afterwards."""
-    output: int = 1 << 20
-    """Bytes that it may print, to standard output and standard error each."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ConfigError(f"a sandbox's seconds must be above 0 and finite, not {self.timeout}")
-        for name, least in (("memory", 64 << 20), ("files", 0), ("output", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"a sandbox's {name} must be at least {least:,} bytes, not {getattr(self, name):,}")
+def writable_folder(readable: Sequence[str]) -> str:
+    """Return the writable folder inside bubblewrap: /tmp, unless that is to be read."""
+    return "/run/tmp" if "/tmp" in readable else "/tmp"
+
+
+def build_bwrap_command(inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
+    """Build the bwrap command: `inner` sees `readable`, read-only, and an empty writable folder of `files` bytes in memory."""
+    argv = [
+        find_bwrap() or "bwrap",
+        "--unshare-user",
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+    ]
+    argv += ["--unshare-cgroup-try", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]  # the user "nobody"
+    argv += ["--new-session", "--die-with-parent", "--hostname", "sandbox"]
+    argv += ["--dev", "/dev", "--proc", "/proc", "--size", str(max(files, 4096)), "--tmpfs", writable_folder(readable)]
+    for path in sorted(readable, key=len):  # a path inside of another one after it
+        if os.path.islink(path) and os.path.dirname(path) == "/":
+            argv += ["--symlink", os.readlink(path), path]
+        else:
+            argv += ["--ro-bind-try", path, path]
+    return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", writable_folder(readable), "--", *inner]

@@ -1,4 +1,4 @@
-"""Tests of a program: what it prints for an input, or what its functions return. The verdict is made where the program is not."""
+"""Tests of what a program prints for an input, or what its functions return. The verdict is made outside of its process."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from decimal import Decimal
 from policygrad.sandbox.backends import Limits, SandboxBackend, find_backend
 from policygrad.sandbox.process import SandboxedProcess, run_program, wait_for_exit
 
-_VERDICT = 1 << 20  # bytes
+_MAX_VERDICT = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
 class ProgramVerdict:
-    """One point per test, 1.0 or 0.0, and what went wrong first. unfit: why no program can pass the tests, where that showed."""
+    """Points per test, 1.0 or 0.0, and the first failure."""
 
     points: tuple[float, ...]
     message: str = ""
-    unfit: str = ""
+    unfit: str = ""  # why no program can pass the tests, where that became apparent
 
 
 @dataclass(frozen=True)
 class FunctionTests:
-    """Python statements that call a program's functions, `assert` among them.
-
-    tests: each is worth a point, which it has when it raises nothing. setup: run before them, in the tests' process; what it
-    defines, a program cannot replace. entry: the name that has to be defined, and that is the program's whatever else has it.
-    imports: the program need not import the standard library's names itself; who runs it sees to that (rewards/code.py).
-    """
+    """Python statements that call a program's functions, such as `assert`."""
 
     tests: tuple[str, ...]
+    """Each earns a point when it raises nothing."""
     setup: str = ""
+    """Run before the tests, in their process; a program cannot replace what it defines."""
     entry: str | None = None
+    """Name that the program has to define; the tests use the program's, whatever else has this name."""
     imports: bool = False
+    """The program may use standard library names without importing them (added by rewards/code.py)."""
 
 
 @dataclass(frozen=True)
 class StdioTests:
-    """What a script is given on its standard input, and what it is to print: equal line by line, but for blanks at the ends, and
-    numbers as numbers. imports: as of an Examination."""
+    """Pairs of what a script reads from standard input, and what it has to print.
+
+    Output is compared line by line, ignoring blanks at the ends, and numbers as numbers. imports: as in FunctionTests.
+    """
 
     pairs: tuple[tuple[str, str], ...] = field(default=())
     imports: bool = False
@@ -55,32 +56,53 @@ def run_function_tests(
     *,
     to_end: bool = True,
 ) -> ProgramVerdict:
-    """Run the tests in one confined process and the program in another; they speak through pipes, in plain data.
+    """Run the tests in one sandboxed process and the program in another, connected by pipes.
 
-    What a test gives and gets is plain data: None, bool, numbers, text, bytes, lists, tuples, sets, dicts, the standard library's
-    kinds of them (deque, Counter, Fraction, Decimal, dates), NumPy's arrays. Functions that it gives are called where it is. Other
-    objects stay with the program, can be given back to it, asked for attributes and gone through, and equal only themselves.
-    to_end: run the tests behind one that fails, too. Raises ConfigError where no wall stands, SandboxError where one falls.
+    Arguments and results are plain data: None, bool, numbers, text, bytes, lists, tuples, sets, dicts, the standard library's
+    kinds of them (deque, Counter, Fraction, Decimal, dates), NumPy arrays. Functions of the tests are called in their process.
+    Other objects stay with the program; tests can hand them back, read their attributes and iterate over them, and they equal
+    only themselves.
+
+    Args:
+        to_end: Also run the tests after one that fails.
+
+    Raises:
+        ConfigError: No sandbox works here.
+        SandboxError: A sandbox failed.
     """
     limits = limits or Limits()
     chosen = find_backend(backend) if isinstance(backend, str) else backend
-    (asked, ask), (answer, answered) = os.pipe(), os.pipe()
+    (question_in, question_out), (answer_in, answer_out) = os.pipe(), os.pipe()
+    unclosed = [question_in, question_out, answer_in, answer_out]
     try:
-        task = {"role": "candidate", "source": source, "pipes": [asked, answered]}
-        with SandboxedProcess(chosen, limits, task, {}, shared=(asked, answered)) as candidate:
-            questions = {"setup": tests.setup, "tests": list(tests.tests), "entry": tests.entry, "to_end": to_end}
-            examiner = {"role": "examiner", "examination": questions, "pipes": [ask, answer]}
-            with SandboxedProcess(chosen, limits, examiner, {"verdict": _VERDICT}, shared=(ask, answer)) as process:
-                for descriptor in (asked, answered, ask, answer):
-                    os.close(descriptor)
-                asked = -1
-                broken = wait_for_exit([candidate, process], limits.timeout)
-                process.end()
-                return _verdict(bytes(process.pipes["verdict"].data), len(tests.tests), broken)
+        task = {"role": "candidate", "source": source, "pipes": [question_in, answer_out]}
+        with SandboxedProcess(chosen, limits, task, {}, shared=(question_in, answer_out)) as candidate:
+            examination = {"setup": tests.setup, "tests": list(tests.tests), "entry": tests.entry, "to_end": to_end}
+            examine = {"role": "examiner", "examination": examination, "pipes": [question_out, answer_in]}
+            outputs = {"verdict": _MAX_VERDICT}
+            with SandboxedProcess(chosen, limits, examine, outputs, shared=(question_out, answer_in)) as examiner:
+                while unclosed:
+                    os.close(unclosed.pop())
+                exceeded = wait_for_exit([candidate, examiner], limits.timeout)
+                examiner.end()
+                return _parse_verdict(bytes(examiner.pipes["verdict"].data), len(tests.tests), exceeded)
     finally:
-        if asked >= 0:
-            for descriptor in (asked, answered, ask, answer):
-                os.close(descriptor)
+        while unclosed:
+            os.close(unclosed.pop())
+
+
+def _parse_verdict(data: bytes, count: int, exceeded: str | None) -> ProgramVerdict:
+    failed = (0.0,) * count
+    if exceeded:
+        return ProgramVerdict(failed, f"exceeded the {exceeded} limit")
+    try:
+        match json.loads(data):
+            case [list() as points, str() as message, str() as unfit]:
+                if len(points) == count and all(point in (0, 1) for point in points):
+                    return ProgramVerdict(tuple(float(point) for point in points), message, unfit)
+    except ValueError:
+        pass
+    return ProgramVerdict(failed, "the tests ended without a verdict")
 
 
 def run_stdio_tests(
@@ -91,64 +113,53 @@ def run_stdio_tests(
     *,
     to_end: bool = True,
 ) -> ProgramVerdict:
-    """Run the script once for every input, with what is left of the time, and compare what it prints here, where it is not.
+    """Run the script once for every input, within one timeout, and compare what it prints.
 
-    What walls and interpreters need to stand is none of its time. to_end: run it for the inputs behind one that fails, too. Raises
-    as `examine`.
+    The start of sandboxes and interpreters does not count. Arguments and errors as `run_function_tests`.
     """
     limits = limits or Limits()
-    points, said = list[float](), ""
+    points, message = list[float](), ""
     left = limits.timeout
-    for number, (given, wanted) in enumerate(tests.pairs):
+    for number, (given, expected) in enumerate(tests.pairs):
         if left <= 0:
-            said = said or "more time than it may take"
+            message = message or "exceeded the time limit"
             break
-        most = max(limits.output, 2 * len(wanted.encode()))  # what it is to print, it may
-        outcome = run_program(source, given, replace(limits, timeout=left, output=most), backend)
-        left -= outcome.seconds
-        right = outcome.succeeded and compare_output(outcome.stdout, wanted)
-        points.append(float(right))
-        if not right:
-            why = "it printed something else" if outcome.succeeded else outcome.summary
-            said = said or f"input {number + 1}: {why}"
+        max_output = max(limits.output, 2 * len(expected.encode()))  # the expected output is always allowed
+        result = run_program(source, given, replace(limits, timeout=left, output=max_output), backend)
+        left -= result.seconds
+        correct = result.succeeded and compare_output(result.stdout, expected)
+        points.append(float(correct))
+        if not correct:
+            failure = "it printed something else" if result.succeeded else result.summary
+            message = message or f"input {number + 1}: {failure}"
             if not to_end:
                 break
-    return ProgramVerdict(tuple(points + [0.0] * (len(tests.pairs) - len(points))), said)
+    return ProgramVerdict(tuple(points + [0.0] * (len(tests.pairs) - len(points))), message)
 
 
-def compare_output(printed: str, wanted: str) -> bool:
-    """Equal line by line, without blanks at the ends of lines and empty lines at the end. A line of numbers is equal by what they
-    are, exactly: 2.50 is 2.5 (as LiveCodeBench's checker has it, lcb_runner/evaluation/testing_util.py)."""
-    pairs = _lines(printed), _lines(wanted)
+def compare_output(printed: str, expected: str) -> bool:
+    """Return whether output is equal line by line, ignoring blanks at the ends of lines and empty lines at the end.
+
+    A line of numbers is compared by their exact values: 2.50 is 2.5 (as in LiveCodeBench's checker,
+    lcb_runner/evaluation/testing_util.py).
+    """
+    pairs = _split_lines(printed), _split_lines(expected)
     return len(pairs[0]) == len(pairs[1]) and all(
-        a == b or ((numbers := _numbers(b)) is not None and _numbers(a) == numbers) for a, b in zip(*pairs, strict=True)
+        a == b or ((numbers := _parse_numbers(b)) is not None and _parse_numbers(a) == numbers)
+        for a, b in zip(*pairs, strict=True)
     )
 
 
-def _numbers(line: str) -> list[Decimal] | None:
-    """The numbers that a line consists of, with one blank between them; None = it does not."""
+def _parse_numbers(line: str) -> list[Decimal] | None:
+    """Parse a line of numbers with one blank between them; None = something else."""
     try:
         return [Decimal(word) for word in line.split(" ")]
     except ArithmeticError:
         return None
 
 
-def _lines(text: str) -> Sequence[str]:
+def _split_lines(text: str) -> Sequence[str]:
     lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
     while lines and not lines[-1]:
         lines.pop()
     return lines
-
-
-def _verdict(data: bytes, count: int, broken: str | None) -> ProgramVerdict:
-    nothing = (0.0,) * count
-    if broken:
-        return ProgramVerdict(nothing, f"more {broken} than it may take")
-    try:
-        match json.loads(data):
-            case [list() as points, str() as said, str() as unfit]:
-                if len(points) == count and all(point in (0, 1) for point in points):
-                    return ProgramVerdict(tuple(float(point) for point in points), said, unfit)
-    except ValueError:
-        pass
-    return ProgramVerdict(nothing, "the tests ended without a verdict")

@@ -1,4 +1,4 @@
-"""Python as a tool for a policy: code in, text out, behind a wall."""
+"""Python as a tool for a policy: code in, text out, in a sandbox."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from policygrad.sandbox.backends import Limits
 from policygrad.sandbox.process import run_program
 
-_BLOCK = re.compile(r"^(Traceback \(most recent call last\):\n)((?:[ ]{2}.*\n?)*)", re.MULTILINE)
+_TRACEBACK = re.compile(r"^(Traceback \(most recent call last\):\n)((?:[ ]{2}.*\n?)*)", re.MULTILINE)
 """A traceback's first line and its frames, which are indented; the exception follows."""
 
 
@@ -17,16 +17,17 @@ _BLOCK = re.compile(r"^(Traceback \(most recent call last\):\n)((?:[ ]{2}.*\n?)*
 class PythonTool:
     """`tool("2 ** 10")` is "1024\\n": what the code prints, the value of an expression at its end, and how it failed.
 
-    Every call is a new process, and blocks until it has ended, `limits.seconds` at most. Raises ConfigError where no wall stands
-    (docs/sandbox.md).
+    Every call is a new process and blocks until it has ended, for `limits.timeout` seconds at most. Raises ConfigError where no
+    sandbox works (docs/sandbox.md).
     """
 
     name: ClassVar[str] = "python"
-    """Of the tool, for the policy (policygrad.ToolUse)."""
+    """Name of the tool for the policy (policygrad.ToolUse)."""
     limits: Limits = Limits()
     sandbox: str = "auto"
+    """bubblewrap, landlock, or the first of them that works."""
     max_output_chars: int = 4000
-    """Characters of an answer; what is longer loses its middle."""
+    """A longer output loses its middle."""
 
     def __call__(self, code: str) -> str:
         """Runs a Python program and returns what it prints, and the value of an expression at its end.
@@ -34,32 +35,27 @@ class PythonTool:
         Args:
             code: The program. Nothing is left of the one before.
         """
-        outcome = run_program(code, limits=self.limits, backend=self.sandbox, show=True)
-        text = outcome.stdout
-        if not outcome.succeeded:
-            failed = _trace(outcome.stderr) or outcome.summary
-            text += ("\n" if text and not text.endswith("\n") else "") + failed
-            if outcome.stop_reason != "by itself":
-                text += ("\n" if not text.endswith("\n") else "") + outcome.summary
+        result = run_program(code, limits=self.limits, backend=self.sandbox, show=True)
+        text = result.stdout
+        if not result.succeeded:
+            failure = _TRACEBACK.sub(lambda match: match[1] + _skip_sandbox_frames(match[2]), result.stderr.rstrip())
+            text += ("\n" if text and not text.endswith("\n") else "") + (failure or result.summary)
+            if result.stop_reason != "by itself":
+                text += ("\n" if not text.endswith("\n") else "") + result.summary
         return truncate_middle(text, self.max_output_chars)
 
 
-def _trace(stderr: str) -> str:
-    """Tracebacks without the frames above the program, which are the sandbox's: each is a line, its source and its carets."""
-    return _BLOCK.sub(lambda block: block[1] + _programs(block[2]), stderr.rstrip())
-
-
-def _programs(frames: str) -> str:
-    """From the program's first frame on, where the sandbox's stand above it; none where it did not come to run."""
+def _skip_sandbox_frames(frames: str) -> str:
+    """Return a traceback's frames from the program's first one on, where the sandbox's precede it; none where it did not start."""
     if "sandbox/process.py" not in frames:
         return frames
     first = frames.find('  File "program.py"')
     return frames[first:] if first >= 0 else ""
 
 
-def truncate_middle(text: str, longest: int) -> str:
-    """The text; without its middle where it is longer."""
-    if len(text) <= longest:
+def truncate_middle(text: str, max_chars: int) -> str:
+    """Replace the middle of a text that is too long by the number of removed characters."""
+    if len(text) <= max_chars:
         return text
-    half = longest // 2
+    half = max_chars // 2
     return f"{text[:half]}\n… {len(text) - 2 * half:,} characters …\n{text[len(text) - half :]}"

@@ -1,9 +1,9 @@
-"""Prompts and datasets: a task hands out training examples by number and fixed held-out examples.
+"""Prompts and datasets: a task provides training examples by index and a fixed set of evaluation examples.
 
-A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (what of it takes several steps),
-by reasoning-gym datasets ("gcd+2*chain_sum:max_digits=1"), with their curricula ("curriculum:gcd"), by a taskset of verifiers
-("verifiers:ID"), or as data: a JSONL, Parquet or Arrow file, a folder of `datasets`, a data set of the hub, or a mix of those
-("0.7*a.jsonl+0.3*b.jsonl"). A list of rows, or a `datasets.Dataset`, is a task without a name.
+A task is named by "embedded" (the mix that the shipped model knows), "embedded_steps" (its multi-step part), reasoning-gym
+datasets ("gcd+2*chain_sum:max_digits=1"), the same with their curricula ("curriculum:gcd"), a verifiers taskset
+("verifiers:ID"), or data: a JSONL, Parquet or Arrow file, a folder saved by `datasets`, a hub dataset, or a mixture of those
+("0.7*a.jsonl+0.3*b.jsonl"). A list of rows or a `datasets.Dataset` is a task without a name.
 """
 
 import difflib
@@ -24,18 +24,17 @@ from policygrad.tasks.reasoning_gym import (
 )
 from policygrad.tasks.rows import RowOptions, RowsTask, load_examples, open_rows
 from policygrad.tasks.sources import parse_components, parse_data_mixture
-from policygrad.tasks.verifiers import VERIFIERS_PREFIX as VERIFIERS
-from policygrad.tasks.verifiers import load_verifiers_task
+from policygrad.tasks.verifiers import VERIFIERS_PREFIX, load_verifiers_task
 
 __all__ = ["EMBEDDED", "Component", "Example", "Prompt", "Task", "list_tasks", "load_task"]
 
 EMBEDDED = {"embedded": EMBEDDED_MIX, "embedded_steps": EMBEDDED_STEPS_MIX}
 PROCESS_REWARDS = ("worked_steps",)
-"""The reward that knows the steps of both."""
+"""The reward that knows the steps of both embedded tasks."""
 
 
 def list_tasks() -> list[str]:
-    """Every task that has a name, sorted; any JSONL file is a task too."""
+    """Return the names of all built-in tasks, sorted. Any data file is a task as well."""
     return sorted([*EMBEDDED, *dataset_names()])
 
 
@@ -46,88 +45,94 @@ def load_task(
     eval_data: str | Sequence[Mapping[str, Any] | Example] | None = None,
     row_options: RowOptions | None = None,
 ) -> Task:
-    """The task called `name`, the rows given in its place, or a Task as it is; `seed` orders training, never evaluation.
+    """Return the named task, a task made of the given rows, or a Task as it is.
 
-    A mix of data draws by weight which part the next prompt is of; a column that a part has not is None in its rows.
+    In a mixture of data, each prompt's part is chosen by weight; columns that a part lacks are None in its rows.
 
-    held_out: rows to evaluate on, or other data, only for a task made of rows or of data. reading: what is done with each row.
+    Args:
+        name: A task's name, data, rows, or a Task.
+        seed: Orders the training examples; evaluation does not depend on it.
+        eval_data: Rows or data to evaluate on, for tasks made of rows or data.
+        row_options: Processing applied to each row.
 
     Raises:
-        DataError: what cannot be used, where, and the way out; ConfigError: a library that is not installed.
+        DataError: Invalid names, files or rows, with their location and a remedy.
+        ConfigError: A required library is not installed.
     """
-    row_options = row_options or RowOptions()
-    if _mix(name) or (_mix(eval_data) and open_rows(name) is not None):
-        measured = None if eval_data is None else _parts(eval_data, "held-out row", row_options)
-        title = name if isinstance(name, str) else "rows"
-        return MixedTask.from_parts(title, _parts(name, "row", row_options), seed, measured, row_options.decontaminate)
+    options = row_options or RowOptions()
+    title = name if isinstance(name, str) else "rows"
+    if _parse_mixture(name) or (_parse_mixture(eval_data) and open_rows(name) is not None):
+        eval_parts = None if eval_data is None else _load_parts(eval_data, "held-out row", options)
+        return MixedTask.from_parts(title, _load_parts(name, "row", options), seed, eval_parts, options.decontaminate)
     source = open_rows(name)
     if source is None:
-        if row_options != RowOptions():
+        if options != RowOptions():
             raise DataError(
-                "a map, and leaving out rows, are for data, and this task makes its own examples: leave them out"
+                "row_map, skip_bad_rows and decontaminate apply to data, and this task generates its examples"
             )
-        return _generated(name, seed, eval_data) if isinstance(name, str) else _own(name, eval_data)  # type: ignore[arg-type]
-    title = name if isinstance(name, str) else "rows"
-    others = None
+        return _generate(name, seed, eval_data) if isinstance(name, str) else _check_task(name, eval_data)  # type: ignore[arg-type]
+    eval_rows = None
     if eval_data is not None:
-        [part] = _parts(eval_data, "held-out row", row_options)
-        others = part.name, part.rows
-    return RowsTask.from_rows(title, load_examples(source, row_options, title), seed, others, row_options.decontaminate)
+        [part] = _load_parts(eval_data, "held-out row", options)
+        eval_rows = part.name, part.rows
+    return RowsTask.from_rows(title, load_examples(source, options, title), seed, eval_rows, options.decontaminate)
 
 
-def _mix(given: object) -> tuple[tuple[float, str], ...]:
-    return parse_data_mixture(given) if isinstance(given, str) else ()
+def _parse_mixture(data: object) -> tuple[tuple[float, str], ...]:
+    return parse_data_mixture(data) if isinstance(data, str) else ()
 
 
-def _parts(given: Any, kind: str, reading: RowOptions) -> list[MixturePart]:
-    """The parts of a mix, or the one that data without a mix is, read. kind: what rows in memory are called."""
-    found = list[MixturePart]()
-    for weight, one in _mix(given) or ((1.0, given),):
-        source = open_rows(one, kind)
+def _load_parts(data: Any, kind: str, options: RowOptions) -> list[MixturePart]:
+    """Load the parts of a mixture, or the single part that other data is. kind: the name of in-memory rows in messages."""
+    parts = list[MixturePart]()
+    for weight, part in _parse_mixture(data) or ((1.0, data),):
+        source = open_rows(part, kind)
         if source is None:
-            raise DataError(f"held_out={one!r} is no data: give a file, such as held_out.jsonl, or rows")
-        name = one if isinstance(one, str) else "rows" if kind == "row" else "eval/reward"
-        found.append(MixturePart(weight, name, load_examples(source, reading, name)))
-    return found
+            raise DataError(f"eval_data={part!r} is not data: give rows or a file such as eval.jsonl")
+        name = part if isinstance(part, str) else "rows" if kind == "row" else "eval_data"
+        parts.append(MixturePart(weight, name, load_examples(source, options, name)))
+    return parts
 
 
-def _own(task: Task, held_out: object) -> Task:
-    """An object of somebody's own that is used as a task."""
-    needed = ("name", "rewards", "steps", "eval_on_train", "rows", "train", "eval/reward")
+def _check_task(task: Task, eval_data: object) -> Task:
+    """Check an object that the user passes as a task."""
+    needed = ("name", "rewards", "steps", "eval_on_train", "rows", "train_example", "eval_examples")
     if missing := [attribute for attribute in needed if not hasattr(task, attribute)]:
         raise DataError(
-            f"a task is a name, a list of rows, or a Task, got {type(task).__name__}, which has no {', '.join(missing)}"
+            f"a task is a name, a list of rows or a Task, got {type(task).__name__}, which has no {', '.join(missing)}"
         )
-    if held_out is not None:
-        raise DataError(f"held_out goes with rows, and the task {task.name!r} has held-out problems of its own")
+    if eval_data is not None:
+        raise DataError(f"eval_data needs a task made of rows; the task {task.name!r} has its own evaluation examples")
     return task
 
 
-def _generated(name: str, seed: int, held_out: object) -> Task:
-    if held_out is not None:
+def _generate(name: str, seed: int, eval_data: object) -> Task:
+    if eval_data is not None:
         raise DataError(
-            f"held_out={held_out!r} goes with a JSONL task, but {name!r} generates its own held-out problems; "
-            "leave held_out away, or give a path ending in .jsonl as the task"
+            f"eval_data={eval_data!r} needs a task made of data, and {name!r} generates its own evaluation problems; "
+            "leave eval_data out, or give a path such as rows.jsonl as the task"
         )
     if name in EMBEDDED:
         return ReasoningGymTask(name, EMBEDDED[name], seed=seed, steps=PROCESS_REWARDS, worked=True)
-    if name.startswith(VERIFIERS):
+    if name.startswith(VERIFIERS_PREFIX):
         return load_verifiers_task(name, seed)
     components = parse_components(name.removeprefix(CURRICULUM_PREFIX))
     for component in components:
-        _check_name(component.name)
+        _check_dataset_name(component.name)
     if name.startswith(CURRICULUM_PREFIX):
         return CurriculumTask(name, components, seed=seed)
     return ReasoningGymTask(name, components, seed=seed)
 
 
-def _check_name(name: str) -> None:
+def _check_dataset_name(name: str) -> None:
     if name in dataset_names():
         return
     if name in EMBEDDED:
-        raise DataError(f"the task {name!r} is a mix of its own; it takes no settings and joins no other mix")
+        raise DataError(f"the task {name!r} is a fixed mix: it takes no settings and cannot be part of another mix")
     if name == "composite":
-        raise DataError("the task 'composite' is spelt as a mix here: join datasets with '+', as in gcd+2*chain_sum")
+        raise DataError(
+            "the dataset 'composite' is written as a mix here: join datasets with '+', as in gcd+2*chain_sum"
+        )
     near = difflib.get_close_matches(name, list_tasks(), n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "policygrad.tasks.list_tasks() lists the names."
-    raise DataError(f"unknown task {name!r}: {hint} A file of your own prompts is a task by its path, ending in .jsonl")
+    raise DataError(f"unknown task {name!r}: {hint} To use your own prompts, give the path of a file ending in .jsonl")

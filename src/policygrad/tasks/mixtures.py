@@ -1,4 +1,4 @@
-"""A mix of data: which part the next prompt is of, by weight; each part goes through its own rows epoch by epoch."""
+"""A task made of several data sources: the part of each prompt is chosen by weight, and each part is read epoch by epoch."""
 
 from __future__ import annotations
 
@@ -8,35 +8,32 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import PurePath
 from threading import Lock
-from typing import overload
 
-from policygrad.errors import DataError
 from policygrad.tasks.base import Example, hash_choice
 from policygrad.tasks.rows import (
     Concatenated,
-    NgramOverlap,
+    EvalPrompts,
+    ExampleSequence,
     ShuffledEpochs,
-    Subset,
-    prompt_key,
     sort_by_hash,
     split_train_eval,
 )
 
 BLOCK = 1024
-"""Draws that are worked out together."""
+"""Part choices computed together."""
 
 
 @dataclass(frozen=True)
 class MixturePart:
-    """Rows with their share."""
+    """Rows and their weight in a mixture."""
 
     weight: float
     name: str
     rows: Sequence[Example]
 
 
-class ExamplesWithColumns(Sequence[Example]):
-    """A part's rows with the columns of all parts, None where it has none, and with its name."""
+class ExamplesWithColumns(ExampleSequence):
+    """The rows of a part, with the columns of all parts (None where the part has none) and the part's name."""
 
     def __init__(self, rows: Sequence[Example], names: Sequence[str], part: str) -> None:
         self._rows, self._missing, self._part = rows, dict.fromkeys(names), part
@@ -44,38 +41,31 @@ class ExamplesWithColumns(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def fetch(self, index: int) -> Example:
         row = self._rows[index]
         return replace(row, columns={**self._missing, **row.columns}, part=self._part)
 
 
 class MixedTask:
-    """The part of every draw comes from a hash of (seed, its number), as often as the weights say; the part's own next row follows.
+    """A weighted mixture of rows.
 
-    Held out is of every part what it would hold out alone, drawn by the weights too until there is no more; or the rows that are
-    given. No part trains on a prompt that any part holds out.
+    The part of each training example is chosen by a hash of (seed, index), with frequencies given by the weights; the example
+    is then the next row of that part. The evaluation rows are given, or held out of each part as they would be if it were the
+    only one, and interleaved by weight. No part trains on a prompt that any part evaluates.
     """
 
     rewards: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
 
-    def __init__(
-        self, name: str, train: Sequence[MixturePart], held_out: Sequence[MixturePart], *, seed: int = 0
-    ) -> None:
+    def __init__(self, name: str, train: Sequence[MixturePart], eval_parts: Sequence[MixturePart], *, seed: int = 0):
         self.name, self.seed = name, seed
-        self.eval_on_train = not held_out
+        self.eval_on_train = not eval_parts
         self._epochs = [ShuffledEpochs(part.rows, seed) for part in train]
         self._weights = tuple(part.weight for part in train)
-        self._measured = [replace(part, rows=sort_by_hash(part.rows)) for part in held_out or train]
-        self.rows: Sequence[Example] = reduce(Concatenated, [part.rows for part in (*train, *held_out)])
-        self._block = lru_cache(maxsize=4)(self._drawn)
-        self._before, self._counting = [(0,) * len(train)], Lock()
+        self._eval_parts = [replace(part, rows=sort_by_hash(part.rows)) for part in eval_parts or train]
+        self.rows: Sequence[Example] = reduce(Concatenated, [part.rows for part in (*train, *eval_parts)])
+        self._block = lru_cache(maxsize=4)(self._locate_block)
+        self._counts_before, self._lock = [(0,) * len(train)], Lock()
 
     @classmethod
     def from_parts(
@@ -86,108 +76,77 @@ class MixedTask:
         eval_parts: Sequence[MixturePart] | None = None,
         decontaminate: int = 0,
     ) -> MixedTask:
-        """Splits the parts, or takes the held-out ones.
+        """Build a task from parts, splitting each into training and evaluation rows unless evaluation parts are given.
 
-        apart: leave out training rows with so many words in a row of a held-out prompt (`overlap.py`); 0 = only equal prompts.
+        Args:
+            decontaminate: Leave out training rows that share this many consecutive words with an evaluation prompt
+                (`NgramOverlap`); 0 leaves out equal prompts only.
 
         Raises:
-            DataError: a part of which no row is left to train on.
+            DataError: A part has no row left to train on.
         """
-        parts, measured = _alike(parts, eval_parts or ())
-        if not measured:
-            split = [(part, *split_train_eval(part.rows)) for part in parts]
-            measured = [replace(part, rows=others) for part, _, others in split if others]
-            unmeasured = [part.name for part, _, others in split if not others]
-            if measured and unmeasured:
+        columns = list(dict.fromkeys(n for part in (*parts, *(eval_parts or ())) for n in part.rows[0].columns))
+        parts, eval_parts = _add_columns(parts, columns), _add_columns(eval_parts or (), columns)
+        if not eval_parts:
+            splits = [(part, *split_train_eval(part.rows)) for part in parts]
+            eval_parts = [replace(part, rows=rows) for part, _, rows in splits if rows]
+            unmeasured = [part.name for part, _, rows in splits if not rows]
+            if eval_parts and unmeasured:
                 warnings.warn(
-                    f"{', '.join(unmeasured)}: no row is held out of so few, so they are trained on and not measured",
+                    f"{', '.join(unmeasured)}: too few rows to hold any out, so all are trained on and none evaluated",
                     stacklevel=3,
                 )
-            parts = [replace(part, rows=kept) for part, kept, _ in split]
-        prompts = [row.prompt for part in measured for row in part.rows]
-        keys, overlap = (
-            frozenset(map(prompt_key, prompts)),
-            NgramOverlap.from_prompts(prompts, decontaminate) if decontaminate else None,
-        )
-        return cls(name, [_kept(part, keys, overlap) for part in parts], measured, seed=seed)
+            parts = [replace(part, rows=rows) for part, rows, _ in splits]
+        excluded = EvalPrompts.collect((row.prompt for part in eval_parts for row in part.rows), decontaminate)
+        train = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=4)) for part in parts]
+        return cls(name, train, eval_parts, seed=seed)
 
     def train_example(self, index: int) -> Example:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
-        number, place = divmod(index, BLOCK)
-        part, nth = self._block(number)[place]
-        return self._epochs[part][nth]
+        block, offset = divmod(index, BLOCK)
+        part, row = self._block(block)[offset]
+        return self._epochs[part][row]
 
     def eval_examples(self, count: int) -> list[Example]:
-        """At most `count` rows; all of them when there are fewer. Fewer are the first of more."""
-        found, weights = list[Example](), [part.weight for part in self._measured]
-        taken = [0] * len(weights)
-        while len(found) < count and any(weights):
-            part = hash_choice("held-out", len(found), weights)
-            found.append(self._measured[part].rows[taken[part]])
-            taken[part] += 1
-            if taken[part] == len(self._measured[part].rows):
+        """Return at most `count` rows, or all when there are fewer. A smaller count gives a prefix of a larger one."""
+        chosen, weights = list[Example](), [part.weight for part in self._eval_parts]
+        used = [0] * len(weights)
+        while len(chosen) < count and any(weights):
+            part = hash_choice("held-out", len(chosen), weights)
+            chosen.append(self._eval_parts[part].rows[used[part]])
+            used[part] += 1
+            if used[part] == len(self._eval_parts[part].rows):
                 weights[part] = 0.0
-        return found
+        return chosen
 
-    def _parts(self, block: int) -> list[int]:
-        return [
-            hash_choice(f"{self.seed}", index, self._weights) for index in range(block * BLOCK, (block + 1) * BLOCK)
-        ]
+    def _choose_parts(self, block: int) -> list[int]:
+        return [hash_choice(f"{self.seed}", i, self._weights) for i in range(block * BLOCK, (block + 1) * BLOCK)]
 
-    def _drawn(self, block: int) -> list[tuple[int, int]]:
-        """(part, which of its rows) of every draw in a block."""
-        counts, found = list(self._counts(block)), list[tuple[int, int]]()
-        for part in self._parts(block):
-            found.append((part, counts[part]))
+    def _locate_block(self, block: int) -> list[tuple[int, int]]:
+        """Return (part, index of its row) for every example of a block."""
+        counts, located = list(self._count_before(block)), list[tuple[int, int]]()
+        for part in self._choose_parts(block):
+            located.append((part, counts[part]))
             counts[part] += 1
-        return found
+        return located
 
-    def _counts(self, block: int) -> tuple[int, ...]:
-        """Draws of each part before a block. A resumed run counts them anew: some two seconds for a million."""
-        with self._counting:  # a later rollout may be drawn beside an evaluation
-            while len(self._before) <= block:
-                parts = self._parts(len(self._before) - 1)
-                self._before.append(tuple(n + parts.count(part) for part, n in enumerate(self._before[-1])))
-            return self._before[block]
+    def _count_before(self, block: int) -> tuple[int, ...]:
+        """Count the examples of each part before a block. A resumed run recounts them: about two seconds per million."""
+        with self._lock:  # a later rollout may be sampled during an evaluation
+            while len(self._counts_before) <= block:
+                parts = self._choose_parts(len(self._counts_before) - 1)
+                self._counts_before.append(tuple(n + parts.count(i) for i, n in enumerate(self._counts_before[-1])))
+            return self._counts_before[block]
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
-    """What tells parts apart in metrics: the last part of a path, or all of it where two end alike."""
+    """Return names that distinguish the parts in metrics: the last path component, or the full path where two are equal."""
     last = [PurePath(name).name or name for name in names]
     return last if len(set(last)) == len(set(names)) else list(names)
 
 
-def _alike(parts: Sequence[MixturePart], others: Sequence[MixturePart]) -> tuple[list[MixturePart], list[MixturePart]]:
-    """All with the same columns, since each column reaches the reward as one list."""
-    columns = list(dict.fromkeys(name for part in (*parts, *others) for name in part.rows[0].columns))
-
-    def widened(some: Sequence[MixturePart]) -> list[MixturePart]:
-        short = shorten_names([part.name for part in some])
-        return [
-            replace(p, rows=ExamplesWithColumns(p.rows, columns, name)) for p, name in zip(some, short, strict=True)
-        ]
-
-    return widened(parts), widened(others)
-
-
-def _kept(part: MixturePart, keys: frozenset[str], overlap: NgramOverlap | None) -> MixturePart:
-    """A part without what is measured, in whichever part that stands."""
-    kept = [i for i, row in enumerate(part.rows) if _trained(row, keys, overlap)]
-    if not kept:
-        raise DataError(
-            f"{part.name}: every prompt of it is held out, or overlaps with one that is, so none is left to train on; give other "
-            "held-out rows, or leave this part out of the mix"
-        )
-    if len(kept) < len(part.rows):
-        also = f", or have {overlap.n} words in a row of one that is" if overlap else ""
-        count = len(part.rows) - len(kept)
-        warnings.warn(
-            f"{part.name}: {count} of {len(part.rows)} rows left out of training: their prompts are held out{also}",
-            stacklevel=4,
-        )
-    return replace(part, rows=Subset(part.rows, kept)) if len(kept) < len(part.rows) else part
-
-
-def _trained(row: Example, keys: frozenset[str], overlap: NgramOverlap | None) -> bool:
-    return prompt_key(row.prompt) not in keys and (overlap is None or row.prompt not in overlap)
+def _add_columns(parts: Sequence[MixturePart], columns: Sequence[str]) -> list[MixturePart]:
+    """Give all rows the same columns, as each column reaches the reward functions as one list."""
+    short = shorten_names([part.name for part in parts])
+    return [replace(p, rows=ExamplesWithColumns(p.rows, columns, name)) for p, name in zip(parts, short, strict=True)]

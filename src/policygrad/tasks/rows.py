@@ -1,4 +1,4 @@
-"""Rows as a task: each has a `prompt`; every other column reaches the reward. They may stay where they are."""
+"""Rows as a task. Each row has a `prompt`; its other columns reach the reward functions. Large data stays on disk."""
 
 from __future__ import annotations
 
@@ -12,139 +12,81 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from random import Random
-from typing import Any, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 from policygrad.errors import DataError
 from policygrad.tasks.base import Example, Prompt, is_eval_prompt
-from policygrad.tasks.sources import DatasetRows, Row, Source, TableSource, is_dataset, is_source, open_source
+from policygrad.tasks.sources import Row, Source, is_dataset, is_source, open_dataset, open_source
 
-# Training prompts that say what a held-out prompt says: the same words, or n of them in a row.
-
-_WORD = re.compile(r"\w+|[-+*/^=<>%]")  # 3 + 4 is not 3 * 4
+MIN_ROWS_TO_SPLIT = 32
+"""With fewer rows, training uses them all and evaluation repeats them."""
 TEMPLATE_SHARE = 0.1
-"""What more than this share of the held-out prompts have in common, and more than one, is how they ask and not what."""
+"""An n-gram in more than this share of the evaluation prompts, and in more than one, belongs to their template."""
+EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
+RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+"""Converts a row, or returns None to leave it out."""
+T = TypeVar("T")
+_RESERVED_COLUMNS = ("prompts", "completions")  # other arguments of a reward function
+_WORD = re.compile(r"\w+|[-+*/^=<>%]")  # 3 + 4 is not 3 * 4
+
+
+class HasPrompt(Protocol):
+    """A row that can be split by its prompt."""
+
+    @property
+    def prompt(self) -> Prompt: ...
 
 
 @dataclass(frozen=True)
-class NgramOverlap:
-    """What held-out prompts say. Case, punctuation but signs of arithmetic, and system messages do not count.
+class RowOptions:
+    """Processing applied to the rows of data."""
 
-    n-grams of words are what Brown et al. 2020 (GPT-3, arXiv:2005.14165, app. C) look for between training data and benchmarks,
-    with n from 8 to 13; what the prompts share as a template is left out here, since every training prompt may have it too.
-    """
+    row_map: RowMap | None = None
+    """Called with a row each time it is read, so it must be deterministic."""
+    skip_bad_rows: bool = False
+    """Leave out invalid rows, and count them, instead of refusing the data."""
+    decontaminate: int = 0
+    """Leave out training rows that share this many consecutive words with an evaluation prompt; 0 = equal prompts only."""
 
-    n: int
-    ngrams: frozenset[str]
-    exact_prompts: frozenset[str]
+    def apply(self, row: Row) -> Row | None:
+        """Return the converted row, or None when `row_map` leaves it out.
 
-    @classmethod
-    def from_prompts(cls, prompts: Iterable[Prompt], n: int) -> NgramOverlap:
-        """Of these held-out prompts."""
-        said = [_words(prompt) for prompt in prompts]
-        often = Counter(gram for words in said for gram in set(_grams(words, n)))
-        most = max(1.0, TEMPLATE_SHARE * len(said))
-        return cls(
-            n,
-            frozenset(gram for gram, count in often.items() if count <= most),
-            frozenset(map(" ".join, filter(None, said))),
-        )
-
-    def __contains__(self, prompt: Prompt) -> bool:
-        """Whether a prompt has the words of a held-out one, or n of them in a row."""
-        words = _words(prompt)
-        return " ".join(words) in self.exact_prompts or any(gram in self.ngrams for gram in _grams(words, self.n))
-
-
-def _words(prompt: Prompt) -> list[str]:
-    said = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if m["role"] != "system"]
-    return _WORD.findall(" ".join(said).casefold())
-
-
-def _grams(words: list[str], n: int) -> Iterator[str]:
-    return (" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
-
-
-MIN_ROWS_TO_SPLIT = 32  # rows; with fewer, training uses them all and evaluation repeats them
-_RESERVED = ("prompts", "completions")  # what a reward function is given besides the columns
-
-
-class Subset(Sequence[Example]):
-    """Some of other rows, by their numbers, each fetched when it is asked for."""
-
-    def __init__(self, rows: Sequence[Example], places: Sequence[int]) -> None:
-        self._rows, self._places = rows, places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Subset: ...
-    def __getitem__(self, index: int | slice) -> Example | Subset:
-        if isinstance(index, slice):
-            return Subset(self._rows, self._places[index])
-        return self._rows[self._places[index]]
-
-
-class Concatenated(Sequence[Example]):
-    """One sequence of rows behind another."""
-
-    def __init__(self, first: Sequence[Example], second: Sequence[Example]) -> None:
-        self._parts = first, second
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        first, second = self._parts
-        index = range(len(self))[index]
-        return first[index] if index < len(first) else second[index - len(first)]
-
-
-class ShuffledEpochs:
-    """Rows by number, without end, shuffled anew each epoch by (seed, epoch)."""
-
-    def __init__(self, rows: Sequence[Example], seed: int) -> None:
-        self._rows, self._seed = rows, seed
-        self._order = lru_cache(maxsize=2)(self._permutation)
-
-    def __getitem__(self, index: int) -> Example:
-        if index < 0:
-            raise IndexError(f"training examples are numbered from 0, got {index}")
-        epoch, place = divmod(index, len(self._rows))
-        return self._rows[self._order(epoch)[place]]
-
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
-        Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+        Raises:
+            DataError: `row_map` raised, or returned something other than a row.
+        """
+        where, columns = row
+        if self.row_map is not None:
+            try:
+                mapped = self.row_map(dict(columns))
+            except Exception as error:  # user code may raise anything
+                raise DataError(f"{where}: the row map raised {type(error).__name__}: {error}") from error
+            if mapped is None:
+                return None
+            if not isinstance(mapped, Mapping):
+                raise DataError(
+                    f"{where}: the row map returned {type(mapped).__name__}: return a dict, or None to leave the row out"
+                )
+            columns = mapped
+        return where, add_answer_column(columns)
 
 
 class RowsTask:
     """Rows shuffled anew each epoch by (seed, epoch).
 
-    Held out are the rows whose prompt's hash says so (1 in 16), or those given as held out, whose prompts
-    are then left out of training. With fewer than 32 rows, or when the hash picks none or all of them, training uses
-    every row and `held_out_is_train` is True.
+    Evaluation uses the given evaluation rows, whose prompts are then left out of training, or else the rows selected by a hash
+    of the prompt (1 in 16). With fewer than 32 rows, or when the hash selects none or all of them, training uses every row and
+    `eval_on_train` is True.
     """
 
     rewards: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
 
-    def __init__(self, name: str, train: Sequence[Example], held_out: Sequence[Example], *, seed: int = 0) -> None:
-        self.name = name
-        self.seed = seed
-        self.eval_on_train = not held_out
+    def __init__(self, name: str, train: Sequence[Example], eval_rows: Sequence[Example], *, seed: int = 0) -> None:
+        self.name, self.seed = name, seed
+        self.eval_on_train = not eval_rows
         self._train = ShuffledEpochs(train, seed)
-        self._held_out = sort_by_hash(held_out or train)
-        self.rows: Sequence[Example] = Concatenated(train, held_out)
+        self._eval = sort_by_hash(eval_rows or train)
+        self.rows: Sequence[Example] = Concatenated(train, eval_rows)
 
     @classmethod
     def from_rows(
@@ -155,192 +97,216 @@ class RowsTask:
         eval_data: tuple[str, Sequence[Example]] | None = None,
         decontaminate: int = 0,
     ) -> RowsTask:
-        """Splits the rows, or takes the held-out ones with their name. Raises DataError where columns or prompts do not fit.
+        """Build a task from rows, splitting them unless evaluation data (name, rows) is given.
 
-        apart: leave out training rows with so many words in a row of a held-out prompt's (`overlap.py`); 0 = only equal prompts.
+        Args:
+            decontaminate: See `RowOptions`.
+
+        Raises:
+            DataError: The columns of the evaluation rows differ, or no row is left to train on.
         """
-        if eval_data is not None:
-            other, others = eval_data
-            _same_columns(name, rows, other, others)
-            kept = _apart(_without(rows, others, name, other), others, name, decontaminate)
-            return cls(name, kept, others, seed=seed)
-        kept, others = split_train_eval(rows)
-        return cls(name, _apart(kept, others, name, decontaminate) if others else kept, others, seed=seed)
+        train, eval_rows = split_train_eval(rows) if eval_data is None else (rows, eval_data[1])
+        if eval_data is not None and (odd := sorted(set(rows[0].columns) ^ set(eval_rows[0].columns))):
+            raise DataError(
+                f"{eval_data[0]}: its columns differ from those of {name} in {', '.join(odd)}; rewards need all of them"
+            )
+        if eval_data is not None or (eval_rows and decontaminate):
+            prompts = EvalPrompts.collect((row.prompt for row in eval_rows), decontaminate)
+            train = prompts.exclude_from(train, name, stacklevel=4)
+        return cls(name, train, eval_rows, seed=seed)
 
     def train_example(self, index: int) -> Example:
         return self._train[index]
 
     def eval_examples(self, count: int) -> list[Example]:
-        """At most `count` rows, in the fixed order of their prompts' hashes; all of them when there are fewer."""
-        return list(self._held_out[: max(count, 0)])
+        """Return at most `count` rows, in the fixed order of their prompts' hashes, or all when there are fewer."""
+        return list(self._eval[: max(count, 0)])
+
+
+# Views of rows, which may be larger than memory.
+
+
+class ExampleSequence(Sequence[Example]):
+    """Examples fetched by index; a slice is a list."""
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        numbers = range(len(self))[index]
+        return self.fetch(numbers) if isinstance(numbers, int) else [self.fetch(i) for i in numbers]
+
+    def fetch(self, index: int) -> Example:
+        """Return the example at an index from 0 to len(self) − 1."""
+        raise NotImplementedError
+
+
+class Subset(ExampleSequence):
+    """The rows with the given indices."""
+
+    def __init__(self, rows: Sequence[Example], indices: Sequence[int]) -> None:
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def fetch(self, index: int) -> Example:
+        return self._rows[self._indices[index]]
+
+
+class Concatenated(ExampleSequence):
+    """Two sequences of rows, one after the other."""
+
+    def __init__(self, first: Sequence[Example], second: Sequence[Example]) -> None:
+        self._first, self._second = first, second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def fetch(self, index: int) -> Example:
+        size = len(self._first)
+        return self._first[index] if index < size else self._second[index - size]
+
+
+class LazyExamples(ExampleSequence):
+    """Rows read from their source each time; only their numbers are kept in memory."""
+
+    def __init__(self, source: Source, options: RowOptions, numbers: Sequence[int]) -> None:
+        self._source, self._options, self._numbers = source, options, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def fetch(self, index: int) -> Example:
+        row = self._options.apply(self._source[self._numbers[index]])
+        if row is None:
+            raise DataError("the row map leaves out a row that it kept before: make it deterministic")
+        return to_example(row[1], row[0])
+
+
+class ShuffledEpochs:
+    """Rows by number without end, shuffled anew each epoch by (seed, epoch)."""
+
+    def __init__(self, rows: Sequence[Example], seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._order = lru_cache(maxsize=2)(self._permute)
+
+    def __getitem__(self, index: int) -> Example:
+        if index < 0:
+            raise IndexError(f"training examples are numbered from 0, got {index}")
+        epoch, place = divmod(index, len(self._rows))
+        return self._rows[self._order(epoch)[place]]
+
+    def _permute(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rows)))
+        Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+# Separating training from evaluation.
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """Return the text that decides whether a prompt is an evaluation prompt: itself, or its messages as JSON."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+
+
+def choose_eval_rows(rows: Sequence[HasPrompt]) -> list[bool] | None:
+    """Mark the rows to hold out by their prompt's hash; None when rows are few, or the hash marks none or all of them."""
+    chosen = [is_eval_prompt(prompt_key(row.prompt)) for row in rows]
+    return None if len(rows) < MIN_ROWS_TO_SPLIT or not any(chosen) or all(chosen) else chosen
 
 
 def split_train_eval(rows: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
-    """(rows to train on, held-out ones) by the prompt's hash; all and none where they are few, or it takes none or all."""
-    chosen = [is_eval_prompt(prompt_key(row.prompt)) for row in rows]
-    if len(rows) < MIN_ROWS_TO_SPLIT or not any(chosen) or all(chosen):
+    """Split rows into (training, evaluation); all and none when `choose_eval_rows` holds none out."""
+    chosen = choose_eval_rows(rows)
+    if chosen is None:
         return rows, ()
-    places = [[i for i, out in enumerate(chosen) if out is side] for side in (False, True)]
-    return Subset(rows, places[0]), Subset(rows, places[1])
+    train, evaluated = ([i for i, out in enumerate(chosen) if out is side] for side in (False, True))
+    return Subset(rows, train), Subset(rows, evaluated)
 
 
 def sort_by_hash(rows: Sequence[Example]) -> Subset:
-    """In the order of their prompts' hashes, the same for every seed."""
+    """Order rows by the hash of their prompts, which is the same for every seed."""
     keys = [sha256(prompt_key(row.prompt).encode()).digest() for row in rows]
     return Subset(rows, sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def prompt_key(prompt: Prompt) -> str:
-    """The text that decides whether a prompt is held out: itself, or its messages as JSON."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
-
-
-def to_example(row: Mapping[str, Any], where: str, first: Example | None = None) -> Example:
-    """A row, checked, against the first one too: all have the same columns. Raises DataError that says where."""
-    example = _to_example(dict(row), where)
-    _check_columns(first or example, example)
-    return example
-
-
-def _to_example(row: dict[str, Any], where: str) -> Example:
-    if "prompt" not in row:
-        have = ", ".join(map(repr, row)) or "nothing"
-        raise DataError(f"{where}: no column 'prompt' (it has {have}); rename the column that holds the question")
-    for name in _RESERVED:
-        if name in row:
-            raise DataError(f"{where}: a column may not be called {name!r}, reward functions get that name; rename it")
-    prompt = parse_prompt(row.pop("prompt"), where)
-    return Example(prompt, row, where)
-
-
-def parse_prompt(value: Any, where: str) -> Prompt:
-    """A prompt as text or as chat messages. Raises DataError for anything else, or an empty one."""
-    if isinstance(value, str):
-        prompt: Prompt = value
-    elif isinstance(value, (list, tuple)):
-        prompt = tuple(
-            parse_message(message, f"{where}: message {i + 1} of 'prompt'") for i, message in enumerate(value)
-        )
-    else:
-        kind = type(value).__name__
-        raise DataError(f"{where}: 'prompt' must be text or a list of chat messages, got {kind}")
-    if not prompt:
-        raise DataError(f"{where}: 'prompt' is empty; a model needs at least one token to continue")
-    try:
-        prompt_key(prompt).encode()
-    except UnicodeEncodeError as error:
-        code = ord(error.object[error.start])
-        raise DataError(f"{where}: 'prompt' holds half a surrogate pair (\\u{code:04x}), which is not text") from None
-    return prompt
-
-
-def parse_message(message: Any, where: str) -> dict[str, str]:
-    """A chat message: role, content, and whatever else is text. Raises DataError."""
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise DataError(f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}')
-    for key, value in message.items():
-        if not isinstance(value, str):
-            raise DataError(f"{where}: {key!r} must be text, got {type(value).__name__}")
-    return message
-
-
-def _check_columns(first: Example, row: Example) -> None:
-    """All rows have the same columns, since each column reaches the reward as one list."""
-    line = re.search(r":(\d+)$", first.source)
-    where, other = row.source, f"line {line[1]}" if line else first.source
-    for name in first.columns:
-        if name not in row.columns:
-            raise DataError(f"{where}: no column {name!r}, which {other} has; write null where there is no value")
-    for name in row.columns:
-        if name not in first.columns:
-            raise DataError(f"{where}: column {name!r} is not in {other}; give every row the same columns")
-
-
-def _same_columns(path: str, rows: Sequence[Example], other: str, others: Sequence[Example]) -> None:
-    if missing := sorted(set(rows[0].columns) ^ set(others[0].columns)):
-        raise DataError(
-            f"{other}: its columns differ from those of {path} in {', '.join(missing)}; rewards need them all"
-        )
-
-
-def _without(rows: Sequence[Example], others: Sequence[Example], path: str, other: str) -> Sequence[Example]:
-    """Training rows whose prompt is not evaluated on."""
-    evaluated = {prompt_key(row.prompt) for row in others}
-    kept = [i for i, row in enumerate(rows) if prompt_key(row.prompt) not in evaluated]
-    if not kept:
-        raise DataError(
-            f"{other}: holds every prompt of {path}, so none is left to train on; give another held_out file"
-        )
-    if len(kept) < len(rows):
-        count = len(rows) - len(kept)
-        warnings.warn(f"{path}: {count} rows left out of training, {other} evaluates their prompts", stacklevel=4)
-    return Subset(rows, kept)
-
-
-def _apart(rows: Sequence[Example], others: Sequence[Example], path: str, n: int) -> Sequence[Example]:
-    """Training rows whose prompts do not overlap with what is evaluated."""
-    if not n:
-        return rows
-    held_out = NgramOverlap.from_prompts((row.prompt for row in others), n)
-    kept = [i for i, row in enumerate(rows) if row.prompt not in held_out]
-    if not kept:
-        raise DataError(
-            f"{path}: every training prompt has {n} words in a row of a held-out one: ask for more words, or take other rows"
-        )
-    if len(kept) < len(rows):
-        count = len(rows) - len(kept)
-        said = f"{path}: {count} of {len(rows)} rows left out of training, which have {n} words in a row of a held-out prompt"
-        warnings.warn(said, stacklevel=4)
-    return Subset(rows, kept)
-
-
-# From a source to what is read of it: rows are mapped, checked once, refused or left out, and kept or fetched again.
-
-EXAMPLE = '{"prompt": "1+1=", "answer": "2"}'
-RowMap = Callable[[dict[str, Any]], Mapping[str, Any] | None]
-"""From a row to the row as it is used, or None for a row that is left out."""
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
-class RowOptions:
-    """How rows are read."""
+class EvalPrompts:
+    """The evaluation prompts that training leaves out, with whatever shares n consecutive words with one of them.
 
-    row_map: RowMap | None = None
-    """Called with every row whenever it is read, so that it has to say the same each time."""
-    skip_bad_rows: bool = False
-    """Leave out, and count, what would be refused."""
-    decontaminate: int = 0
-    """Leave out of training, and count, what has so many words in a row of a held-out prompt; 0 = equal prompts only."""
+    Case, punctuation other than arithmetic signs, and system messages do not count. Brown et al. 2020 (GPT-3,
+    arXiv:2005.14165, app. C) compare training data and benchmarks by n-grams of words, with n from 8 to 13. Unlike there,
+    n-grams that the evaluation prompts share as a template are ignored, since every training prompt may contain them too.
+    """
 
-    def apply(self, row: Row) -> Row | None:
-        """The row that is used; None for one that the map leaves out. Raises DataError where the map does."""
-        where, columns = row
-        if self.row_map is not None:
-            try:
-                mapped = self.row_map(dict(columns))
-            except Exception as error:  # whatever somebody's function may raise
-                raise DataError(f"{where}: the map raised {type(error).__name__}: {error}") from error
-            if mapped is None:
-                return None
-            if not isinstance(mapped, Mapping):
-                raise DataError(
-                    f"{where}: the map returned {type(mapped).__name__}: return a row, a dict, or None to leave it out"
-                )
-            columns = mapped
-        return where, add_answer_column(columns)
+    keys: frozenset[str]
+    n: int
+    """0 = only equal prompts are left out."""
+    ngrams: frozenset[str] = frozenset()
+    texts: frozenset[str] = frozenset()
+    """The words of each prompt, which may be fewer than n."""
+
+    @classmethod
+    def collect(cls, prompts: Iterable[Prompt], n: int) -> EvalPrompts:
+        """Collect the prompts, and their n-grams if n > 0."""
+        prompts = list(prompts)
+        keys = frozenset(map(prompt_key, prompts))
+        if not n:
+            return cls(keys, n)
+        words = [_split_words(prompt) for prompt in prompts]
+        counts = Counter(gram for each in words for gram in set(_make_ngrams(each, n)))
+        limit = max(1.0, TEMPLATE_SHARE * len(words))
+        ngrams = frozenset(gram for gram, count in counts.items() if count <= limit)
+        return cls(keys, n, ngrams, frozenset(map(" ".join, filter(None, words))))
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        if prompt_key(prompt) in self.keys:
+            return True
+        if not self.n:
+            return False
+        words = _split_words(prompt)
+        return " ".join(words) in self.texts or any(gram in self.ngrams for gram in _make_ngrams(words, self.n))
+
+    def exclude_from(self, rows: Sequence[Example], name: str, stacklevel: int) -> Sequence[Example]:
+        """Return the training rows whose prompts are not evaluated, and warn about the number left out.
+
+        Raises:
+            DataError: No row is left.
+        """
+        retained = [i for i, row in enumerate(rows) if row.prompt not in self]
+        overlap = f" or share {self.n} consecutive words with one" if self.n else ""
+        if not retained:
+            raise DataError(
+                f"{name}: all prompts are evaluation prompts{overlap}, so none is left to train on; give other evaluation rows, "
+                "or leave this data out"
+            )
+        if len(retained) == len(rows):
+            return rows
+        excluded = len(rows) - len(retained)
+        warnings.warn(
+            f"{name}: {excluded} of {len(rows)} rows left out of training: they are evaluation prompts{overlap}",
+            stacklevel=stacklevel,
+        )
+        return Subset(rows, retained)
 
 
-def add_answer_column(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """verl keeps what is right in `reward_model.ground_truth`: it is the column `answer` too, where there is none."""
-    found = row.get("reward_model")
-    if "answer" in row or not isinstance(found, Mapping) or "ground_truth" not in found:
-        return row
-    return {**row, "answer": found["ground_truth"]}
+def _split_words(prompt: Prompt) -> list[str]:
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if m["role"] != "system"]
+    return _WORD.findall(" ".join(texts).casefold())
+
+
+def _make_ngrams(words: list[str], n: int) -> Iterator[str]:
+    return (" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
+# From a source to examples: rows are converted, checked once, and kept in memory or read again each time.
 
 
 class InMemoryRows:
-    """Rows that are in memory already: dicts with `prompt` and columns, or Examples."""
+    """Rows in memory: dicts with `prompt` and other columns, or Examples."""
 
     fits_in_memory = True
 
@@ -358,92 +324,142 @@ class InMemoryRows:
         row, where = self._rows[index], f"{self._name} {index + 1}"
         if isinstance(row, Example):
             if "prompt" in row.columns:
-                raise DataError(f"{where}: a column may not be called 'prompt', the example has one; rename it")
+                raise DataError(f"{where}: an Example has its own prompt: rename the column 'prompt'")
             return row.source or where, {"prompt": row.prompt, **row.columns}
         if not isinstance(row, Mapping):
-            raise DataError(f"{where}: a dict with 'prompt' or an Example is needed, got {type(row).__name__}")
+            raise DataError(f"{where}: expected a dict with 'prompt' or an Example, got {type(row).__name__}")
         return where, row
 
 
-def open_rows(given: Any, name: str = "row", example: str = EXAMPLE) -> Source | None:
-    """The rows that were given, by name or as an object: a list, or a `datasets.Dataset`; None of anything else."""
-    if isinstance(given, str):
-        return open_source(given, example) if is_source(given) else None
-    if is_dataset(given):
-        return TableSource(DatasetRows(given), name)
-    return InMemoryRows(given, name) if isinstance(given, Sequence) else None
+def open_rows(data: Any, name: str = "row", example: str = EXAMPLE) -> Source | None:
+    """Open rows given by name or as an object (a list or a `datasets.Dataset`); None for anything else."""
+    if isinstance(data, str):
+        return open_source(data, example) if is_source(data) else None
+    if is_dataset(data):
+        return open_dataset(data, name)
+    return InMemoryRows(data, name) if isinstance(data, Sequence) else None
 
 
-def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], name: str) -> Iterator[tuple[int, T]]:
-    """(number in the source, row) of all rows that can be used; those that cannot are counted, where that is asked for.
-
-    Raises:
-        DataError: a row that cannot be used; none that can.
-    """
-    bad, left_out, used, first = 0, 0, 0, ""
-    for index in range(len(source)):
-        try:
-            row = options.apply(source[index])
-            found = None if row is None else parse(row)
-        except DataError as error:
-            if not options.skip_bad_rows:
-                raise
-            bad, first = bad + 1, first or str(error)
-            continue
-        if found is None:
-            left_out += 1
-            continue
-        used += 1
-        yield index, found
-    if bad:
-        warnings.warn(f"{name}: {bad} of {len(source)} rows skipped, the first: {first}", stacklevel=2)
-    if not used:
-        raise DataError(
-            f"{name}: none of its {len(source)} rows is left: {left_out} by the map, {bad} that cannot be used"
-        )
+def read_examples(name: str, options: RowOptions | None = None) -> Sequence[Example]:
+    """Read the examples of a file. Raises DataError."""
+    return load_examples(open_source(name, EXAMPLE), options or RowOptions(), name)
 
 
 def load_examples(source: Source, options: RowOptions, name: str) -> Sequence[Example]:
-    """The rows as examples: kept, or of large data fetched again each time.
+    """Parse all rows into examples: a list if they fit in memory, else a lazy sequence.
 
     Raises:
-        DataError: as `parsed`.
+        DataError: See `parse_rows`.
     """
     first: list[Example] = []
 
     def parse(row: Row) -> Example:
-        found = to_example(row[1], row[0], first[0] if first else None)
-        first[:] = first or [found]
-        return found
+        example = to_example(row[1], row[0], first[0] if first else None)
+        first[:] = first or [example]
+        return example
 
-    found = parse_rows(source, options, parse, name)
+    parsed = parse_rows(source, options, parse, name)
     if source.fits_in_memory:
-        return [example for _, example in found]
-    return LazyExamples(source, options, array("L", (index for index, _ in found)))
+        return [example for _, example in parsed]
+    return LazyExamples(source, options, array("L", (number for number, _ in parsed)))
 
 
-def read_examples(name: str, options: RowOptions | None = None) -> Sequence[Example]:
-    """The examples of a file. Raises DataError."""
-    return load_examples(open_source(name, EXAMPLE), options or RowOptions(), name)
+def parse_rows(source: Source, options: RowOptions, parse: Callable[[Row], T], name: str) -> Iterator[tuple[int, T]]:
+    """Yield (number in the source, parsed row) for all valid rows, and warn about the number of skipped ones.
+
+    Raises:
+        DataError: A row is invalid and `skip_bad_rows` is off, or no row is left.
+    """
+    invalid, left_out, used, first_error = 0, 0, 0, ""
+    for number in range(len(source)):
+        try:
+            row = options.apply(source[number])
+            parsed = None if row is None else parse(row)
+        except DataError as error:
+            if not options.skip_bad_rows:
+                raise
+            invalid, first_error = invalid + 1, first_error or str(error)
+            continue
+        if parsed is None:
+            left_out += 1
+            continue
+        used += 1
+        yield number, parsed
+    if invalid:
+        warnings.warn(f"{name}: {invalid} of {len(source)} rows skipped, the first: {first_error}", stacklevel=2)
+    if not used:
+        raise DataError(
+            f"{name}: no row is left of {len(source)}: the row map left out {left_out}, and {invalid} are invalid"
+        )
 
 
-class LazyExamples(Sequence[Example]):
-    """Rows that are read anew each time they are asked for: in memory are their numbers."""
+def add_answer_column(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Copy verl's `reward_model.ground_truth` to the column `answer`, unless there is one."""
+    scoring = row.get("reward_model")
+    if "answer" in row or not isinstance(scoring, Mapping) or "ground_truth" not in scoring:
+        return row
+    return {**row, "answer": scoring["ground_truth"]}
 
-    def __init__(self, source: Source, reading: RowOptions, places: Sequence[int]) -> None:
-        self._source, self._reading, self._places = source, reading, places
 
-    def __len__(self) -> int:
-        return len(self._places)
+def to_example(row: Mapping[str, Any], where: str, first: Example | None = None) -> Example:
+    """Check a row and convert it to an example; it must have the same columns as `first`.
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row = self._reading.apply(self._source[self._places[index]])
-        if row is None:
-            raise DataError("the map leaves out a row that it did not leave out before: let it say the same each time")
-        return to_example(row[1], row[0])
+    Raises:
+        DataError: An invalid row, with its location.
+    """
+    columns = dict(row)
+    if "prompt" not in columns:
+        names = ", ".join(map(repr, columns)) or "nothing"
+        raise DataError(f"{where}: no column 'prompt' (it has {names}); rename the column that holds the question")
+    for name in _RESERVED_COLUMNS:
+        if name in columns:
+            raise DataError(f"{where}: rename the column {name!r}: reward functions have an argument of that name")
+    example = Example(parse_prompt(columns.pop("prompt"), where), columns, where)
+    _check_columns(first or example, example)
+    return example
+
+
+def _check_columns(first: Example, row: Example) -> None:
+    """Require equal columns, since each column reaches the reward functions as one list."""
+    line = re.search(r":(\d+)$", first.source)
+    where, other = row.source, f"line {line[1]}" if line else first.source
+    for name in first.columns:
+        if name not in row.columns:
+            raise DataError(f"{where}: no column {name!r}, which {other} has; write null where there is no value")
+    for name in row.columns:
+        if name not in first.columns:
+            raise DataError(f"{where}: column {name!r} is not in {other}; give every row the same columns")
+
+
+def parse_prompt(value: Any, where: str) -> Prompt:
+    """Parse a prompt: non-empty text or chat messages. Raises DataError."""
+    if isinstance(value, str):
+        prompt: Prompt = value
+    elif isinstance(value, (list, tuple)):
+        prompt = tuple(parse_message(m, f"{where}: message {i} of 'prompt'") for i, m in enumerate(value, 1))
+    else:
+        kind = type(value).__name__
+        raise DataError(f"{where}: 'prompt' must be text or a list of chat messages, got {kind}")
+    if not prompt:
+        raise DataError(f"{where}: 'prompt' is empty; a model needs at least one token to continue")
+    check_encodable(prompt_key(prompt), f"{where}: 'prompt'")
+    return prompt
+
+
+def parse_message(message: Any, where: str) -> dict[str, str]:
+    """Check a chat message: role, content, and other keys, all text. Raises DataError."""
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise DataError(f'{where} must be an object like {{"role": "user", "content": "..."}}, got {str(message)[:60]}')
+    for key, value in message.items():
+        if not isinstance(value, str):
+            raise DataError(f"{where}: {key!r} must be text, got {type(value).__name__}")
+    return message
+
+
+def check_encodable(text: str, where: str) -> None:
+    """Raise DataError when a text contains a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise DataError(f"{where} contains half a surrogate pair (\\u{code:04x}), which is not text") from None

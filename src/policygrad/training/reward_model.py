@@ -15,7 +15,6 @@ from policygrad.learners.local.forward import backward_mode, backward_zero
 from policygrad.learners.local.packing import Pack, micro_batch_tokens
 from policygrad.models.adapters import adapter_configs, add_adapters
 from policygrad.models.classifier import (
-    classifier_context_length,
     encode_for_scoring,
     forward,
     load_classifier,
@@ -25,7 +24,7 @@ from policygrad.models.classifier import (
     score_head_modules,
     set_padding_token,
 )
-from policygrad.models.loading import DTYPES, disable_dropout, model_origin, resolve_model
+from policygrad.models.loading import DTYPES, context_length, disable_dropout, model_origin, resolve_model
 from policygrad.models.lora_config import Lora, adapter_base, check_same_adapter, read_lora
 from policygrad.models.tokenizer import Tokenizer, check_vocabulary
 from policygrad.tasks.preferences import (
@@ -274,4 +273,4 @@ def load_reward_model(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
     for module in model.modules():
         disable_dropout(module)
     set_padding_token(model, tokenizer.hf)
-    return model, replace(tokenizer, name=config.model, context_length=classifier_context_length(model))
+    return model, replace(tokenizer, name=config.model, context_length=context_length(model))

@@ -206,17 +206,7 @@ def _make_pool(
 ) -> RewardScorer:
     if placement.reward_pool is not None:
         return placement.reward_pool(rewards, config, phase)
-    return RewardPool(
-        rewards,
-        num_workers=config.num_workers,
-        timeout=config.timeout,
-        memory=config.memory,
-        sandbox=config.sandbox,
-        environment=config.environment,
-        show_output=config.show_output,
-        progress=phase,
-        tolerate_unresponsive=not config.max_failed_steps,
-    )
+    return RewardPool.from_config(rewards, config, phase)
 
 
 def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:

@@ -1,10 +1,10 @@
-"""How a program reports its progress: a callback that is given a text, how much is done, and of how much."""
+"""The callback by which the program reports its progress."""
 
 from collections.abc import Callable
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Told what happens now, and how far it is: answers so far, of how many. "" = it is over."""
+"""Called with what happens now, the number of results so far, and their total; an empty text clears it."""
 
 
 def ignore_progress(text: str, done: int, total: int) -> None:
-    """Told, and says nothing."""
+    """Report nothing."""

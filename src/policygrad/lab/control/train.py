@@ -336,7 +336,7 @@ def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
 
     found = replace(algorithm, advantage=tuple(map(changed, algorithm.advantage)), critic=changed(algorithm.critic))
-    if found == algorithm and not any(hasattr(part, "gamma") for _, part in algorithm.parts()):
+    if found == algorithm and not any(hasattr(part, "gamma") for part in algorithm.parts()):
         raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or take ppo, trpo or a2c")
     return found
 

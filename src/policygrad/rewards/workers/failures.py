@@ -1,4 +1,4 @@
-"""When rewards that fail end the run: a function that never answers, and steps in which most samples have no reward."""
+"""Failing rewards that end a run: a function that never returns, and steps in which most samples have no reward."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,86 +6,91 @@ from collections.abc import Sequence
 from policygrad.errors import RewardError
 from policygrad.rewards.workers.messages import SampleResult
 
-MIN_LOST_CALLS = 4  # lost calls before a function is given up, with one worker or two
-_TOLD = 3  # messages in an error
-_OF_REWARDS = ("reward ", "no reward", "no steps", "the environment")  # how messages about rewards begin
+MIN_LOST_CALLS = 4  # before a function is given up, with one worker or two
+_MAX_MESSAGES = 3  # in an error
+_REWARD_MESSAGES = ("reward ", "no reward", "no steps", "the environment")  # how messages about rewards begin
 
 
 class UnresponsiveFunctionDetector:
-    """Counts, per function, the calls that overran or killed their worker while none has ever given a reward.
+    """Counts, per function, the calls that timed out or killed their worker before it has ever returned a reward.
 
-    A call costs its whole budget, so that a rollout of them is hours of silence: `limit` of them end it. None = never.
+    Each such call costs its full timeout, so that a rollout of them would take hours: `limit` of them end it. None = never.
     """
 
     def __init__(self, names: Sequence[str], limit: int | None) -> None:
         self._names, self._limit = names, limit
         self._lost: Counter[int] = Counter()
-        self._proven: set[int] = set()
+        self._succeeded: set[int] = set()
 
-    def record_results(self, function: int, judgements: Sequence[SampleResult]) -> None:
-        """The function was called, and this is what it said."""
-        if function not in self._proven and any(judgement.reason is None for judgement in judgements):
-            self._proven.add(function)
+    def record_results(self, function: int, results: Sequence[SampleResult]) -> None:
+        if function not in self._succeeded and any(result.reason is None for result in results):
+            self._succeeded.add(function)
 
     def has_succeeded(self, function: int) -> bool:
-        """Whether it has given a reward."""
-        return function in self._proven
+        """Return whether the function has ever returned a reward."""
+        return function in self._succeeded
 
-    def record_lost(self, function: int, said: str) -> None:
-        """A call of the function was lost. Raises RewardError when it is one too many."""
-        if function in self._proven:
+    def record_lost(self, function: int, what: str) -> None:
+        """Count a call that timed out or crashed. Raises RewardError at the limit."""
+        if function in self._succeeded:
             return
         self._lost[function] += 1
         if self._limit is not None and self._lost[function] >= self._limit:
             raise RewardError(
-                f"reward {self._names[function]!r} has not given a single reward yet, and {self._limit} calls of it were lost; the "
-                f"last one {said}. Try it by hand on one completion, or give it a larger budget, @reward(budget=...)"
+                f"reward {self._names[function]!r} has not returned a single reward, and {self._limit} calls of it were lost; the "
+                f"last one {what}. Call it by hand on one completion, or raise its timeout with @reward(timeout=...)"
             )
 
 
 class FailedStepTracker:
-    """Counts the steps in a row of which more than `share` of the samples have no reward; `patience` of them are too many, and so
-    is a first step without any, or a first evaluation before one with some. patience 0 = never. Every process counts anew."""
+    """Decides when failing rewards end a run: each method returns the reason to stop, or None.
 
-    def __init__(self, share: float, patience: int) -> None:
-        self._share, self._patience = share, patience
-        self._row: list[float] = []
+    A step fails when more than `max_fraction` of its samples have no reward. `max_steps` failed steps in a row end the run, and so
+    does a first step, or a first evaluation before any reward, in which no sample has one. max_steps 0 = never. A resumed run
+    starts counting at zero.
+    """
+
+    def __init__(self, max_fraction: float, max_steps: int) -> None:
+        self._max_fraction, self._max_steps = max_fraction, max_steps
+        self._failed: list[float] = []  # failed fractions of the steps so far, in a row
         self._messages: dict[str, None] = {}
         self._first = {"step", "evaluation"}
 
     def record_step(self, failed: float, messages: Sequence[str]) -> str | None:
-        """A step is done, `failed` of its samples have no reward; why the run is to end, None = it goes on."""
-        if failed <= self._share:
-            self._row, self._messages = [], {}
+        """Record a step; failed: the fraction of its samples without a reward."""
+        if failed <= self._max_fraction:
+            self._failed, self._messages = [], {}
             self._first.clear()
             return None
-        self._row.append(failed)
-        self._keep(messages)
-        if found := self._none("step", failed >= 1):
-            return found
-        if not self._patience or len(self._row) < self._patience:
+        self._failed.append(failed)
+        self._add_messages(messages)
+        if reason := self._check_first("step", failed >= 1):
+            return reason
+        if not self._max_steps or len(self._failed) < self._max_steps:
             return None
-        shares = ", ".join(f"{x:.0%}" for x in self._row)
-        row = "the last step" if len(self._row) == 1 else f"the last {len(self._row)} steps, all in a row"
-        return self._words(f"more than {self._share:.0%} of the samples have no reward in {row} ({shares})")
-
-    def record_evaluation(self, failed: bool, messages: Sequence[str]) -> str | None:
-        """An evaluation is done; failed: nothing could be scored."""
-        if failed:
-            self._keep(messages)
-        return self._none("evaluation", failed)
-
-    def _none(self, what: str, failed: bool) -> str | None:
-        first = what in self._first
-        self._first.discard(what)
-        return (
-            self._words(f"no sample of the first {what} has a reward") if first and failed and self._patience else None
+        fractions = ", ".join(f"{x:.0%}" for x in self._failed)
+        steps = "the last step" if len(self._failed) == 1 else f"the last {len(self._failed)} steps, all in a row"
+        return self._format(
+            f"more than {self._max_fraction:.0%} of the samples have no reward in {steps} ({fractions})"
         )
 
-    def _keep(self, messages: Sequence[str]) -> None:
-        self._messages |= dict.fromkeys(text for text in messages if text.startswith(_OF_REWARDS))
+    def record_evaluation(self, failed: bool, messages: Sequence[str]) -> str | None:
+        """Record an evaluation; failed: no sample of it has a reward."""
+        if failed:
+            self._add_messages(messages)
+        return self._check_first("evaluation", failed)
 
-    def _words(self, said: str) -> str:
+    def _check_first(self, what: str, failed: bool) -> str | None:
+        first = what in self._first
+        self._first.discard(what)
+        if first and failed and self._max_steps:
+            return self._format(f"no sample of the first {what} has a reward")
+        return None
+
+    def _add_messages(self, messages: Sequence[str]) -> None:
+        self._messages |= dict.fromkeys(text for text in messages if text.startswith(_REWARD_MESSAGES))
+
+    def _format(self, reason: str) -> str:
         messages = list(self._messages)
-        rest = f"; and {len(messages) - _TOLD} more" if len(messages) > _TOLD else ""
-        return said + (": " + "; ".join(messages[:_TOLD]) + rest) * bool(messages)
+        more = f"; and {len(messages) - _MAX_MESSAGES} more" if len(messages) > _MAX_MESSAGES else ""
+        return reason + (": " + "; ".join(messages[:_MAX_MESSAGES]) + more) * bool(messages)

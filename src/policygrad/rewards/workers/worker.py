@@ -1,122 +1,123 @@
-"""The worker process: loads reward functions, then answers one list of judgements per call until its input ends.
+"""The reward worker process: load reward functions, then call them until standard input ends.
 
-It is started by `subprocess.py` as a fresh interpreter, not by multiprocessing, whose children import the user's
-`__main__` again. Functions run in the main thread, because verifiers use SIGALRM for limits of their own.
+`process.py` starts it as a fresh interpreter, not by multiprocessing, whose children import the user's `__main__` again.
+Functions run in the main thread because verifiers use SIGALRM for time limits of their own.
 """
 
 import fcntl
+import inspect
 import os
 import pickle
 import resource
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from policygrad.errors import DataError
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import MemoryLimit, raise_oom_score
 from policygrad.rewards.workers.messages import (
     HEAD,
+    MAX_ABS_REWARD,
     Chunk,
     PendingCall,
-    RewardCaller,
     SampleResult,
     WorkerStart,
     describe_error,
     encode_ready,
     encode_reply,
     format_failure,
+    quote,
+    to_number,
+    to_steps,
 )
+from policygrad.utils.async_runner import AsyncRunner
 
-_HIGHEST = 4096  # of the numbers that the pipes may get: the table of open files is as long
+_MAX_DESCRIPTOR = 4096  # the table of open files is as long as the highest number in it
 
 
 def main(parent: int) -> None:
-    """Serve the process with id `parent` over standard input and output, and end with it."""
+    """Serve the process with id `parent` over standard input and output, and exit with it."""
     process.adopt_descendants(parent)
     raise_oom_score()
-    source, sink = _take_pipes()
+    source, sink = _reserve_pipes()
     start: WorkerStart = _receive(source)
     callers: list[RewardCaller | None] = []
-    for name, function, of_steps in start.functions:
+    for name, pickled, process_reward in start.functions:
         try:
-            callers.append(_load(name, function, of_steps) if function is not None else None)
+            callers.append(None if pickled is None else _load_caller(name, pickled, process_reward))
         except BaseException as error:
-            said = f"reward {name!r} cannot be loaded in a worker process: it {describe_error(error)}"
-            _send(sink, encode_ready(start.nonce, said))
+            message = f"reward {name!r} cannot be loaded in a worker process: it {describe_error(error)}"
+            _send(sink, encode_ready(start.nonce, message))
             return
     service = _Service(callers, sink, start.nonce, MemoryLimit(start.memory))
     _send(sink, encode_ready(start.nonce))
-    while not service.over and (chunk := _receive(source)) is not None:
+    while not service.stopping and (chunk := _receive(source)) is not None:
         service.serve(chunk)
 
 
-def _load(name: str, pickled: bytes, of_steps: bool) -> RewardCaller:
+def _load_caller(name: str, pickled: bytes, process_reward: bool) -> "RewardCaller":
     function = pickle.loads(pickled)
     prepare = getattr(function, "reward_prepare", None)
     if prepare is not None:
         prepare()
-    return RewardCaller(name, function, of_steps)
+    return RewardCaller(name, function, process_reward)
 
 
 @dataclass
 class _Service:
-    """Answers calls; `over` when it has grown too large to go on."""
+    """Replies to the calls of each chunk; `stopping` once the worker has grown too large and must be replaced."""
 
-    callers: list[RewardCaller | None]
+    callers: list["RewardCaller | None"]
     sink: int
     nonce: bytes
-    limit: MemoryLimit
-    calls: int = 0  # answered
-    over: bool = False
+    memory: MemoryLimit
+    calls: int = 0  # replied to
+    stopping: bool = False
 
     def __post_init__(self) -> None:
         for caller in self.callers:
             if caller is not None:
-                caller.hint = self.limit.hint
+                caller.hint = self.memory.hint
 
     def serve(self, chunk: Chunk) -> None:
-        """The calls of a chunk, in order."""
-        samples: Any = None
-        said = ""
+        failure = ""
         try:
-            samples = pickle.loads(chunk.samples)
+            prompts, completions, columns = pickle.loads(chunk.samples)
         except BaseException as error:
-            said = f"could not be given its samples, unpickling them {describe_error(error)}{self.limit.hint(error)}"
-        for number, places in chunk.calls:
-            caller = self.callers[number]
+            failure = f"could not unpickle its samples: it {describe_error(error)}{self.memory.hint(error)}"
+        for function, places in chunk.calls:
+            caller = self.callers[function]
             assert caller is not None  # a chunk goes to a worker that has all of its functions
-            if said:
-                message = format_failure(caller.name, said, ["?"] * len(places))
-                self._say(
-                    PendingCall(self.calls, (0,) * len(places)), [SampleResult(None, "raised", message)] * len(places)
-                )
+            if failure:
+                texts = [""] * len(places)
+                message = format_failure(caller.name, failure, ["?"] * len(places))
+                results = [SampleResult(None, "raised", message)] * len(places)
             else:
-                prompts, completions, columns = samples
-                chosen = {name: [values[i] for i in places] for name, values in columns.items()}
                 texts = [completions[i] for i in places]
-                judgements = caller([prompts[i] for i in places], texts, chosen)
-                self._say(PendingCall(self.calls, tuple(map(len, texts)), caller.process_reward), judgements)
-            if self.over:
+                chosen = {name: [values[i] for i in places] for name, values in columns.items()}
+                results = caller([prompts[i] for i in places], texts, chosen)
+            self.stopping = self.memory.is_half_used or process.has_too_many_zombies()
+            call = PendingCall(self.calls, tuple(map(len, texts)), caller.process_reward)
+            self.calls += 1
+            _send(self.sink, encode_reply(self.nonce, call, results, self.stopping))
+            if self.stopping:
                 return
 
-    def _say(self, asked: PendingCall, judgements: list[SampleResult]) -> None:
-        self.over = self.limit.half_used or process.has_too_many_zombies()
-        self.calls += 1
-        _send(self.sink, encode_reply(self.nonce, asked, judgements, self.over))
 
-
-def _take_pipes() -> tuple[BinaryIO, int]:
-    """Keep the pipes for the messages, under numbers that nobody comes upon and that no program started here gets; the user's
-    prints go to standard error, the user's reads find the end."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    first = max(min(most if most > 0 else _HIGHEST, _HIGHEST) - 16, 3)
-    input_, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first) for fd in (0, 1))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+def _reserve_pipes() -> tuple[BinaryIO, int]:
+    """Move the message pipes to high descriptors that no program started here inherits. User code prints to standard error instead,
+    and reads the end of its input."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    first = max(min(limit if limit > 0 else _MAX_DESCRIPTOR, _MAX_DESCRIPTOR) - 16, 3)
+    source, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first) for fd in (0, 1))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return os.fdopen(input_, "rb"), sink
+    return os.fdopen(source, "rb"), sink
 
 
 def _receive(source: BinaryIO) -> Any:
@@ -130,3 +131,123 @@ def _send(sink: int, frame: bytes) -> None:
     data = memoryview(frame)
     while data:
         data = data[os.write(sink, data) :]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments that a reward function takes: it need not name every column of the task."""
+
+    keywords: bool  # prompts and completions by keyword, else as the first two positional arguments
+    accepted: frozenset[str] | None  # None: any column, it has **kwargs
+    required: frozenset[str]  # columns without a default
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any]) -> "Signature":
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (ValueError, TypeError):  # a builtin without a signature
+            return cls(False, None, frozenset())
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names = frozenset(p.name for p in named)
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        keywords = "completions" in names or (open_ended and not positional)
+        columns = names - {"prompts", "completions"} if keywords else names - {p.name for p in positional[:2]}
+        required = frozenset(p.name for p in named if p.name in columns and p.default is p.empty)
+        return cls(keywords, None if open_ended else names, required)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Any:
+        chosen = {k: v for k, v in columns.items() if self.accepted is None or k in self.accepted}
+        if not self.keywords:
+            return function(prompts, completions, **chosen)
+        if self.accepted is None or "prompts" in self.accepted:
+            chosen["prompts"] = prompts
+        return function(completions=completions, **chosen)
+
+
+def build_signature(required: Iterable[str]) -> inspect.Signature:
+    """Build the signature of a function that takes any column and requires these."""
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "completions")
+    ]
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(set(required))]
+    return inspect.Signature([*parameters, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)])
+
+
+class RewardCaller:
+    """Calls one reward function, sync or async, and turns whatever it does into one result per sample.
+
+    It always calls from the thread it is used in.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], process_reward: bool = False) -> None:
+        self.name, self.process_reward = name, process_reward
+        self.hint: Callable[[BaseException], str] = lambda error: ""  # appended to the message of an exception
+        self._function = function
+        self._signature = Signature.from_function(function)
+        self._runner = AsyncRunner()  # one event loop per function, so that its connections stay open
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[SampleResult]:
+        """Return one result per completion. Never raises because of the function, except KeyboardInterrupt."""
+        try:
+            returned = self._signature.call(self._function, prompts, completions, columns)
+            if inspect.isawaitable(returned):
+
+                async def wait() -> Any:
+                    return await returned
+
+                returned = self._runner(wait())
+        except KeyboardInterrupt:
+            raise
+        except DataError as error:  # the row is at fault, not the completion: each such row is reported, by its text
+            return self._fail("row", f"cannot score a row: {error}", completions, kind=str(error))
+        except BaseException as error:
+            message = describe_error(error) + self.hint(error)
+            return self._fail("raised", message, completions, kind=type(error).__name__)
+        if not isinstance(returned, (list, tuple)) and hasattr(returned, "tolist"):
+            returned = returned.tolist()
+        if not isinstance(returned, (list, tuple)):
+            each = "one list of (end, score)" if self.process_reward else "one number"
+            message = f"returned {quote(returned)}, a {type(returned).__name__}; return a list, {each} per completion"
+            return self._fail("type", message, completions, kind="container")
+        if len(returned) != len(completions):
+            message = f"returned {len(returned)} rewards for {len(completions)} completions; return one per completion"
+            return self._fail("length", message, completions)
+        convert = self._convert_steps if self.process_reward else self._convert_number
+        return [convert(value, completion) for value, completion in zip(returned, completions, strict=True)]
+
+    def _fail(self, reason: str, what: str, completions: Sequence[str], kind: str = "") -> list[SampleResult]:
+        message = format_failure(self.name, what, completions)
+        return [SampleResult(None, reason, message, kind)] * len(completions)
+
+    def _convert_number(self, value: Any, completion: str) -> SampleResult:
+        if isinstance(value, SampleResult):  # from a reward that calls others
+            return value
+        if isinstance(value, Exception):  # from a batched function that can score all but this one
+            (result,) = self._fail(
+                "raised", f"could not score a completion: {value}", [completion], kind=type(value).__name__
+            )
+            return result
+        number, reason = to_number(value)
+        return SampleResult(number, reason, self._returned(value, reason, completion))
+
+    def _convert_steps(self, value: Any, completion: str) -> SampleResult:
+        steps, reason = to_steps(value, len(completion))
+        message = self._returned(value, reason, completion)
+        if reason == "type":
+            message += (
+                f"; per completion it is a list of (end, score), each end from 1 to its {len(completion)} characters"
+            )
+        return SampleResult(None, reason, message, steps=steps or ())
+
+    def _returned(self, value: Any, reason: str | None, completion: str) -> str:
+        beyond = f", beyond ±{MAX_ABS_REWARD:g}" if reason == "inf" else ""
+        return format_failure(self.name, f"returned {quote(value)}{beyond}", [completion]) if reason else ""

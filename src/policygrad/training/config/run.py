@@ -389,8 +389,8 @@ def _check_types(run: Run) -> None:
     if not isinstance(run.algorithm, Algorithm):
         example = f"pg.get_algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
         raise ConfigError(f"algorithm must be an Algorithm, such as {example}, not {run.algorithm!r}")
-    for place, part in run.algorithm.parts():
-        if problem := frozen_problem(type(part), place):
+    for key, part in run.algorithm.named_parts():
+        if problem := frozen_problem(type(part), key):
             raise ConfigError(problem)
     if isinstance(run.reward, str):
         raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
