@@ -29,8 +29,8 @@ def trained(seed: int, options: Sequence[str]) -> dict[str, Any]:
         result = json.loads((output / "result.json").read_text())
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         return {
-            "before": result["held_out_before"],
-            "after": result["held_out_after"],
+            "before": result["eval_reward_before"],
+            "after": result["eval_reward_after"],
             "training": result["seconds"],
             "command": seconds,
             "steps": result["steps"],

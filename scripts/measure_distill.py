@@ -70,7 +70,7 @@ def run(folder: Path, words: list[str]) -> dict[str, Any]:
         if "tokens/sampled" in row:
             tokens += row["tokens/sampled"]
             curve.append([round(tokens), round(row["reward"], 4)])
-    known = {"before": result["held_out_before"], "after": result["held_out_after"], "steps": result["steps"]}
+    known = {"before": result["eval_reward_before"], "after": result["eval_reward_after"], "steps": result["steps"]}
     return {"command": f"policygrad train {shlex.join(words)}", **known, "tokens": round(tokens), "curve": curve}
 
 

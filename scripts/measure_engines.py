@@ -66,7 +66,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def accuracy(folder: Path) -> dict[str, float]:
     """Of one run, before and after; the largest probe of its publications."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    found = {name: result[name] for name in ("held_out_before", "held_out_after", "steps", "seconds")}
+    found = {name: result[name] for name in ("eval_reward_before", "eval_reward_after", "steps", "seconds")}
     probes = [row["publication/probe_max"] for row in rows(folder) if "publication/probe_max" in row]
     return found | ({"probe_max": max(probes), "publications": len(probes)} if probes else {})
 

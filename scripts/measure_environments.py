@@ -82,8 +82,8 @@ def told(output: Path) -> dict[str, Any]:
     steps = [row for row in rows if "reward" in row]
     kept = ("environment/turns", "environment/calls", "completions/mean_length")
     return {
-        "before": result["held_out_before"],
-        "after": result["held_out_after"],
+        "before": result["eval_reward_before"],
+        "after": result["eval_reward_after"],
         "tokens": result["tokens"],
         "eval/reward": [[row["step"], row["eval/reward"]] for row in rows if "eval/reward" in row],
         "ends": {name: [steps[0][name], steps[-1][name]] for name in kept if name in steps[0]},

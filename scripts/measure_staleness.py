@@ -43,7 +43,7 @@ def best_rates(report: dict[str, Any]) -> dict[str, float]:
     Raises:
         SystemExit: one has not been measured.
     """
-    found = {row["label"]: row["value"] for row in report["rows"] if row["knob"] == "--lr"}
+    found = {row["label"]: row["option_value"] for row in report["rows"] if row["tuned_option"] == "--lr"}
     if missing := [name for name in NAMES if found.get(name) is None]:
         raise SystemExit(
             f"docs/results/algorithms.json has no rate for {missing[0]}: scripts/measure_algorithms.py first"

@@ -440,7 +440,7 @@ def test_lab_refuses_a_seed_below_0(command: tuple[str, ...], run_command: Comma
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ("report", "RUN", "--output", "a\0b.html"),
         ("lab", "--output", "a\0b.html"),
@@ -451,8 +451,8 @@ def test_lab_refuses_a_seed_below_0(command: tuple[str, ...], run_command: Comma
         ("report", "RUN", "--watch", "--host", "a\0b"),
     ],
 )
-def test_commands_refuse_a_nul(run: Path, words: tuple[str, ...], run_command: Command) -> None:
-    refused(run_command(*(word.replace("RUN", str(run)) for word in words)), "a\\x00b", "NUL character")
+def test_commands_refuse_a_nul(run: Path, argv: tuple[str, ...], run_command: Command) -> None:
+    refused(run_command(*(word.replace("RUN", str(run)) for word in argv)), "a\\x00b", "NUL character")
 
 
 def test_data_whose_name_holds_a_nul_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import Reward, RewardPool
 from policygrad.rollout.rollouter import Rollout, Rollouter
+from policygrad.rollout.trajectory import RolloutConfig
 
 TAKES = (0.0, 1.0, 5.0, 20.0)
 """Milliseconds."""
@@ -68,6 +69,6 @@ def overlap(small: bool, repeats: int) -> Table:
 
 def _collect(rollouter: Rollouter, prompts: int, made: dict[str, Rollout], name: str) -> Callable[[], None]:
     def work() -> None:
-        made[name] = rollouter.collect(pg.DR_GRPO, pg.SamplingParams(), prompts_per_step=prompts, samples_per_prompt=8)
+        made[name] = rollouter.collect(pg.DR_GRPO, RolloutConfig(pg.SamplingParams(), prompts, 8))
 
     return work

@@ -21,6 +21,7 @@ from policygrad.models.loading import DTYPES, load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import RewardPool
 from policygrad.rollout.rollouter import Rollouter
+from policygrad.rollout.trajectory import RolloutConfig
 
 
 def embedded(prompts: int, samples: int) -> tuple[Any, Batch]:
@@ -31,9 +32,7 @@ def embedded(prompts: int, samples: int) -> tuple[Any, Batch]:
         rollouter = Rollouter(
             task.train_example, tokenizer, pg.LocalSampler.from_tokenizer(model, tokenizer), pool.score
         )
-        found = rollouter.collect(
-            pg.DR_GRPO, pg.SamplingParams(max_tokens=32), prompts_per_step=prompts, samples_per_prompt=samples
-        )
+        found = rollouter.collect(pg.DR_GRPO, RolloutConfig(pg.SamplingParams(max_tokens=32), prompts, samples))
     return model, found.batch
 
 

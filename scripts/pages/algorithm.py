@@ -13,7 +13,7 @@ from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT, DEFAULT_SOURCES, PAPERS, RECIPE_FIELDS
+from policygrad.catalog import CATALOG, DEFAULT_SOURCES, RECIPE_FIELDS
 from policygrad.commands.render import (
     EQUATION,
     EQUATION_COLUMNS,
@@ -33,14 +33,14 @@ OURS = "our choice"
 
 def algorithm_page(name: str) -> str:
     """The whole page."""
-    a, about = ALGORITHMS[name], ABOUT[name]
+    a, about = ALGORITHMS[name], CATALOG[name]
     return page(
         f"# {name}: {about.title}",
         f"{about.source}. " + _parent_link(about.parent),
         "## The equation",
         block("\n".join([_equation(a), "", *_symbols(a)]), "formula"),
-        f"As published:\n\n{block(PAPERS[name].objective, 'formula')}",
-        f"**Where this row departs from it:** {PAPERS[name].deviations or NO_DEVIATIONS}.",
+        f"As published:\n\n{block(CATALOG[name].objective, 'formula')}",
+        f"**Where this row departs from it:** {CATALOG[name].deviations or NO_DEVIATIONS}.",
         f"## The gate\n\n{gate_section(name)}",
         "## Step by step",
         block("\n".join(pseudo_code(a))),
@@ -167,7 +167,7 @@ def source(name: str) -> str:
 
 
 def _difference(a: Algorithm) -> str:
-    parent = ABOUT[a.name].parent
+    parent = CATALOG[a.name].parent
     if parent is None:
         return ""
     changed = diff_algorithms(ALGORITHMS[parent], a)
@@ -200,9 +200,9 @@ def origin(a: Algorithm, part: Any, setting: str, value: Any) -> str:
     """Where a default comes from: the algorithm's source, or its parent's where the value is the same, or us."""
     kind = type(part).__name__
     key = setting if part is None else f"{kind}.{setting}"
-    if key in PAPERS[a.name].defaults:
-        return PAPERS[a.name].defaults[key]
-    parent = ABOUT[a.name].parent
+    if key in CATALOG[a.name].defaults:
+        return CATALOG[a.name].defaults[key]
+    parent = CATALOG[a.name].parent
     if parent is not None and key not in RECIPE_FIELDS:
         theirs = ALGORITHMS[parent]
         held = [getattr(p, setting) for p in theirs.parts() if type(p) is type(part)]

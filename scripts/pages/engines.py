@@ -40,7 +40,7 @@ def engines_block(found: Data | None = None) -> str:
 
 def _row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
     seeds, long = run["seeds"].values(), run.get("long")
-    after = [seed["held_out_after"] for seed in seeds]
+    after = [seed["eval_reward_after"] for seed in seeds]
     probes = [seed["probe_max"] for seed in seeds if "probe_max" in seed]
     told = (
         "this process" if name == "local" else name,

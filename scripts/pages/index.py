@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pages.markdown import block, page, table
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT, PAPERS
+from policygrad.catalog import CATALOG
 from policygrad.commands.render import NO_DEVIATIONS, build_matrix_row
 from policygrad.commands.show import group_by_family
 
@@ -35,19 +35,19 @@ DEPARTS = (
 def departures() -> str:
     """Row by row, what is not as published."""
     rows = (
-        (f"[`{name}`]({name}.md)", ABOUT[name].source, PAPERS[name].deviations or NO_DEVIATIONS) for name in ALGORITHMS
+        (f"[`{name}`]({name}.md)", CATALOG[name].source, CATALOG[name].deviations or NO_DEVIATIONS) for name in ALGORITHMS
     )
     return table(("algorithm", "published", "where our row departs"), rows)
 
 
 def tree(name: str | None = None, indent: str = "") -> list[str]:
     """Names under their parents."""
-    children = [child for child in ALGORITHMS if ABOUT[child].parent == name]
+    children = [child for child in ALGORITHMS if CATALOG[child].parent == name]
     lines = []
     for child in children:
         last = child == children[-1]
         branch = "" if name is None else "└─ " if last else "├─ "
-        lines.append(f"{indent + branch + child:<28}  {ABOUT[child].title}")
+        lines.append(f"{indent + branch + child:<28}  {CATALOG[child].title}")
         lines += tree(child, indent + ("" if name is None else "   " if last else "│  "))
     return lines
 

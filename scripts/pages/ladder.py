@@ -29,7 +29,7 @@ def ladder_section(name: str, found: Data | None) -> str:
         "cut off",
         "entropy",
     )
-    lists = "\n".join(f"- {text}" for text in [*found["says"], *found["limits"]])
+    lists = "\n".join(f"- {text}" for text in [*found["ranking"], *found["caveats"]])
     return "\n\n".join(
         [
             title,
@@ -49,7 +49,7 @@ def _rung(row: Data, published: str) -> tuple[str, ...]:
         f"`{row['label']}`",
         row["change"].partition("; published")[0],
         published,
-        "–" if row["value"] is None else f"{row['value']:g}",
+        "–" if row["option_value"] is None else f"{row['option_value']:g}",
         *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates")),
         estimate(summary["area"]),
         f"{means['updates']:.0f}",

@@ -36,7 +36,7 @@ def row_of(name: str) -> Data | None:
 def summary_sentence(row: Data) -> str:
     """One algorithm's runs in a sentence."""
     summary, runs = row["summary"], len(row["runs"])
-    rate = f", {row['knob'].removeprefix('--')} {row['value']:g}" if row["value"] is not None else ""
+    rate = f", {row['tuned_option'].removeprefix('--')} {row['option_value']:g}" if row["option_value"] is not None else ""
     return (
         f"Held-out score {summary['before']:.3f} → {estimate(summary['final'])} ({runs} seed{'s' * (runs > 1)}{rate}, "
         f"{short(summary['means']['tokens'])} sampled tokens in {summary['means']['updates']:.0f} updates; interquartile mean and "
@@ -62,9 +62,9 @@ def measured_page(
         "![Learning curves of every algorithm over sampled tokens, each beside that of grpo](measured.svg)",
         *(_table(found, number, kind) for number, kind in enumerate(found["kinds"])),
         _not_measured(found),
-        _section("What it says", [*_by_updates(found), *found["says"]]),
-        _section("What differs besides the algorithm", found["differs"]),
-        _section("What cannot be concluded", found["limits"]),
+        _section("What it says", [*_by_updates(found), *found["ranking"]]),
+        _section("What differs besides the algorithm", found["differences"]),
+        _section("What cannot be concluded", found["caveats"]),
         _rates(found),
         _overrides(),
         gates_section(found, gates),
@@ -106,7 +106,7 @@ def _row(found: Data, row: Data) -> tuple[str, ...]:
     reach = [summary["reach"].get(axis) for axis in ("tokens", "updates")]
     return (
         link(row["label"]) + few,
-        "–" if row["value"] is None else f"{row['value']:g}" + "\\*" * bool(row["edge"]),
+        "–" if row["option_value"] is None else f"{row['option_value']:g}" + "\\*" * bool(row["edge"]),
         *(estimate(summary["equal"][axis]) for axis in ("tokens", "updates", "seconds")),
         estimate(summary["area"]),
         standing(found, row["label"]),
@@ -125,7 +125,7 @@ def standing(found: Data, label: str) -> str:
             continue
         higher = pair["probability"]["tokens"]["value"] > 0.5
         side = "above" if higher == (pair["first"] == label) else "below"
-        counts[side if pair["apart"]["tokens"] else "open"] += 1
+        counts[side if pair["separated"]["tokens"] else "open"] += 1
     return " / ".join(map(str, counts.values()))
 
 
@@ -181,7 +181,7 @@ def gates_section(found: Data, gates: Data | None) -> str:
             (
                 f"`{row['label']}`" if row["label"] == UNGATED else link(row["label"]),
                 _share(before["clipped_low"] + before["clipped_high"]) if "clipped_low" in before else "–",
-                _share(means["gated"]) if "gated" in means else "–",
+                _share(means["gated_fraction"]) if "gated_fraction" in means else "–",
                 estimate(row["summary"]["equal"]["tokens"]),
                 estimate(row["summary"]["equal"]["updates"]),
                 f"{means['updates']:.0f}",
@@ -200,7 +200,7 @@ def gates_section(found: Data, gates: Data | None) -> str:
         f"`{UNGATED}` is dapo with its gate replaced by `Importance`, w = r. No rate was tuned. "
         f"{len(gates['seeds'])} seeds; rows are compared at {ends['tokens']:,.0f} tokens and {ends['updates']:,.0f} updates."
     )
-    lists = "\n".join(f"- {sentence}" for sentence in [*gates["says"], *gates["limits"]])
+    lists = "\n".join(f"- {sentence}" for sentence in [*gates["ranking"], *gates["caveats"]])
     return "\n\n".join(
         [title, text, table(head, rows), lists, block(gates["measured_by"], "sh"), f"{files('gates')} hold every run."]
     )
@@ -228,8 +228,8 @@ def _not_measured(found: Data) -> str:
 def _rates(found: Data) -> str:
     """Scores by value of what was tuned."""
     sections = []
-    for knob in dict.fromkeys(row["knob"] for row in found["rows"] if row["tuning"]):
-        rows = [row for row in found["rows"] if row["knob"] == knob and row["tuning"]]
+    for knob in dict.fromkeys(row["tuned_option"] for row in found["rows"] if row["tuning"]):
+        rows = [row for row in found["rows"] if row["tuned_option"] == knob and row["tuning"]]
         values = sorted({tried["value"] for row in rows for tried in row["tuning"]})
         cells = []
         for row in rows:
@@ -238,7 +238,7 @@ def _rates(found: Data) -> str:
             cells.append(
                 (
                     link(row["label"]),
-                    *(f"**{s}**" if v == row["value"] else s for v, s in zip(values, scores, strict=True)),
+                    *(f"**{s}**" if v == row["option_value"] else s for v, s in zip(values, scores, strict=True)),
                 )
             )
         sections.append(table((f"`{knob}`", *(f"{v:g}" for v in values)), cells))

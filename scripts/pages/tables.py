@@ -1,4 +1,4 @@
-"""docs/tables.md: the family side by side. Every cell is computed from an algorithm's parts, or is its entry in ABOUT."""
+"""docs/tables.md: the family side by side. Every cell is computed from an algorithm's parts, or is its entry in CATALOG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pages import probe
 from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS, GRPO, PPO
-from policygrad.catalog import ABOUT
+from policygrad.catalog import CATALOG
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.auxiliary import Reference
 
@@ -175,7 +175,7 @@ def gates() -> list[tuple[str, ...]]:
 
 
 def units() -> list[tuple[str, ...]]:
-    """Lever 1 and lever 2 in a line each, from the parts; failures from ABOUT."""
+    """Lever 1 and lever 2 in a line each, from the parts; failures from CATALOG."""
     rows = []
     for name, a in ALGORITHMS.items():
         length = f"{probe.length_handling(a)} (`{type(a.aggregation).__name__}`)"
@@ -186,7 +186,7 @@ def units() -> list[tuple[str, ...]]:
                 probe.advantage_unit(a),
                 probe.ratio_unit(a),
                 length,
-                ABOUT[name].failure_modes,
+                CATALOG[name].failure_modes,
             )
         )
     return rows

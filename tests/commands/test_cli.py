@@ -22,7 +22,7 @@ import pytest
 import policygrad as pg
 from policygrad import __version__, cli
 from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.catalog import PAPERS
+from policygrad.catalog import CATALOG
 from policygrad.commands import STOPPED, render
 from policygrad.commands.compare import CompareOptions
 from policygrad.commands.engine import EngineOptions
@@ -140,7 +140,7 @@ def test_algorithms_plain_and_json(run_command: Any) -> None:
     assert len(out.splitlines()) == 1 + len(ALGORITHMS)
     rows = json.loads(run_command("algorithms", "--json")[1])
     assert list(rows) == list(ALGORITHMS)
-    assert all(row["departs"] == PAPERS[name].deviations for name, row in rows.items())
+    assert all(row["departs"] == CATALOG[name].deviations for name, row in rows.items())
     assert rows["dapo"]["gate"] == {"part": "Clip", "low": 0.2, "high": 0.28}
 
 
@@ -182,7 +182,7 @@ def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
     assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
     assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 16
     out = run_command("train", "dapo", "--prompts-per-step", "4", "--dry-run")[1]
-    assert out.startswith("# dapo splits a rollout into 16 minibatches of whole groups, and 4 prompts a step make 4")
+    assert out.startswith("# dapo splits a rollout into 16 minibatches of whole groups, but 4 prompts per step make only 4")
     assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 4
 
 

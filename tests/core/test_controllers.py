@@ -107,7 +107,9 @@ def test_the_adapted_beta_is_memory_and_no_setting() -> None:
 )
 def test_the_memory_of_other_parts_is_refused(state: dict[str, Any]) -> None:
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
-    with pytest.raises(pg.ConfigError, match=r"stateful parts of rloo are shaping\.0: start with algorithm\.init_state"):
+    with pytest.raises(
+        pg.ConfigError, match=r"stateful parts of rloo are shaping\.0: start with algorithm\.init_state"
+    ):
         algorithm.with_state(state)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import policygrad as pg
 from doubles.random_batches import Shape, close, gradients, make, policy
-from policygrad.catalog import ABOUT
+from policygrad.catalog import CATALOG
 from policygrad.core.metrics import EffectiveSize, Max, Metrics, Min, Sum, merge
 from policygrad.core.objective import measure_forward
 
@@ -172,10 +172,10 @@ def test_the_first_order_step_descends_once_per_minibatch() -> None:
 
 
 def test_every_algorithm_can_say_what_it_is() -> None:
-    assert set(ABOUT) == set(pg.ALGORITHMS)
-    for name, about in ABOUT.items():
+    assert set(CATALOG) == set(pg.ALGORITHMS)
+    for name, about in CATALOG.items():
         assert pg.ALGORITHMS[name].name == name
-        assert about.parent is None or about.parent in ABOUT
+        assert about.parent is None or about.parent in CATALOG
         lines = pg.ALGORITHMS[name].equation()
         assert {"Ψ", "w", "c", "step"} <= set(lines)
         assert ("k" in lines) == bool(pg.ALGORITHMS[name].terms)

@@ -40,8 +40,14 @@ BUILT: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["OnPolicy ignores the ratio", "ratio is Token", "Importance()"],
     ),
     "a gate without a ratio": (lambda: pg.Algorithm(gate=pg.Clip()), ["Clip needs a ratio", "ratio=Token()"]),
-    "KL in the loss, no reference": (lambda: replace(pg.GRPO, reference=None), ["needs a reference, and reference is None"]),
-    "KL in the reward, no reference": (lambda: replace(pg.RLOO, reference=None), ["needs a reference, and reference is None"]),
+    "KL in the loss, no reference": (
+        lambda: replace(pg.GRPO, reference=None),
+        ["needs a reference, and reference is None"],
+    ),
+    "KL in the reward, no reference": (
+        lambda: replace(pg.RLOO, reference=None),
+        ["needs a reference, and reference is None"],
+    ),
     "cap, high below 1": (lambda: pg.ClippedImportance(0.0, 0.28), ["absolute", "high = 0.28", "1 + ε_high"]),
     "cap, low above 1": (lambda: pg.ClippedImportance(1.5, 5.0), ["absolute", "low = 1.5"]),
     "cap, low negative": (lambda: pg.ClippedImportance(-0.2, 5.0), ["absolute", "low = -0.2"]),
@@ -107,8 +113,14 @@ BUILT |= {
         lambda: replace(pg.GRPO, terms=(pg.GroupMean(),)),
         ["GroupMean()", "is not a term but an advantage"],
     ),
-    "a number as an advantage": (lambda: pg.Algorithm(advantage=(3,)), ["3 is not an advantage: a part in advantage inherits policygrad.Advantage"]),  # type: ignore[arg-type]
-    "a number as a reference": (lambda: replace(pg.GRPO, reference=3), ["3 is not a reference: a part in reference inherits policygrad.Reference"]),
+    "a number as an advantage": (
+        lambda: pg.Algorithm(advantage=(3,)),
+        ["3 is not an advantage", "inherits policygrad.Advantage"],
+    ),  # type: ignore[arg-type]
+    "a number as a reference": (
+        lambda: replace(pg.GRPO, reference=3),
+        ["3 is not a reference", "inherits policygrad.Reference"],
+    ),
     "a reference reset that never comes": (
         lambda: Reference(reset_optimizer=True),
         ["Reference.reset_optimizer", "refresh_every or refresh_after_stall", "no effect"],

@@ -17,7 +17,7 @@ import policygrad as pg
 from pages import algorithm as algorithm_pages
 from pages import architecture, checked, index, picture, probe, tables
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT, DEFAULT_SOURCES, PAPERS
+from policygrad.catalog import CATALOG, DEFAULT_SOURCES
 from policygrad.commands.render import describe_algorithm, diff_algorithms, list_settings
 from policygrad.training.config.serialization import list_parts
 
@@ -100,11 +100,10 @@ def test_a_changed_figure_is_found() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_described(name: str) -> None:
-    about, paper = ABOUT[name], PAPERS[name]
-    assert all(getattr(about, f.name) for f in fields(about) if f.name != "parent")
-    assert about.parent is None or about.parent in ALGORITHMS
+    paper = CATALOG[name]
+    assert all((paper.title, paper.source, paper.addresses, paper.failure_modes, paper.objective.strip()))
+    assert paper.parent is None or paper.parent in ALGORITHMS
     shown = " ".join("".join(text for text, _ in line) for line in describe_algorithm(ALGORITHMS[name], 400))
-    assert paper.objective.strip()
     assert all(line in shown for line in paper.objective.split("\n"))
     assert f"Departs  {paper.deviations or 'nowhere that we know'}" in shown
     assert (paper.deviations or "nowhere that we know") in index.departures().replace("\\|", "|")
@@ -116,7 +115,7 @@ def test_every_algorithm_is_described(name: str) -> None:
 
 
 def test_no_text_is_left_over() -> None:
-    assert set(PAPERS) == set(ABOUT) == set(ALGORITHMS)
+    assert set(CATALOG) == set(ALGORITHMS)
     parts = [getattr(pg, name) for name in list_parts()]
     known = {f"{kind.__name__}.{f.name}" for kind in parts for f in fields(kind)}
     assert set(DEFAULT_SOURCES) <= known
@@ -147,12 +146,12 @@ def test_differences_from_the_parent() -> None:
         "gate": ("Clip(high=0.2)", "Clip(high=0.28)"),
         "average": ("SequenceMean", "TokenMean"),
         "terms": ("KLToReference(0.04, k3)", "–"),
-        "step": ("GradientSteps(minibatches=1)", "GradientSteps(minibatches=16)"),
+        "update_rule": ("GradientSteps(minibatches=1)", "GradientSteps(minibatches=16)"),
         "reference": ("Reference", "–"),
     }
     assert diff_algorithms(pg.GRPO, pg.ITERATIVE_GRPO) == {
-        "step": ("GradientSteps(epochs=1)", "GradientSteps(epochs=2)"),
-        "reference": ("Reference(every=None)", "Reference(every=100)"),
+        "update_rule": ("GradientSteps(epochs=1)", "GradientSteps(epochs=2)"),
+        "reference": ("Reference(refresh_every=None)", "Reference(refresh_every=100)"),
     }
     assert diff_algorithms(pg.RLOO, replace(pg.RLOO, samples_per_prompt=5)) == {"samples": ("4", "5")}
     assert diff_algorithms(pg.GSPO, pg.GSPO_TOKEN) == {}
@@ -200,7 +199,7 @@ def test_the_papers_own_updates_per_rollout() -> None:
 def test_every_row_that_departs_says_so() -> None:
     """One line each, a phrase that a full stop can follow, naming what the spec page knows to be other than published."""
     for name in ALGORITHMS:
-        assert not PAPERS[name].deviations.endswith("."), name
+        assert not CATALOG[name].deviations.endswith("."), name
     for name, words in {
         "dapo": "doubles",
         "magistral": "format",
@@ -208,7 +207,7 @@ def test_every_row_that_departs_says_so() -> None:
         "prorl": "200",
         "dr_grpo": "8",
     }.items():
-        assert words in PAPERS[name].deviations
+        assert words in CATALOG[name].deviations
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from pages.latex import COMMANDS, FUNCTIONS, to_latex, translate
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import PAPERS
+from policygrad.catalog import CATALOG
 
 STRUCTURE = {
     "begin",
@@ -70,7 +70,7 @@ def test_lines_and_parts_become_rows_of_one_block() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_formula_is_latex_without_leftover_signs(name: str) -> None:
     lines = [f"{symbol} = {text}" for symbol, text in ALGORITHMS[name].equation().items()]
-    for formula in (*lines, PAPERS[name].objective):
+    for formula in (*lines, CATALOG[name].objective):
         latex = to_latex(formula)
         assert all(ord(letter) < 128 for letter in latex), latex
         braces = latex.replace(r"\{", "").replace(r"\}", "")

@@ -13,7 +13,7 @@ from pages.engines import engines_block
 
 def finished(folder: Path, after: float, probes: list[float]) -> Path:
     folder.mkdir(parents=True)
-    told = {"held_out_before": 0.2, "held_out_after": after, "steps": len(probes), "seconds": 30.0, "tokens": 9}
+    told = {"eval_reward_before": 0.2, "eval_reward_after": after, "steps": len(probes), "seconds": 30.0, "tokens": 9}
     (folder / "result.json").write_text(json.dumps(told))
     steps = [
         {"step": k, "publication/probe_max": p, "publication/seconds": 0.5 * k, "publication/bytes": 2.0**21}
@@ -26,7 +26,7 @@ def finished(folder: Path, after: float, probes: list[float]) -> Path:
 def test_what_is_read_off_a_run(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run", 0.9, [1e-6, 3e-6, 2e-6])
     found = measure_engines.accuracy(folder)
-    assert (found["held_out_after"], found["publications"], found["probe_max"]) == (0.9, 3, 3e-6)
+    assert (found["eval_reward_after"], found["publications"], found["probe_max"]) == (0.9, 3, 3e-6)
     assert measure_engines.publications(folder) == {
         "publications": 3,
         "probe_max": 3e-6,
@@ -40,11 +40,11 @@ def test_what_is_read_off_a_run(tmp_path: Path) -> None:
 
 def test_the_block() -> None:
     assert "Not measured yet" in engines_block({})
-    seed: dict[str, Any] = {"held_out_after": 0.9, "probe_max": 2e-6, "publications": 40}
+    seed: dict[str, Any] = {"eval_reward_after": 0.9, "probe_max": 2e-6, "publications": 40}
     long = {"publications": 100, "probe_max": 5e-6, "probe_median": 1e-6, "seconds": 0.42, "mib": 2.7}
     found = {
-        "local": {"seeds": {"0": {"held_out_after": 0.91}, "1": {"held_out_after": 0.89}}, "command": "python a"},
-        "llama_cpp": {"seeds": {"0": seed, "1": seed | {"held_out_after": 0.88}}, "long": long, "command": "python a"},
+        "local": {"seeds": {"0": {"eval_reward_after": 0.91}, "1": {"eval_reward_after": 0.89}}, "command": "python a"},
+        "llama_cpp": {"seeds": {"0": seed, "1": seed | {"eval_reward_after": 0.88}}, "long": long, "command": "python a"},
         "throughput": {
             "tokens_per_second": {"policygrad": [900.0, 1000.0, 1100.0], "vllm bench serve": [1000.0, 1010.0, 990.0]},
             "share": 1.0,

@@ -21,7 +21,7 @@ STEPS, EVERY, TOKENS = 12, 4, 1000
 
 def row(label: str, grid: Sequence[float] = (), updates: int = 1, **changes: Any) -> ComparisonRow:
     settings = {"updates_per_rollout": updates, "samples_per_prompt": 8, "prompts_per_step": 64, "lr": 3e-4}
-    given = {"words": (label,), "algorithm": label, "measure": MEASURE, "settings": settings} | changes
+    given = {"argv": (label,), "algorithm": label, "measure": MEASURE, "settings": settings} | changes
     return ComparisonRow(label=label, tuned_option="--lr" if grid else "", grid=tuple(grid), **given)
 
 

@@ -248,7 +248,7 @@ def test_state_round_trip_continues_bit_for_bit(random_model: Path) -> None:
     [
         (lambda: OptimizerConfig(schedule="polynomial"), "schedule must be one of"),
         (lambda: OptimizerConfig(clip=-1), "optimizer.clip"),
-        (lambda: LearnerConfig(dtype="fp16"), "fp32 or bf16"),
+        (lambda: LearnerConfig(dtype="fp16"), "fp32, bf16 or auto"),
         (lambda: LearnerConfig(micro_tokens=-1), "micro_tokens"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.environments import Action, Observation, Step
 from policygrad.rewards.base import RewardScores
@@ -34,7 +35,7 @@ def run(
     made = example or (lambda i: Example(str(i % 4)))
     given = {} if environment is None else {"environment": environment}
     rollouter = Rollouter(made, TabularTokenizer(), TabularSampler(4, 12, 4), score, **given)  # type: ignore[arg-type]
-    return rollouter.collect(algorithm, SamplingParams(max_tokens=9 if given else 3), **options)
+    return collect_rollout(rollouter, algorithm, SamplingParams(max_tokens=9 if given else 3), **options)
 
 
 def test_rewards_one_by_one_add_up_to_the_reward() -> None:
@@ -215,9 +216,7 @@ def test_a_state_that_cannot_be_looked_up_is_refused() -> None:
             await super().reset()
             return Observation("0", state=[1])  # type: ignore[arg-type]
 
-    with pytest.raises(
-        pg.EngineError, match=r"Listed names a state that cannot be looked up .*give text, a number or a tuple"
-    ):
+    with pytest.raises(pg.EngineError, match=r"Listed has a state without a hash .*use text, a number or a tuple"):
         run(pg.GIGPO, environment=Listed)
 
 
@@ -303,14 +302,15 @@ def test_a_step_whose_prompts_have_no_demonstration_trains_on_its_samples() -> N
     assert not rollout.batch.demonstration.any()
     assert rollout.metrics["demonstrations/count"].value == 0
     with pytest.raises(
-        pg.DataError, match="training prompt 0 has no column 'demonstration', nor has any of its step: give the task a"
+        pg.DataError,
+        match="training prompt 0 and the other examples of its step have no column 'demonstration': give the task a",
     ):
         run(pg.LUFFY)
 
 
 def test_an_environment_has_no_demonstrations() -> None:
     with pytest.raises(
-        pg.ConfigError, match="a demonstration is an answer, and an episode of an environment has turns"
+        pg.ConfigError, match="Demonstrations are complete answers, which an environment's episodes do not allow"
     ):
         run(pg.LUFFY, environment=Rooms, example=lambda i: Example(str(i % 4), SHOWN))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
@@ -51,7 +52,7 @@ def collect(sampler: TabularSampler, vine: pg.Vine | None = None, scored: Any = 
     options = {"prompts": 2, "samples": 3, "step": 1, "position": 0} | changed
     rollouter = Rollouter(lambda i: Example(str(i % 2)), TabularTokenizer(), sampler, scored)  # type: ignore[arg-type]
     algorithm = replace(pg.TRPO_VINE, advantage=(vine or pg.Vine(states=3, actions=3),))
-    return rollouter.collect(algorithm, SAMPLING, **options)
+    return collect_rollout(rollouter, algorithm, SAMPLING, **options)
 
 
 def written(tokens: Tensor) -> tuple[int, ...]:
@@ -116,7 +117,7 @@ def drawn_again(sampler: TabularSampler, requests: list[Request]) -> list[Any]:
 
 def collect_plain(sampler: TabularSampler) -> Any:
     rollouter = Rollouter(lambda i: Example(str(i % 2)), TabularTokenizer(), sampler, score)  # type: ignore[arg-type]
-    return rollouter.collect(pg.REINFORCE, SAMPLING, prompts_per_step=2, samples_per_prompt=3, step=1, position=0)
+    return collect_rollout(rollouter, pg.REINFORCE, SAMPLING, prompts=2, samples=3, step=1, position=0)
 
 
 def test_the_same_every_time_and_another_at_another_step() -> None:
@@ -178,7 +179,7 @@ def test_states_are_those_the_policy_visits_and_equal_ones_are_one() -> None:
 
 def collect_plain_of(sampler: TabularSampler) -> Any:
     rollouter = Rollouter(lambda i: Example("0"), TabularTokenizer(), sampler, score)  # type: ignore[arg-type]
-    return rollouter.collect(pg.REINFORCE, SAMPLING, prompts_per_step=1, samples_per_prompt=3, step=1, position=0)
+    return collect_rollout(rollouter, pg.REINFORCE, SAMPLING, prompts=1, samples=3, step=1, position=0)
 
 
 def test_independent_draws_weigh_by_how_often_they_came() -> None:
@@ -211,7 +212,7 @@ def test_a_token_whose_reward_failed_is_not_compared() -> None:
     assert len(found.batch.mask) <= len(whole.batch.mask) - failed
     assert found.messages == (
         "boom",
-        "what came of a token has no reward; it is not compared with the others of its state",
+        "a vine's token has no reward; it is not compared with the other tokens of its state",
     )
     assert pg.TRPO_VINE.compute_advantages(found.batch).isfinite().all()
     for g in range(len(found.batch.prompts)):
@@ -233,7 +234,7 @@ def test_nothing_to_compare_teaches_nothing(why: str) -> None:
     found = collect(sampler, scored=nothing)
     assert not found.batch.mask.any()
     assert len(found.batch.mask) == len(found.texts) == 6
-    assert any("no state has two tokens to compare" in message for message in found.messages)
+    assert any("no vine state has two tokens to compare" in message for message in found.messages)
     assert found.metrics["vine/states"].value == 0
     assert (pg.TRPO_VINE.compute_advantages(found.batch) == 0).all()
     if why == "none":
@@ -248,5 +249,7 @@ def test_an_environment_cannot_be_set_back() -> None:
         score,
         environment=lambda example: pg.SingleTurn(example),
     )
-    with pytest.raises(pg.ConfigError, match="Vine starts again in the midst of an answer"):
-        rollouter.collect(pg.TRPO_VINE, SAMPLING, prompts_per_step=1, samples_per_prompt=2)
+    with pytest.raises(
+        pg.ConfigError, match="Vine continues completions, which an environment's episodes do not allow"
+    ):
+        collect_rollout(rollouter, pg.TRPO_VINE, SAMPLING, prompts=1, samples=2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout.batching import batch_groups
@@ -27,7 +28,7 @@ def solved(prompts: Sequence[str], texts: Sequence[str], columns: Mapping[str, S
 def run(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
     options = {"prompts": 4, "samples": 8, "step": 1, "position": 0} | changed
     rollouter = Rollouter(lambda i: Example(str(i % 4), {"answer": "1"}), TabularTokenizer(), sampler, score)  # type: ignore[arg-type, return-value]
-    return rollouter.collect(algorithm, SamplingParams(max_tokens=3), **options)
+    return collect_rollout(rollouter, algorithm, SamplingParams(max_tokens=3), **options)
 
 
 def test_a_rollout_is_groups_of_completions_with_their_rewards() -> None:
@@ -86,7 +87,7 @@ def test_refill_stops_at_its_cap_and_reports() -> None:
     rollout = run(algorithm, sampler)
     batch = rollout.batch
     assert rollout.position == 12
-    assert "still without spread after 3 rounds" in rollout.messages[0]
+    assert "still have equal rewards after 3 rounds" in rollout.messages[0]
     assert rollout.metrics["dynamic/unfilled"].value == 1
     assert len(batch.mask) == 32
     assert batch.weight[:24].unique().tolist() == [pytest.approx(4 / 3)]

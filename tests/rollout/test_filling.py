@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_learner import TabularLearner
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.checkpoint.manifest import decode_json, encode_json
@@ -48,8 +49,8 @@ def rollouter(of: TabularSampler) -> Rollouter:
 
 
 def collect(algorithm: pg.Algorithm, flat: int = 2, prompts: int = PROMPTS, **changed: Any) -> Rollout:
-    return rollouter(sampler(flat)).collect(
-        algorithm, pg.SamplingParams(max_tokens=3), prompts_per_step=prompts, samples_per_prompt=16, **changed
+    return collect_rollout(
+        rollouter(sampler(flat)), algorithm, pg.SamplingParams(max_tokens=3), prompts=prompts, samples=16, **changed
     )
 
 
@@ -93,16 +94,16 @@ def test_a_second_round_takes_what_is_missing_and_what_is_over_waits() -> None:
     assert found.metrics["completions/sampled_per_trained"].value == 12 / 8
     other = collect(refilled(), position=2)  # 2 … 7, 0, 1 and then 2, 3, 4, 5, of which two are over
     assert [int(g.prompt_ids) for g in other.leftover_groups] == [4, 5]
-    assert {name: other.metrics[f"dynamic/{name}"].value for name in ("unfilled", "carried", "discarded")} == {
+    assert {name: other.metrics[f"dynamic/{name}"].value for name in ("unfilled", "leftover", "discarded")} == {
         "unfilled": 0,
-        "carried": 0,
+        "leftover": 0,
         "discarded": 0,
     }
 
 
 def test_what_is_carried_goes_first_and_less_is_sampled() -> None:
     first = collect(refilled(), position=2)
-    second = collect(refilled(), position=first.position, step=2, carried=first.leftover_groups)
+    second = collect(refilled(), position=first.position, step=2, leftover_groups=first.leftover_groups)
     assert second.groups[:2] == first.leftover_groups
     assert torch.equal(second.batch.tokens[:32], batch_groups(first.leftover_groups).tokens)
     assert second.position == first.position + 6 + 5  # 6, 7, 0, 1, 2, 3 leave two missing: (2 + √⅔)/⅔ = 4.2
@@ -115,7 +116,9 @@ def test_without_carrying_what_is_over_is_thrown_away_and_counted() -> None:
     found = collect(refilled(carry=False), position=2)
     assert found.leftover_groups == ()
     assert found.metrics["dynamic/discarded"].value == 2
-    given_some = collect(refilled(carry=False), position=2, carried=collect(refilled(), position=2).leftover_groups)
+    given_some = collect(
+        refilled(carry=False), position=2, leftover_groups=collect(refilled(), position=2).leftover_groups
+    )
     assert torch.equal(given_some.batch.tokens, found.batch.tokens)
 
 
@@ -124,7 +127,7 @@ def test_a_step_samples_at_most_its_rounds_and_at_least_a_prompt() -> None:
     assert found.position == 3 * PROMPTS
     assert found.metrics["dynamic/unfilled"].value == PROMPTS
     waiting = collect(refilled(), flat=0).groups
-    full = collect(refilled(), flat=0, carried=waiting, step=2)
+    full = collect(refilled(), flat=0, leftover_groups=waiting, step=2)
     assert full.groups[:-1] == waiting[:-1]
     assert full.position == 1
 
@@ -134,7 +137,7 @@ def test_other_algorithms_are_as_they_were() -> None:
     assert found.position == PROMPTS
     assert not [name for name in found.metrics if name.startswith("dynamic/")]
     assert found.metrics["completions/sampled_per_trained"].value == 1.0
-    assert collect(pg.GRPO, carried=found.groups).groups[0] is not found.groups[0]
+    assert collect(pg.GRPO, leftover_groups=found.groups).groups[0] is not found.groups[0]
 
 
 # --- one step stale
@@ -172,7 +175,7 @@ def run(algorithm: pg.Algorithm, steps: int, pieces: bool = False) -> list[StepR
         done += watcher.done
         if pieces:
             tensors, values = serialization.pack_rollouts(progress.leftover_groups, progress.queued_rollouts)
-            values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
+            values = decode_json(json.loads(json.dumps(encode_json(values, "leftover_groups"))))
             groups, ahead = serialization.unpack_rollouts(tensors, values, player.examples)
             progress = replace(progress, leftover_groups=groups, queued_rollouts=ahead)
     return done
@@ -268,7 +271,7 @@ def test_every_field_of_a_group_comes_back() -> None:
     tensors, values = serialization.pack_rollouts([group, other], [])
     mine, rest = serialization.split_tensors(tensors | {"weights/a": torch.ones(1)})
     assert list(rest) == ["weights/a"]
-    values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "leftover_groups"))))
     found, ahead = serialization.unpack_rollouts(mine, values, lambda i: Example(str(i), {"a": 1}))
     assert ahead == ()
     assert [g.spec.key for g in found] == [(0, 0, 3, 9), (0, 0, 3, 8, 5, 2)]
@@ -303,7 +306,7 @@ def test_every_field_of_a_group_comes_back() -> None:
 def test_every_field_of_a_rollout_comes_back(algorithm: pg.Algorithm) -> None:
     there = collect(algorithm, prompts=PROMPTS - 1)
     tensors, values = serialization.pack_rollouts((), [there, there])
-    values = decode_json(json.loads(json.dumps(encode_json(values, "ahead"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "queued_rollouts"))))
     _, (_, back) = serialization.unpack_rollouts(tensors, values, rollouter(sampler()).examples)
     for field in fields(there.batch):
         one, other = getattr(there.batch, field.name), getattr(back.batch, field.name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
@@ -46,7 +47,7 @@ def sampler() -> Listening:
 def collect(algorithm: pg.Algorithm, sampler: TabularSampler, score: Any = solved, **changed: Any) -> Any:
     options = {"prompts": 4, "samples": 3, "step": 1, "position": 0} | changed
     rollouter = Rollouter(lambda i: Example(str(i % 4)), TabularTokenizer(), sampler, score)  # type: ignore[arg-type]
-    return rollouter.collect(algorithm, SamplingParams(max_tokens=3), **options)
+    return collect_rollout(rollouter, algorithm, SamplingParams(max_tokens=3), **options)
 
 
 def test_one_greedy_episode_for_each_prompt_beside_the_batch() -> None:
@@ -80,7 +81,7 @@ def test_a_greedy_completion_without_a_reward_is_said_and_its_prompt_teaches_not
 
     found = collect(REMAX, sampler(), score)
     assert found.metrics["rewards/failed_raised"].value == 2
-    assert found.messages == ("boom", "a greedy completion has no reward; nothing is learnt from its prompt")
+    assert found.messages == ("boom", "a greedy completion has no reward; its prompt is not learned from")
     assert found.batch.baseline.isnan().tolist() == [p in (0, 2) for p in range(4) for _ in range(3)]
     psi = REMAX.compute_advantages(found.batch)
     assert psi.isfinite().all()

@@ -12,6 +12,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, untimed
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout.rollouter import Rollouter
@@ -89,11 +90,12 @@ def test_a_rollout_asks_for_the_level_and_goes_on_behind_its_prompts() -> None:
     rollouter = Rollouter(made, TabularTokenizer(), TabularSampler(4, 3, 4), solved)  # type: ignore[arg-type]
     state, position, seen = MOVING.init_state(), 0, []
     for step in range(1, 8):
-        rollout = rollouter.collect(
+        rollout = collect_rollout(
+            rollouter,
             MOVING.with_state(state),
             SamplingParams(max_tokens=3),
-            prompts_per_step=2,
-            samples_per_prompt=2,
+            prompts=2,
+            samples=2,
             step=step,
             position=position,
         )

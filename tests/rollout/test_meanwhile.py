@@ -13,6 +13,7 @@ import torch
 import policygrad as pg
 from doubles.algorithms import runnable
 from doubles.failing import FailingSampler
+from doubles.rollouts import collect_rollout
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.rewards import RewardPool
@@ -70,7 +71,7 @@ def with_pool(made: Rollouter, pool: RewardPool, early: bool = True, **changes: 
 
 
 def collected(rollouter: Rollouter, algorithm: pg.Algorithm = pg.DR_GRPO) -> Rollout:
-    return rollouter.collect(algorithm, SAMPLING, prompts_per_step=4, samples_per_prompt=6)
+    return collect_rollout(rollouter, algorithm, SAMPLING, prompts=4, samples=6)
 
 
 def equal(a: Rollout, b: Rollout) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 import policygrad as pg
 from doubles.drawing import Context, sample
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer, pad_token_id
@@ -216,7 +217,7 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
     many, options = 500, {"prompts": 1, "samples": 24, "step": 1, "position": 0}
     algorithm = replace(pg.VINEPPO, advantage=(pg.PrefixValue(many),))
     stepped = rollouter(sampler, score_steps=steps_by_token)
-    found = stepped.collect(algorithm, SAMPLING, **options)
+    found = collect_rollout(stepped, algorithm, SAMPLING, **options)
     batch, checked = found.batch, 0
     assert batch.values is not None
     assert batch.tokens is not None
@@ -235,15 +236,15 @@ def test_a_rollout_carries_values_and_they_are_unbiased() -> None:
                 assert batch.values[row, t] == batch.values[row, t - 1]
     assert checked > 20
     assert found.metrics["tokens/sampled"].value == found.metrics["tokens/values"].value + float(batch.mask.sum())
-    again = stepped.collect(algorithm, SAMPLING, **options).batch.values
-    other = stepped.collect(algorithm, SAMPLING, **options | {"step": 2}).batch.values
+    again = collect_rollout(stepped, algorithm, SAMPLING, **options).batch.values
+    other = collect_rollout(stepped, algorithm, SAMPLING, **options | {"step": 2}).batch.values
     assert torch.equal(batch.values, again)
     assert not torch.equal(batch.values, other)
 
 
 def test_values_of_no_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="give its Rollouter `score_steps`"):
-        rollouter(TabularSampler(1, 3, 3)).collect(pg.VINEPPO, SAMPLING, prompts_per_step=1, samples_per_prompt=2)
+    with pytest.raises(ValueError, match="give the Rollouter `score_steps`"):
+        collect_rollout(rollouter(TabularSampler(1, 3, 3)), pg.VINEPPO, SAMPLING, prompts=1, samples=2)
 
 
 @pytest.fixture(scope="module")

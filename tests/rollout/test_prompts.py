@@ -12,6 +12,7 @@ import torch
 
 import policygrad as pg
 from doubles.files import rows, untimed, write_rows
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from doubles.trackers import Record
 from policygrad.rewards.base import RewardScores
@@ -115,11 +116,12 @@ def test_a_rollout_says_which_and_goes_on_behind_the_last() -> None:
     state, position, seen = RESTING.init_state(), 0, []
     for step in range(1, 4):
         algorithm = RESTING.with_state(state)
-        rollout = rollouter.collect(
+        rollout = collect_rollout(
+            rollouter,
             algorithm,
             SamplingParams(max_tokens=3),
-            prompts_per_step=4,
-            samples_per_prompt=2,
+            prompts=4,
+            samples=2,
             step=step,
             position=position,
         )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import policygrad as pg
+from doubles.rollouts import collect_rollout
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.rewards.base import ProcessScores, RewardScores
 from policygrad.rollout.rollouter import Rollouter
@@ -93,8 +94,8 @@ def steps(prompts: Any, texts: Sequence[str], columns: Any) -> ProcessScores:
 
 
 def run(algorithm: pg.Algorithm, score_steps: Any = steps) -> Any:
-    return rollouter(2, outcome, score_steps).collect(
-        algorithm, SamplingParams(max_tokens=3), prompts_per_step=2, samples_per_prompt=16
+    return collect_rollout(
+        rollouter(2, outcome, score_steps), algorithm, SamplingParams(max_tokens=3), prompts=2, samples=16
     )
 
 
@@ -150,10 +151,8 @@ def test_dynamic_sampling_looks_at_the_outcome_alone() -> None:
     def alike(prompts: Any, texts: Sequence[str], columns: Any) -> RewardScores:
         return RewardScores([0.0] * len(texts), {})
 
-    batch = (
-        rollouter(1, alike, steps)
-        .collect(algorithm, SamplingParams(max_tokens=3), prompts_per_step=1, samples_per_prompt=16)
-        .batch
-    )
+    batch = collect_rollout(
+        rollouter(1, alike, steps), algorithm, SamplingParams(max_tokens=3), prompts=1, samples=16
+    ).batch
     assert batch.token_reward.abs().sum() > 0
     assert algorithm.coefficients(batch).abs().sum() == 0

@@ -311,7 +311,7 @@ def test_it_comes_back_from_a_checkpoint() -> None:
     plain = Trajectory((Segment(torch.tensor([4]), torch.zeros(1), 1),), "4", False)
     group = EpisodeGroup(start, torch.tensor([9, 9]), (made_up(), plain, made_up()))
     tensors, values = serialization.pack_rollouts([group], [])
-    values = decode_json(json.loads(json.dumps(encode_json(values, "carried"))))
+    values = decode_json(json.loads(json.dumps(encode_json(values, "leftover_groups"))))
     (found,), _ = serialization.unpack_rollouts(tensors, values, lambda i: pg.Example(str(i)))
     for one, other in zip(group.trajectories, found.trajectories, strict=True):
         assert one.num_branches == other.num_branches

@@ -50,7 +50,7 @@ def read(folder: Path, text: str | bytes, base: Run | None = None) -> Run:
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 @pytest.mark.parametrize("resolved", [False, True])
-def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
+def test_toml_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
     lr = 1e-300 if ALGORITHMS[name].update_rule.uses_lr else None
     run = Run(algorithm=runnable(name), reward=("math", "format*0.5"), output='a "quoted" Ψ', lr=lr)
     run = run.resolve() if resolved else run
@@ -65,7 +65,7 @@ def test_round_trip(tmp_path: Path, name: str, resolved: bool) -> None:
     st.text(st.characters(codec="utf-8", exclude_characters="\0")),
     st.floats(min_value=1e-9, allow_nan=False, allow_infinity=False),
 )
-def test_round_trip_of_any_value(lr: float, seed: int, model: str, temperature: float) -> None:
+def test_toml_round_trip_of_any_value(lr: float, seed: int, model: str, temperature: float) -> None:
     import tomllib
 
     from policygrad.training.config.serialization import from_dict
@@ -74,14 +74,14 @@ def test_round_trip_of_any_value(lr: float, seed: int, model: str, temperature: 
     assert from_dict(tomllib.loads(dump_config(run)), Run(), "text") == run
 
 
-def test_resolved_is_complete() -> None:
+def test_a_resolved_run_is_complete() -> None:
     run = Run(algorithm=DAPO, sampling=SamplingParams(max_tokens=77)).resolve()
     assert run.samples_per_prompt == run.algorithm.samples_per_prompt == 8
     assert run.algorithm.shaping[0].length == 77
     assert run.resolve() == run
 
 
-def test_algorithm_as_a_name_and_as_tables(tmp_path: Path) -> None:
+def test_an_algorithm_may_be_a_name_or_tables(tmp_path: Path) -> None:
     assert read(tmp_path, 'algorithm = "dr-grpo"').algorithm.name == "dr_grpo"
     made = read(tmp_path, '[algorithm]\nname = "dapo"\n[algorithm.gate]\nhigh = 0.4\n').algorithm
     assert made == replace(DAPO, gate=Clip(0.2, 0.4))
@@ -93,13 +93,13 @@ def test_algorithm_as_a_name_and_as_tables(tmp_path: Path) -> None:
     assert made == RLOO
 
 
-def test_a_part_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_part_round_trips(tmp_path: Path) -> None:
     run = read(tmp_path, f'[[algorithm.advantage]]\npart = "{__name__}:Halved"\nfactor = 0.25\n')
     assert run.algorithm.advantage == (Halved(0.25),)
     assert read(tmp_path, dump_config(run)) == run
 
 
-def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
+def test_a_file_changes_the_base_configuration(tmp_path: Path) -> None:
     base = Run(steps=9, lr=1e-5, algorithm=DAPO)
     made = read(tmp_path, "[sampling]\ntemperature = 2\n", base)
     assert (made.steps, made.lr, made.algorithm, made.sampling) == (9, 1e-5, DAPO, SamplingParams(temperature=2.0))
@@ -126,7 +126,7 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ('algorithm = "gprpo"', "unknown algorithm 'gprpo': did you mean 'grpo'?"),
         ("algorithm = 3", "'algorithm' is a table, not 3"),
         ("[algorithm]\ngat = 3", "unknown key 'algorithm.gat': did you mean 'gate'?"),
-        ('[algorithm]\npsi = "GroupMean"', "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]"),
+        ('[algorithm]\nadvantage = "GroupMean"', "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]"),
         ("[[algorithm.advantage]]\nddof = 1", "'algorithm.advantage' needs a `part`"),
         ('[algorithm]\ngate = "Clipp"', "algorithm.gate: no part is called 'Clipp': did you mean 'Clip'?"),
         ('[algorithm]\ngate = "grpo"', "algorithm.gate: no part is called 'grpo'"),
@@ -141,21 +141,21 @@ def test_base_is_changed_not_replaced(tmp_path: Path) -> None:
         ('[[algorithm.terms]]\npart = "KLToReference"\nform = "k1"', "zero expected gradient"),
         ('[[algorithm.shaping]]\npart = "KLInReward"\nform = "k2"', "KLInReward takes k1 only"),
         ("samples_per_prompt = 1", "set samples_per_prompt to 2 or more"),
-        ('[algorithm]\ngate = "os:path"', "names code of its own, os, which this command has not"),
+        ('[algorithm]\ngate = "os:path"', "names code of its own, os, which the command line does not"),
         ('[algorithm]\ngate = "no.such.module:Part"', "cannot import the part 'no.such.module:Part'"),
         ("steps = ", "is not valid TOML: "),
         ("steps = 1\nsteps = 2", "is not valid TOML: "),
         (b"model = '\xff'", "is not UTF-8 (byte 9)"),
     ],
 )
-def test_refused(tmp_path: Path, text: str | bytes, says: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, text: str | bytes, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
     assert says in str(caught.value)
     assert "my.toml" in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nosuch.toml"):
         with pytest.raises(ConfigError, match="cannot read the configuration"):
             load_config(path, Run())
@@ -165,8 +165,8 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
     assert read(tmp_path, b"\xef\xbb\xbfsteps = 3").steps == 3
 
 
-def test_a_token_budget_and_the_rows_of_a_decoding_batch_are_checked() -> None:
-    with pytest.raises(ValueError, match="tokens must be at least 1, or left out for no budget, not 0"):
+def test_token_budget_and_decode_rows_are_checked() -> None:
+    with pytest.raises(ValueError, match="tokens must be at least 1, not 0; leave it out for no budget"):
         Run(tokens=0)
     with pytest.raises(ValueError, match="decode_rows must be at least 1, not 0"):
         pg.SamplingParams(decode_rows=0)
@@ -178,7 +178,7 @@ def test_a_rollout_has_no_more_minibatches_than_prompts() -> None:
     """A minibatch is whole groups. What runs then is in the configuration, and what was asked for is said."""
     small = Run(algorithm=pg.DAPO, prompts_per_step=4)
     assert "dapo splits a rollout into 16 minibatches" in small.minibatch_warning
-    assert "4 prompts a step make 4" in small.minibatch_warning
+    assert "4 prompts per step make only 4" in small.minibatch_warning
     assert "raise prompts_per_step to 16" in small.minibatch_warning
     run = small.resolve()
     assert run.algorithm.update_rule == pg.GradientSteps(minibatches=4)
@@ -191,7 +191,7 @@ def test_a_rollout_has_no_more_minibatches_than_prompts() -> None:
 
 
 @pytest.mark.parametrize("gpu", [None, "without bf16", "with bf16"])
-def test_precision_is_the_gpus_where_none_is_named(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
+def test_the_default_precision_depends_on_the_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
     """On a CPU it is fp32: bf16 is slower there for a small model. A run's file has what was chosen."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is not None)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: gpu == "with bf16")
@@ -203,7 +203,7 @@ def test_precision_is_the_gpus_where_none_is_named(monkeypatch: pytest.MonkeyPat
     assert Run(learner=pg.LearnerConfig(dtype="bf16", device="cpu")).resolve().learner.dtype == "bf16"
 
 
-def test_a_step_of_ones_own_that_cannot_be_split_less_is_refused() -> None:
+def test_a_custom_update_rule_with_fixed_minibatches_is_refused() -> None:
     @dataclass(frozen=True)
     class Halves(pg.UpdateRule):
         minibatches: ClassVar[int] = 2  # type: ignore[misc]
@@ -218,11 +218,11 @@ def test_a_step_of_ones_own_that_cannot_be_split_less_is_refused() -> None:
         Run(algorithm=own, prompts_per_step=1)
 
 
-def test_a_reference_that_waits_for_evaluations_needs_some() -> None:
+def test_refresh_after_stall_needs_evaluations() -> None:
     waiting = replace(pg.PRORL, reference=pg.Reference(refresh_after_stall=3, reset_optimizer=True))
     with pytest.raises(ValueError, match=r"Reference.refresh_after_stall = 3 .* set evaluation.every"):
         Run(algorithm=waiting)
-    with pytest.raises(ValueError, match=r"evaluation.problems\) above 0, or stall to 0"):
+    with pytest.raises(ValueError, match=r"evaluation.problems\) above 0, or refresh_after_stall to 0"):
         Run(algorithm=waiting, evaluation=pg.EvaluationConfig(every=5, problems=0))
     assert Run(algorithm=waiting, evaluation=pg.EvaluationConfig(every=5)).algorithm is waiting
 
@@ -249,14 +249,14 @@ def test_an_open_field_stays_open_where_the_named_algorithm_has_a_value(tmp_path
     assert load_config(path, Run()).algorithm.reference == waits.reference
 
 
-def test_names_given_where_objects_belong_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"pg\.algorithm\('dapo'\)"):
+def test_names_in_place_of_objects_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pg\.get_algorithm\('dapo'\)"):
         pg.Run(algorithm="dapo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"reward=\('math',\)"):
         pg.Run(reward="math")  # type: ignore[arg-type]
 
 
-def test_a_part_of_ones_own_is_found_in_the_current_folder(tmp_path: Path, monkeypatch) -> None:
+def test_a_custom_part_is_found_in_the_current_folder(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "gates_of_mine.py").write_text(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Open:\n    width: float = 1.0\n"
     )

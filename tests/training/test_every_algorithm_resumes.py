@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "staleness"), CASES)
-def test_every_algorithm_goes_on_bit_for_bit(run: pg.Run, tmp_path: Path, name: str, staleness: int) -> None:
+def test_resume_is_bitwise_for_every_algorithm(run: pg.Run, tmp_path: Path, name: str, staleness: int) -> None:
     algorithm = runnable(name)
     run = replace(
         run, algorithm=algorithm, lr=run.lr if algorithm.update_rule.uses_lr else None, max_staleness=staleness

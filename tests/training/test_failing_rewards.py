@@ -57,7 +57,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.R
     assert said.startswith("no sample of the first step has a reward: reward ")
     assert "ValueError: the judge is away" in said
     assert (
-        f"Step 1 is saved: policygrad train --resume {run.output} --allow-code {mine(run)} goes on once the reward works"
+        f"Step 1 is saved: policygrad train --resume {run.output} --allow-code {mine(run)} resumes once the reward works"
         in said
     )
     (Path(str(run.output)).parent / "mended").touch()
@@ -65,7 +65,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_at_its_first_step(run: pg.R
     assert [row["step"] for row in rows(Path(str(run.output)) / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_whose_only_step_fails_is_no_success(run: pg.Run) -> None:
+def test_a_run_whose_only_step_fails_is_an_error(run: pg.Run) -> None:
     with pytest.raises(pg.RewardError, match="no sample of the first step"):
         pg.train(named(run, "broken", steps=1), display=False)
     assert not (Path(str(run.output)) / "result.json").exists()
@@ -82,7 +82,7 @@ class Breaks(pg.Callback):
             (self.folder / "broken").touch()
 
 
-def test_failing_steps_in_a_row_end_the_run_and_the_count_begins_anew(run: pg.Run, tmp_path: Path) -> None:
+def test_consecutive_failed_steps_end_the_run(run: pg.Run, tmp_path: Path) -> None:
     with pytest.raises(pg.RewardError, match=r"the last 3 steps, all in a row \(100%, 100%, 100%\).*Step 5 is saved"):
         pg.train(named(run, "later", steps=20), callbacks=[Breaks(tmp_path)], display=False)
     with pytest.raises(pg.RewardError, match=r"first step has a reward.*Step 6 is saved"):
@@ -91,7 +91,7 @@ def test_failing_steps_in_a_row_end_the_run_and_the_count_begins_anew(run: pg.Ru
     assert pg.train(resume=tmp_path / "run", stop_after=2, display=False).steps == 8
 
 
-def test_the_first_evaluation_counts(run: pg.Run, tmp_path: Path) -> None:
+def test_a_failed_first_evaluation_ends_the_run(run: pg.Run, tmp_path: Path) -> None:
     measured = pg.EvaluationConfig(problems=3, samples_per_prompt=2)
     with pytest.raises(
         pg.RewardError, match=r"no sample of the first evaluation .*the judge is away.*--resume .* goes on"
@@ -132,7 +132,7 @@ class Phases(pg.Tracker):
         self.told.append((text, done, total))
 
 
-def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_display_shows_what_is_waited_for(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "REPORT_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(
         pool, "_EVERY", 0.0
@@ -144,7 +144,7 @@ def test_what_is_waited_for_is_on_the_display(run: pg.Run, monkeypatch: pytest.M
     assert display.told[-1] == ("", 0, 0)
 
 
-def test_patience_without_end(run: pg.Run) -> None:
+def test_max_failed_steps_zero_never_ends_the_run(run: pg.Run) -> None:
     patient = pg.RewardConfig(num_workers=1, max_failed_steps=0)
     result = pg.train(
         named(run, "broken", rewards=patient, steps=4, evaluation=pg.EvaluationConfig(problems=2)), display=False

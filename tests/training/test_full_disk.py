@@ -61,7 +61,7 @@ def no_file_longer_than(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("size", "name"), [(0, "lock"), (1000, "run.toml")])
-def test_where_a_run_has_no_space_to_begin_it_says_so_and_leaves_no_folder(
+def test_a_full_disk_at_the_start_leaves_no_folder(
     run: pg.Run, tmp_path: Path, size: int, name: str
 ) -> None:
     with pytest.raises(RunError, match=rf"{name} .*File too large"), no_file_longer_than(size):
@@ -71,7 +71,7 @@ def test_where_a_run_has_no_space_to_begin_it_says_so_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize("name", [METRICS, COMPLETIONS])
-def test_the_rescued_state_is_the_one_before_the_step(run: pg.Run, tmp_path: Path, name: str) -> None:
+def test_a_failed_step_saves_the_state_before_it(run: pg.Run, tmp_path: Path, name: str) -> None:
     record, folder = Record(), tmp_path / "run"
     with pytest.raises(RunError, match=rf"{name} cannot be written: No space left on device") as caught:
         pg.train(run, display=record, callbacks=[Full(2, name)])
@@ -93,7 +93,7 @@ def test_the_rescued_state_is_the_one_before_the_step(run: pg.Run, tmp_path: Pat
     assert rows(whole / COMPLETIONS) == rows(folder / COMPLETIONS)
 
 
-def test_where_there_is_no_copy_the_run_goes_on_from_the_checkpoint_before(
+def test_without_a_snapshot_the_last_checkpoint_is_resumed(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A state of many gigabytes: no update is counted twice there either."""

@@ -28,7 +28,7 @@ from policygrad.training.trainer import Trainer, train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "reinforce", "ppo", "prorl", "prime", "distill"])
-def test_resume_at_every_step_is_bitwise_equal(small: Run, tmp_path: Path, name: str) -> None:
+def test_resume_at_every_step_is_bitwise(small: Run, tmp_path: Path, name: str) -> None:
     """Stopped after every step and taken up again, the weights and the files are those of a run never stopped.
 
     GRPO needs its reference again and refits several updates; REINFORCE's baseline is state of the algorithm itself; PPO has
@@ -85,7 +85,7 @@ pg.train(resume=sys.argv[1], allow=("/",), display=False)
 
 
 @pytest.mark.slow
-def test_kill_9_while_saving_leaves_a_run_that_resumes(small: Run, tmp_path: Path) -> None:
+def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path) -> None:
     """A run killed inside `checkpoint.save` of its third step goes on and ends with the weights of one never killed.
 
     (test_interrupted_save.py kills a save at 20 random moments; here the whole run is taken up again.)
@@ -114,7 +114,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(small: Run, tmp_path: P
     result = train(replace(small, output=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=100)), display=record)
     assert result.model is None
     assert 2 <= result.steps <= 3
-    assert "--resume" in record.summary["go on with"]
+    assert "--resume" in record.summary["resume with"]
     assert train(resume=tmp_path / "run").steps == small.steps
     whole = train(replace(small, output=str(tmp_path / "whole")))
     assert same(weights(whole.output), weights(tmp_path / "run"))
@@ -131,7 +131,7 @@ def failing(where: str, at: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "error"), [("gradient", FloatingPointError), ("rollout", OSError)])
-def test_a_step_that_fails_leaves_the_one_before_it(
+def test_a_failed_step_leaves_the_checkpoint_before_it(
     small: Run, tmp_path: Path, where: str, error: type[Exception]
 ) -> None:
     """The run that goes on from there ends with the weights and the files of one that never failed."""
@@ -151,7 +151,7 @@ def test_a_step_that_fails_leaves_the_one_before_it(
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tmp_path: Path) -> None:
+def test_a_failure_between_updates_reports_the_saved_step(small: Run, tmp_path: Path) -> None:
     algorithm = replace(pg.DR_GRPO, update_rule=pg.GradientSteps(epochs=2, minibatches=2))
     run = replace(
         small,
@@ -177,7 +177,7 @@ def test_a_step_that_fails_between_its_updates_says_what_is_saved(small: Run, tm
     assert same(weights(whole.output), weights(tmp_path / "run"))
 
 
-def test_an_update_cut_short_leaves_the_step_before_it(small: Run, tmp_path: Path) -> None:
+def test_an_interrupted_update_leaves_the_step_before_it(small: Run, tmp_path: Path) -> None:
     """It has moved some weights and not others: a copy of how they were is what is saved."""
     record = Record()
     run = replace(small, checkpoint=CheckpointConfig(every=100), output=str(tmp_path / "run"))
@@ -191,7 +191,7 @@ def test_an_update_cut_short_leaves_the_step_before_it(small: Run, tmp_path: Pat
     assert untimed(whole.output / "metrics.jsonl") == untimed(tmp_path / "run" / "metrics.jsonl")
 
 
-def test_what_is_of_no_one_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the state is too large for a copy."""
     monkeypatch.setattr(Trainer, "keeps", 100)
     record = Record()
@@ -222,7 +222,7 @@ def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: P
     assert whole.model is not None
     numbers = json.loads((whole.output / "result.json").read_text())
     assert numbers["tokens"] == sum(sampled)
-    assert numbers["held_out_after"] == whole.after is not None
+    assert numbers["eval_reward_after"] == whole.after is not None
     assert 50 < numbers["peak_memory_mib"] < 50_000
     clocks = [m["time/rollout"] + m["time/update"] for m in rows(whole.output / "metrics.jsonl") if "reward" in m]
     assert numbers["seconds"] == pytest.approx(sum(clocks))
@@ -245,7 +245,7 @@ def test_a_token_budget_ends_the_run_also_across_resumes(small: Run, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run, tmp_path: Path) -> None:
+def test_resume_is_bitwise_with_refresh_after_stall(small: Run, tmp_path: Path) -> None:
     """Held-out problems that nothing can solve: best after step 1, no better after 2 and 3, so anew with the 4th rollout."""
     folder = Path(small.task).parent
     (folder / "stalls.py").write_text(
@@ -274,7 +274,7 @@ def test_a_reference_that_waits_for_better_scores_resumes_bit_for_bit(small: Run
     assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
 
 
-def test_an_end_before_what_is_done_is_refused_and_changes_nothing(small: Run, tmp_path: Path) -> None:
+def test_fewer_steps_than_completed_are_refused(small: Run, tmp_path: Path) -> None:
     run = replace(small, steps=3, output=str(tmp_path / "run"))
     train(run, stop_after=2)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
@@ -284,14 +284,14 @@ def test_an_end_before_what_is_done_is_refused_and_changes_nothing(small: Run, t
     assert train(replace(run, steps=2), resume=tmp_path / "run").model is not None  # where it is, it may end
 
 
-def test_another_algorithm_that_a_checkpoint_has_no_state_for_is_refused(small: Run, tmp_path: Path) -> None:
+def test_resuming_with_an_algorithm_without_state_is_refused(small: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(replace(small, algorithm=pg.REINFORCE, steps=2, output=str(folder)), stop_after=1)
     with pytest.raises(RunError, match=r"'critic.*', which a2c needs: .* --model"):
         train(replace(small, algorithm=pg.A2C, steps=2), resume=folder)
 
 
-def test_what_a_killed_save_had_still_to_delete_is_deleted_by_the_resume(small: Run, tmp_path: Path) -> None:
+def test_resume_deletes_what_a_killed_save_left(small: Run, tmp_path: Path) -> None:
     run = replace(small, steps=3, checkpoint=CheckpointConfig(every=1, keep=3), output=str(tmp_path / "run"))
     train(run, display=False)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
@@ -300,7 +300,7 @@ def test_what_a_killed_save_had_still_to_delete_is_deleted_by_the_resume(small: 
 
 
 @pytest.mark.parametrize(("every", "keep", "stops"), [(2, 2, (3,)), (25, 2, (1, 2)), (1, 3, (1,)), (3, 1, (2,))])
-def test_a_stopped_run_keeps_the_checkpoints_of_one_that_was_not(
+def test_a_stopped_run_keeps_the_same_checkpoints(
     small: Run, tmp_path: Path, every: int, keep: int, stops: tuple[int, ...]
 ) -> None:
     """What a stop leaves between those of every so many steps takes nobody's place, and is gone in the end."""

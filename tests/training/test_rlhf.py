@@ -56,7 +56,7 @@ def test_sft_then_a_reward_model_then_ppo(tmp_path: Path, capsys: pytest.Capture
     )
     run("train", "ppo", "--model", sft, "--reward", f"model:{judge}", "--lr", "3e-4", *sizes, "--output", ppo)
     result = json.loads(Path(ppo, "result.json").read_text())
-    assert result["held_out_after"] > result["held_out_before"] + 0.1
+    assert result["eval_reward_after"] > result["eval_reward_before"] + 0.1
     assert "held-out reward" in capsys.readouterr().out
     metrics = [row for row in rows(Path(ppo, "metrics.jsonl")) if "reward" in row]
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]

@@ -24,7 +24,7 @@ def mine(folder: Path, body: str) -> str:
     return f"{folder / 'mine.py'}:mine"
 
 
-def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed(tmp_path: Path, monkeypatch) -> None:
+def test_run_toml_is_the_first_file(tmp_path: Path, monkeypatch) -> None:
     from policygrad.training import base_trainer
 
     def killed(folder: Path):
@@ -38,7 +38,7 @@ def test_run_toml_is_the_first_file_of_a_run_so_that_a_killed_one_can_be_resumed
     assert pg.train(resume=tmp_path / "run").steps == 1
 
 
-def test_held_out_completions_without_a_reward_are_said_to_count_as_zero(tmp_path: Path) -> None:
+def test_eval_completions_without_a_reward_count_as_zero(tmp_path: Path) -> None:
     display = Record()
     run = pg.Run(
         **SMALL,
@@ -52,7 +52,7 @@ def test_held_out_completions_without_a_reward_are_said_to_count_as_zero(tmp_pat
     assert "4 of 4 held-out completions have no reward and count as 0" in display.notes
 
 
-def test_the_global_random_state_belongs_to_the_seed(tmp_path: Path) -> None:
+def test_the_seed_sets_the_global_random_state(tmp_path: Path) -> None:
     states = []
     for name in ("a", "b"):
         torch.manual_seed(len(name) + len(states))
@@ -62,7 +62,7 @@ def test_the_global_random_state_belongs_to_the_seed(tmp_path: Path) -> None:
     assert torch.equal(*states)
 
 
-def test_a_completion_without_a_reward_has_its_tokens_in_the_log(tmp_path: Path) -> None:
+def test_a_completion_without_a_reward_is_logged(tmp_path: Path) -> None:
     reward = mine(tmp_path, "[None if len(completions[0]) % 2 else 1.0]")
     run = pg.Run(
         algorithm=pg.DR_GRPO,
@@ -82,7 +82,7 @@ def test_a_completion_without_a_reward_has_its_tokens_in_the_log(tmp_path: Path)
     assert sum(row["tokens"] for row in completions) == sampled
 
 
-def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
+def test_a_run_without_any_score_reports_it(tmp_path: Path) -> None:
     display = Record()
     run = pg.Run(
         **SMALL,
@@ -97,7 +97,7 @@ def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
     assert result.before is result.after is None
     assert display.summary["held-out"].startswith("nothing could be scored, before or after")
     written = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert written["held_out_before"] is written["held_out_after"] is None
+    assert written["eval_reward_before"] is written["eval_reward_after"] is None
     assert "eval/reward" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     pg.train(replace(run, steps=2, reward=(mine(tmp_path, "[0.25]"),)), resume=tmp_path / "run", display=display)
     assert display.summary["held-out reward"] == "not scored -> 0.25"
@@ -105,7 +105,7 @@ def test_a_run_that_nothing_could_be_scored_in_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are not Windows's")
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_every_file_of_a_run_has_the_mode_that_the_umask_gives(small: pg.Run, tmp_path: Path, umask: int) -> None:
+def test_files_have_the_umasks_modes(small: pg.Run, tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         result = pg.train(replace(small, **{**SMALL, "steps": 2}, output=str(tmp_path / "run")), stop_after=1)

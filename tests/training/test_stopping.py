@@ -81,7 +81,7 @@ CASES = [(phase, s) for i, phase in enumerate(PHASES) for s in (ALL if phase == 
 
 
 @pytest.mark.parametrize(("phase", "number"), CASES)
-def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_lost(
+def test_a_signal_in_any_phase_is_resumable(
     run: pg.Run, whole: Path, tmp_path: Path, phase: str, number: signal.Signals
 ) -> None:
     make, done = PHASES[phase]
@@ -93,7 +93,7 @@ def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_lost(
     assert [signal.getsignal(s) for s in ALL] == handlers
     assert (result.steps, result.model, result.interrupted) == (done, None, True)
     said = given["display"]
-    assert "go on with" in said.summary or "go on with: " in said.said
+    assert "resume with" in said.summary or "resume with: " in said.said
     assert (folder / "run.toml").exists()
     assert newest_step(folder / "checkpoints") == done  # else it would begin anew, and come to the same later
     again = pg.train(run, resume=folder, display=False)
@@ -103,7 +103,7 @@ def test_a_signal_in_any_phase_ends_resumably_and_nothing_is_lost(
     assert rows(whole / "completions.jsonl") == rows(folder / "completions.jsonl")
 
 
-def test_while_saving_the_checkpoint_is_finished_and_the_run_stops(run: pg.Run, whole: Path, tmp_path: Path) -> None:
+def test_a_signal_while_saving_finishes_the_checkpoint(run: pg.Run, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     every = replace(run, output=str(folder), checkpoint=pg.CheckpointConfig(every=1))
     result = pg.train(every, display=False, **learning(signal.SIGTERM, "state", 2))
@@ -128,7 +128,7 @@ class Here:
 
 
 @pytest.mark.filterwarnings("ignore:reward 'here' cannot be sent")
-def test_while_rewards_are_computed_too(run: pg.Run, tmp_path: Path) -> None:
+def test_a_signal_while_rewards_are_computed(run: pg.Run, tmp_path: Path) -> None:
     run = replace(run, evaluation=pg.EvaluationConfig(problems=0), steps=3)
     alone = Here()
     whole = pg.train(replace(run, reward=(alone,), output=str(tmp_path / "whole")), display=False).output
@@ -141,7 +141,7 @@ def test_while_rewards_are_computed_too(run: pg.Run, tmp_path: Path) -> None:
     assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
-def test_sampling_ends_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
+def test_sampling_stops_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
     made: list[AtDecoding] = []
 
     def sampler(model: Any, tokenizer: Any) -> AtDecoding:
@@ -153,7 +153,7 @@ def test_sampling_ends_between_two_tokens(run: pg.Run, tmp_path: Path) -> None:
     assert made[0].passes == 2
 
 
-def test_what_parts_learn_from_a_score_is_not_taken_from_them(run: pg.Run, tmp_path: Path) -> None:
+def test_an_evaluation_that_parts_need_is_finished(run: pg.Run, tmp_path: Path) -> None:
     """A reference that waits for better scores counts evaluations: that one is finished first."""
     algorithm = replace(pg.PRORL, filters=(), shaping=(), reference=pg.Reference(refresh_after_stall=1))
     run = replace(run, algorithm=algorithm)
@@ -167,14 +167,14 @@ def test_what_parts_learn_from_a_score_is_not_taken_from_them(run: pg.Run, tmp_p
     assert untimed(whole / "metrics.jsonl") == untimed(folder / "metrics.jsonl")
 
 
-def test_a_time_limit_ends_a_run_in_time(run: pg.Run, tmp_path: Path) -> None:
+def test_a_time_limit_stops_a_run_in_time(run: pg.Run, tmp_path: Path) -> None:
     record = Record()
     stopped = pg.train(replace(run, output=str(tmp_path / "run")), time_limit="0.001s", display=record)
     assert stopped.interrupted
     assert pg.train(run, resume=tmp_path / "run", time_limit="2h", display=False).steps == 4
 
 
-def test_a_time_limit_ends_what_waits() -> None:
+def test_a_time_limit_interrupts_waiting() -> None:
     """An engine's answer, a reward: it is not waited for until it comes."""
     began = time.monotonic()
     with StopController(0.02) as stopping, pytest.raises(StopRequested), stopping.interruptible():
@@ -190,7 +190,7 @@ class Clock:
         return self.now
 
 
-def test_no_step_is_begun_that_would_not_be_over_in_time() -> None:
+def test_no_step_starts_that_would_exceed_the_limit() -> None:
     clock = Clock()
     stopping = StopController(100.0, clock)
     clock.now = 20.0  # loading
@@ -205,12 +205,12 @@ def test_no_step_is_begun_that_would_not_be_over_in_time() -> None:
     ("text", "value"),
     [("23h50m", 85800.0), ("90s", 90.0), ("1d12h", 129600.0), ("45m", 2700.0), ("1h0.5s", 3600.5)],
 )
-def test_times(text: str, value: float) -> None:
+def test_durations(text: str, value: float) -> None:
     assert parse_duration(text, "--time-limit") == value
 
 
 @pytest.mark.parametrize("text", ["", "3600", "23:50:00", "h", "-5m", "5m3h", "soon"])
-def test_what_is_no_time(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(pg.ConfigError, match="--time-limit must be a time such as 23h50m"):
         parse_duration(text, "--time-limit")
 
@@ -223,7 +223,7 @@ def signalled() -> Iterator[StopController]:
         yield stopping
 
 
-def test_signals_at_once_are_one_and_another_one_later_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_signals_are_one_and_a_later_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from policygrad.training import interrupts as module
 
     with signalled():
@@ -236,7 +236,7 @@ def test_signals_at_once_are_one_and_another_one_later_ends_it_at_once(monkeypat
         assert not isinstance(caught.value, StopRequested)
 
 
-def test_what_is_asked_for_before_ends_what_is_breakable_before_it_begins() -> None:
+def test_an_earlier_request_stops_interruptible_work_at_once() -> None:
     with signalled() as stopping, pytest.raises(StopRequested), stopping.interruptible():
         raise AssertionError("was begun")
 
@@ -286,7 +286,7 @@ def test_a_second_signal_does_not_wait_for_an_import(tmp_path: Path, monkeypatch
     assert stops(lambda _: import_module("never_imported"))
 
 
-def test_a_program_that_is_itself_imported_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_imported_program_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
 import os, signal
 from policygrad.training.interrupts import Stop, Stopping
@@ -311,7 +311,7 @@ class Finalised:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_stop_that_a_finaliser_drops_ends_it_all_the_same() -> None:
+def test_a_stop_dropped_by_a_finaliser_still_stops() -> None:
     done: list[bool] = []
 
     def finalise(stopping: StopController) -> None:
@@ -322,7 +322,7 @@ def test_a_stop_that_a_finaliser_drops_ends_it_all_the_same() -> None:
     assert done == [True]
 
 
-def test_a_stop_that_a_library_makes_an_error_of_is_a_stop() -> None:
+def test_a_stop_turned_into_another_error_still_stops() -> None:
     def load(stopping: StopController) -> None:
         try:
             send(signal.SIGTERM)
@@ -332,7 +332,7 @@ def test_a_stop_that_a_library_makes_an_error_of_is_a_stop() -> None:
     assert stops(load)
 
 
-def test_an_error_that_is_no_stop_stays_what_it_is() -> None:
+def test_other_errors_are_unchanged() -> None:
     with StopController() as stopping, pytest.raises(pg.ConfigError, match="wrong"), stopping.interruptible():
         raise pg.ConfigError("wrong")
 
@@ -356,7 +356,7 @@ class Interrupted(io.StringIO):
         return written
 
 
-def test_a_signal_while_it_prints_is_no_reentrant_call(
+def test_a_signal_during_print_is_safe(
     run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Interrupted()
@@ -365,10 +365,10 @@ def test_a_signal_while_it_prints_is_no_reentrant_call(
     result = pg.train(replace(run, output=str(tmp_path / "run")), display=PlainTracker(stream))
     assert stream.sent == 1
     assert (result.steps, result.interrupted) == (1, True)
-    assert "go on with" in stream.getvalue()
+    assert "resume with" in stream.getvalue()
 
 
-def test_nohup_stays_nohup() -> None:
+def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopController() as stopping:
@@ -408,7 +408,7 @@ def command(run: pg.Run, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes
 
 
 @pytest.mark.parametrize(("words", "number"), [((), signal.SIGHUP), (("--max-staleness", "2"), signal.SIGINT)])
-def test_the_command_stops_with_a_code_of_its_own_and_says_how_to_go_on(
+def test_the_command_exits_with_75_and_prints_the_resume_command(
     command: Callable[..., subprocess.Popen[bytes]], words: tuple[str, ...], number: signal.Signals
 ) -> None:
     child = command("--steps", "100000", "--plain", *words, stdout=subprocess.PIPE)
@@ -422,7 +422,7 @@ def test_the_command_stops_with_a_code_of_its_own_and_says_how_to_go_on(
     assert b"go on with     policygrad train --resume" in said
 
 
-def test_a_closed_pipe_never_ends_the_run(command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_end_the_run(command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
     child = command("--plain", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert child.stdout is not None
     child.stdout.close()
@@ -431,7 +431,7 @@ def test_a_closed_pipe_never_ends_the_run(command: Callable[..., subprocess.Pope
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_standard_output_never_ends_the_run(
+def test_a_full_standard_output_does_not_end_the_run(
     command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     with Path("/dev/full").open("wb") as full:
@@ -439,7 +439,7 @@ def test_a_full_standard_output_never_ends_the_run(
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_terminal_that_has_gone_never_ends_the_run() -> None:
+def test_a_closed_terminal_does_not_end_the_run() -> None:
     """rich's own console ends the program."""
     from policygrad.trackers import CompositeTracker, RunInfo
     from policygrad.trackers.rich_display import TerminalTracker
@@ -464,7 +464,7 @@ def test_a_terminal_that_has_gone_never_ends_the_run() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
-def test_fine_tuning_and_reward_models_stop_as_well(
+def test_fine_tuning_and_reward_models_stop_resumably(
     random_model: Path, tmp_path: Path, kind: str, number: signal.Signals, phase: str, steps: int
 ) -> None:
     rows = [{"prompt": f"{i} =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(6)]
@@ -481,7 +481,7 @@ def test_fine_tuning_and_reward_models_stop_as_well(
     assert same(weights(whole.output), weights(tmp_path / "run"))
 
 
-def test_a_signal_while_the_model_is_saved_comes_too_late(
+def test_a_signal_while_the_model_is_saved_is_ignored(
     run: pg.Run, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is done, and says so."""

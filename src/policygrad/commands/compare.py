@@ -216,7 +216,7 @@ def describe_settings(run: Run) -> dict[str, Any]:
 
 
 def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> None:
-    """Refuse a plan read from `writable_folder` whose rows have options that no row may have, or run code without permission.
+    """Refuse a plan read from `folder` whose rows have options that no row may have, or run code without permission.
 
     What a row says was typed on a command line once, but by whom a file cannot tell.
 
@@ -238,7 +238,7 @@ def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> 
 
 
 def list_permission_flags(plan: ComparisonPlan, folder: Path) -> list[str]:
-    """The words that let `policygrad compare --resume` run what a plan in `writable_folder` names; none where it needs no permission."""
+    """The words that let `policygrad compare --resume` run what a plan in `folder` names; none where it needs no permission."""
     missing = _missing(plan, folder, CodePermissions(), new_process=True)
     asks = any(TRUST_FLAG in option_names(row.argv) for row in plan.rows)
     return [*([ALLOW, *missing] if missing else []), *([TRUST_FLAG] if asks else [])]
@@ -264,7 +264,7 @@ def _options() -> set[str]:
 
 
 def _asked(spec: str) -> RowRequest:
-    """`grpo`, `LABEL_PATTERN=grpo`, `LABEL_PATTERN=grpo --options`, `mine.py:ALGORITHM`."""
+    """`grpo`, `LABEL=grpo`, `LABEL=grpo --options`, `mine.py:ALGORITHM`."""
     words = _split_words(spec, f"the row {spec!r}")
     if not words or words[0].startswith("-"):
         raise ConfigError(f"a row is an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")

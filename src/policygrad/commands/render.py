@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT, PAPERS, AlgorithmInfo
+from policygrad.catalog import CATALOG, AlgorithmInfo
 from policygrad.core.algorithm import Algorithm
 from policygrad.training.config.run_name import RunName, name_run
 from policygrad.utils.user_code import find_definition
@@ -145,17 +145,17 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
     Of a composition of one's own: what it is beside the named algorithm it was made from. budget: see `composed`.
     """
     beside = name_run(a, budget)
-    about = ABOUT.get(a.name)
+    about = CATALOG.get(a.name)
     lines = _title(beside, about, width)
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     lines += _formulas(a, width)
-    if a.name in PAPERS:
+    if a.name in CATALOG:
         lines += [(), ((f"{a.name} as published" if beside.part_changes else "As published", HEAD),)]
         lines += [
-            row for text in PAPERS[a.name].objective.split("\n") for row in wrap_styled((("  ", ""),), text, width)
+            row for text in CATALOG[a.name].objective.split("\n") for row in wrap_styled((("  ", ""),), text, width)
         ]
         of = f" ({a.name})" if beside.part_changes else ""
-        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), PAPERS[a.name].deviations or NO_DEVIATIONS, width)]
+        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), CATALOG[a.name].deviations or NO_DEVIATIONS, width)]
     lines += [(), (("Parts", HEAD), (" and their settings" if beside.is_changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
     parent = a.name if beside.is_changed else about.parent if about else None

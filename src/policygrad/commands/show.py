@@ -18,7 +18,7 @@ import tyro
 
 import policygrad
 from policygrad.algorithms import ALGORITHMS, get_algorithm
-from policygrad.catalog import PAPERS
+from policygrad.catalog import CATALOG
 from policygrad.commands import render as words
 from policygrad.commands.render import (
     EQUATION_COLUMNS,
@@ -324,7 +324,7 @@ def algorithms(args: list[str]) -> int:
     options = tyro.cli(MatrixOptions, args=args, prog="policygrad algorithms", config=(tyro.conf.FlagCreatePairsOff,))
     if options.json:
         rows = {
-            name: {**algorithm_to_dict(a), "departs": PAPERS[name].deviations if name in PAPERS else ""}
+            name: {**algorithm_to_dict(a), "departs": CATALOG[name].deviations if name in CATALOG else ""}
             for name, a in ALGORITHMS.items()
         }
         print(json.dumps(rows, indent=1, ensure_ascii=False))

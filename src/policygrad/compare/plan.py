@@ -130,7 +130,7 @@ class ComparisonPlan:
     def from_dict(cls, data: Mapping[str, Any]) -> ComparisonPlan:
         """Raises KeyError, TypeError, ValueError or AttributeError for what is no plan."""
         each: list[dict[str, Any]] = [
-            {k: tuple(v) if k in ("words", "grid") else v for k, v in row.items()} for row in data["rows"]
+            {k: tuple(v) if k in ("argv", "grid") else v for k, v in row.items()} for row in data["rows"]
         ]
         rows = tuple(ComparisonRow(**row) for row in each)
         fields_: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}

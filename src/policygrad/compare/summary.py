@@ -132,7 +132,7 @@ def average_outcomes(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
             **{axis: o.axis(axis)[-1] for axis in AXES},
             **{f"whole_{name}" if name == "seconds" else name: value for name, value in o.cost.items()},
             **o.diagnostics,
-            **({} if o.gated_fraction is None else {"gated": o.gated_fraction}),
+            **({} if o.gated_fraction is None else {"gated_fraction": o.gated_fraction}),
         }
         for o in outcomes
     ]
@@ -167,7 +167,7 @@ def describe_run(job: Job, outcome: RunOutcome, command: str) -> dict[str, Any]:
         "steps": outcome.steps,
         **{axis: values[-1] for axis, values in points.items()},
         "cost": dict(outcome.cost),
-        "signs": {name: round(value, 4) for name, value in outcome.diagnostics.items()},
-        "gated": None if outcome.gated_fraction is None else round(outcome.gated_fraction, 6),
+        "diagnostics": {name: round(value, 4) for name, value in outcome.diagnostics.items()},
+        "gated_fraction": None if outcome.gated_fraction is None else round(outcome.gated_fraction, 6),
         "curve": {**points, "score": [round(x, 5) for x in outcome.score]},
     }

@@ -204,7 +204,8 @@ class GroupMean(Advantage):
 
 @dataclass(frozen=True)
 class GroupStd(Advantage):
-    """Ψ ← Ψ/(std_g + eps), std of the group's total rewards. After `GroupMean` it is the z-score of Shao et al. 2024 (GRPO), sec. 4.1.2.
+    """Ψ ← Ψ/(std_g + eps), std of the group's total rewards. After `GroupMean` it is the z-score of Shao et al. 2024 (GRPO),
+    sec. 4.1.2.
 
     The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
     """
@@ -305,9 +306,9 @@ class DivideByGroupMean(Advantage):
     """Ψ ← Ψ/mean_g. After `GroupMean`: (R_i − mean_g)/mean_g, maximum likelihood of success.
 
     For rewards of 0 and 1 and success probability p, log p = −Σ_k (1 − p)^k/k, so ∇log p = Σ_k 1/k ∇pass@k. The mean score of the
-    correct ones among G samples is an unbiased estimate of the first G terms. Minus the mean score of all samples, and 0 where none
-    is correct (Ψ = 0 where mean_g ≤ 0), it estimates the first G − 1. Other rewards must be at least 0. Source: Tajwar et al. 2026 (MaxRL),
-    arXiv:2602.02710.
+    correct ones among G samples is an unbiased estimate of the first G terms. Minus the mean score of all samples, and 0 where
+    none is correct (Ψ = 0 where mean_g ≤ 0), it estimates the first G − 1. Other rewards must be at least 0. Source: Tajwar et
+    al. 2026 (MaxRL), arXiv:2602.02710.
 
     Raises:
         ConfigError: a reward below 0, of a completion that counts.
@@ -324,8 +325,8 @@ class DivideByGroupMean(Advantage):
         if bool((below := total < 0).any()):
             row = int(below.nonzero()[0])
             raise ConfigError(
-                f"DivideByGroupMean maximises the likelihood of success, and the reward of row {row} is {float(total[row]):g}: use a "
-                "reward of at least 0, such as 1 for correct and 0 otherwise, or an algorithm for any reward, such as grpo"
+                f"DivideByGroupMean maximises the likelihood of success, and the reward of row {row} is {float(total[row]):g}: use "
+                "a reward of at least 0, such as 1 for correct and 0 otherwise, or an algorithm for any reward, such as grpo"
             )
         mean = Groups(batch.group, batch.counted).mean(total)
         positive = mean > 0
@@ -339,8 +340,8 @@ class PassAtK(Advantage):
     R̄ and σ are the mean and standard deviation of a k-subset's largest reward. With c of G rewards 1 and the others 0,
     R̄ = 1 − C(G−c, k)/C(G, k), σ = √(R̄(1 − R̄)), and Ψσ is 1 − R̄ for correct completions and 1 − R̄ − C(G−c−1, k−1)/C(G−1, k−1) for
     incorrect ones; k = 1 is the z-score with ddof 0. Other rewards count by their order. Ψ = 0 where all k-subsets have the same
-    maximum, and in groups with fewer than k counted completions.
-    Source: Chen et al. 2025 (pass@k training), arXiv:2508.10751, the analytical derivation.
+    maximum, and in groups with fewer than k counted completions. Source: Chen et al. 2025 (pass@k training), arXiv:2508.10751,
+    the analytical derivation.
     """
 
     k: int = 4
@@ -372,7 +373,7 @@ class PassAtK(Advantage):
         return masked.apply_mask(out[:, None], batch.mask)
 
     def _of(self, reward: Tensor) -> Tensor:
-        """Compute Ψ [groups, n] of rewards that ascend along each row: the j-th is the maximum of C(j−1, k−1) of C(n, k) subsets."""
+        """Compute Ψ [groups, n] of rewards that ascend along rows: the j-th is the maximum of C(j−1, k−1) of C(n, k) subsets."""
         n, k = reward.shape[1], self.k
 
         def shares(offset: int, chosen: int, total: int) -> Tensor:

@@ -179,7 +179,8 @@ class ImplicitReward(Part):
         """
         if self.lr is None and policy is None:
             raise ConfigError(
-                "ImplicitReward.lr is None and the policy has no learning rate to derive it from: set ImplicitReward(lr=…), for example 1e-6"
+                "ImplicitReward.lr is None and the policy has no learning rate to derive it from: set ImplicitReward(lr=…), for "
+                "example 1e-6"
             )
         return REWARD_MODEL_LR_RATIO * (policy or 0.0) if self.lr is None else self.lr
 
@@ -238,8 +239,8 @@ class Reference(Part):
     """Replace it after so many consecutive periodic evaluations without a new best score; None: never. The replacement follows the
     next rollout."""
     model: str | None = None
-    """Another frozen model, such as a teacher: a folder, hub id, or run folder. None: the run's initial model. Its tokenizer must have
-    the policy's vocabulary."""
+    """Another frozen model, such as a teacher: a folder, hub id, or run folder. None: the run's initial model. Its tokenizer must
+    have the policy's vocabulary."""
 
     def __post_init__(self) -> None:
         for name, event in (("refresh_every", "rollout"), ("refresh_after_stall", "evaluation")):
@@ -253,8 +254,8 @@ class Reference(Part):
             )
         if self.model is not None and (self.refresh_every or self.refresh_after_stall):
             raise ConfigError(
-                f"Reference.model={self.model!r} is frozen, but refresh_every and refresh_after_stall replace the reference by the policy: "
-                "unset either model or those two"
+                f"Reference.model={self.model!r} is frozen, but refresh_every and refresh_after_stall replace the reference by the "
+                "policy: unset either model or those two"
             )
 
     @property
@@ -274,8 +275,8 @@ class Reference(Part):
         return {"best": None, "stalled": 0} if self.refresh_after_stall else None
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
-        """Restart the count after a refresh (`reference/refreshed`) and after a better score (`eval/reward`). The score of the policy
-        that just became the reference does not count."""
+        """Restart the count after a refresh (`reference/refreshed`) and after a better score (`eval/reward`). The score of the
+        policy that just became the reference does not count."""
         refreshed, score, best = "reference/refreshed" in metrics, metrics.get("eval/reward"), state["best"]
         if score is not None and (best is None or score.value > best):
             return {"best": score.value, "stalled": 0}

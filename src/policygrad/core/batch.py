@@ -159,7 +159,8 @@ class Batch:
                     raise ConfigError(f"Batch.{name} must be {type_name}, not {value.dtype}: {name}.{hint}")
         if self.routed_experts is not None and self.routed_experts.shape[:2] != self.mask.shape:
             raise ConfigError(
-                f"Batch.routed_experts has shape {list(self.routed_experts.shape)}, expected [B, T, layers, k], [B, T] = {list(self.mask.shape)}"
+                f"Batch.routed_experts has shape {list(self.routed_experts.shape)}, expected [B, T, layers, k] with "
+                f"[B, T] = {list(self.mask.shape)}"
             )
         if self.rewards is not None:
             num_names, num_weights, shape = len(self.reward_names), len(self.reward_weights), list(self.rewards.shape)

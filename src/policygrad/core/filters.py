@@ -22,9 +22,10 @@ from policygrad.errors import ConfigError
 class DropZeroVariance(Filter):
     """Dynamic sampling: drop groups whose rewards are all equal. Source: Yu et al. 2025 (DAPO), eq. 11.
 
-    mode='refill' samples more prompts until the step is full, at most `max_rounds` times the step's number of prompts; groups that are
-    still missing are made up for by reweighting, and reported. mode='reweight' keeps the coefficients of the unfiltered step and
-    multiplies them by 1/(1 − f), f the fraction dropped. mode='drop' makes the step and its denominators smaller. Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
+    mode='refill' samples more prompts until the step is full, at most `max_rounds` times the step's number of prompts; groups
+    that are still missing are made up for by reweighting, and reported. mode='reweight' keeps the coefficients of the unfiltered
+    step and multiplies them by 1/(1 − f), f the fraction dropped. mode='drop' makes the step and its denominators smaller.
+    Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
     mode: Literal["refill", "reweight", "drop"] = "refill"
@@ -134,8 +135,8 @@ class Downsample(Filter):
     """random: with statistics='all' the expected gradient is that of all N. max_variance: the subset with the largest variance of
     rewards (some lowest and some highest), equal rewards in random order."""
     statistics: Statistics = "all"
-    """all: baseline and scale come from all N, dropped completions get weight 0 and the others N/G, and a critic is fitted to all N.
-    kept: dropped completions are ignored."""
+    """all: baseline and scale come from all N, dropped completions get weight 0 and the others N/G, and a critic is fitted to all
+    N. kept: dropped completions are ignored."""
     seed: int = 0
     """Seed of the random choice."""
 
@@ -295,9 +296,9 @@ class PassRateBand(Curriculum):
     """Skip prompts whose mean reward is not between `low` and `high` for `cooldown` rollouts.
 
     The cooldown doubles each consecutive time that a prompt is outside the band, up to `max_cooldown`, so that solved and too
-    difficult prompts are retried occasionally. The state is {"rollouts": number done, "outside": {example id: [first rollout at which
-    it may be sampled again, consecutive times outside]}}. Source: Bae et al. 2025 (arXiv:2504.03380) train on prompts between two
-    pass rates; the cooldown is ours.
+    difficult prompts are retried occasionally. The state is {"rollouts": number done, "outside": {example id: [first rollout at
+    which it may be sampled again, consecutive times outside]}}. Source: Bae et al. 2025 (arXiv:2504.03380) train on prompts
+    between two pass rates; the cooldown is ours.
 
     Raises:
         ConfigError: low ≥ high, or an invalid cooldown.

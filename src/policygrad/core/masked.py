@@ -83,7 +83,7 @@ class Groups:
         return total[self.index]
 
     def sum_excluding_self(self, x: Tensor) -> Tensor:
-        """Sum over the group's other completions. Not computed as the total minus x_i, which loses small terms beside a large x_i."""
+        """Sum over the group's other completions. The total minus x_i would lose small terms beside a large x_i."""
         size = torch.bincount(self.index, minlength=self.n)
         order = self.index.argsort(stable=True)
         place = torch.empty_like(order)

@@ -104,7 +104,8 @@ def _check_level(part: object, level: str) -> None:
 
 @dataclass(frozen=True)
 class TruncatedIS(Correction):
-    """× min(ρ, cap): bounded, and biased where it is capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout engines)."""
+    """× min(ρ, cap): bounded, and biased where it is capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout
+    engines)."""
 
     cap: float = 2.0
     level: Level = "token"

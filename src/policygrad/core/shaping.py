@@ -30,8 +30,8 @@ class KLInReward(AdaptiveBeta, Shaping):
     Source: token: Stiennon et al. 2020; Ouyang et al. 2022, eq. 2. sequence: Ahmadian et al. 2024 (RLOO), sec. 2.
 
     Raises:
-        ConfigError: a form other than k1 (k2 and k3 in the reward do not give the gradient of the sequence KL), an unknown level, or
-            a rule without a target.
+        ConfigError: a form other than k1 (k2 and k3 in the reward do not give the gradient of the sequence KL), an unknown level,
+            or a rule without a target.
     """
 
     beta: float = 0.05

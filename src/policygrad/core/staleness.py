@@ -20,9 +20,9 @@ AGE_BINS = (0, 1, 2, 4, 8, 16, 32, 64)
 def resolve_old_policy(algorithm: Algorithm, batch: Batch, version: int) -> tuple[Algorithm, Batch]:
     """Prepare a rollout's algorithm and batch for its choice of π_old, before a learner fills `algorithm.needs`.
 
-    With old_policy='sampler', log π_old is the sampler's log-probability. With old_policy='learner', π_old is the learner's policy. If
-    that did not sample every token itself (the rollout, or groups left over from the previous step, are older than the weights),
-    π_old/μ is not 1 and w must be corrected: by `TruncatedIS`, unless the algorithm has such a correction.
+    With old_policy='sampler', log π_old is the sampler's log-probability. With old_policy='learner', π_old is the learner's
+    policy. If that did not sample every token itself (the rollout, or groups left over from the previous step, are older than the
+    weights), π_old/μ is not 1 and w must be corrected: by `TruncatedIS`, unless the algorithm has such a correction.
 
     Args:
         version: the learner's version of the weights.
@@ -46,8 +46,8 @@ def resolve_old_policy(algorithm: Algorithm, batch: Batch, version: int) -> tupl
 def staleness_metrics(batch: Batch, version: int) -> Metrics:
     """Measure how many versions the weights are ahead of those that sampled the tokens; empty if versions are unknown.
 
-    staleness/mean and /max; if some tokens are stale, also staleness/age_N, the share of tokens whose age is at most N and above the
-    previous bin.
+    staleness/mean and /max; if some tokens are stale, also staleness/age_N, the share of tokens whose age is at most N and above
+    the previous bin.
     """
     lag = _version_lag(batch, version)
     if lag is None or not len(lag):

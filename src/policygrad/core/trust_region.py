@@ -72,9 +72,9 @@ class TrustRegion(UpdateRule):
     """Maximise the surrogate L subject to mean KL(π_old‖π_θ) ≤ δ nats per sampled token.
 
     The direction x ≈ (F + damping)⁻¹∇L comes from conjugate gradient, and the full step is √(2δ/xᵀFx)·x with the undamped F. The
-    line search takes backtrack_coeff^j of it for the first (or best) j at which L improves and the KL, exact over the vocabulary, is
-    at most δ; without such a j the parameters stay. Without the line search the full step is taken: a natural gradient step whose
-    length δ sets. The policy's step uses no learning rate, AdamW or gradient clipping.
+    line search takes backtrack_coeff^j of it for the first (or best) j at which L improves and the KL, exact over the vocabulary,
+    is at most δ; without such a j the parameters stay. Without the line search the full step is taken: a natural gradient step
+    whose length δ sets. The policy's step uses no learning rate, AdamW or gradient clipping.
 
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
     """

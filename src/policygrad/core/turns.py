@@ -108,7 +108,8 @@ class TurnLeaveOneOut(Advantage):
     """Ψ ← Ψ − 1/|S| Σ_{j ∈ S} Ψ_{j,n} at turn n, S the siblings that have a turn n, Ψ_{j,n} their Ψ at its first token.
 
     The baseline does not depend on episode i, so it is unbiased. After `TurnReturn` it compares rewards to go from the same turn,
-    whereas `LeaveOneOut` compares with full episodes. A turn that no sibling has is compared with 0. Source: Ahmadian et al. 2024 (RLOO), turn by turn.
+    whereas `LeaveOneOut` compares with full episodes. A turn that no sibling has is compared with 0. Source: Ahmadian et al. 2024
+    (RLOO), turn by turn.
 
     Raises:
         ConfigError: a batch without turn states.
@@ -320,8 +321,8 @@ class BiLevelGAE(TurnValueAdvantage):
     """A_e = δ_n + γ_turn λ_turn A_{e'} at a turn's last token e, e' the next turn's, and GAE(γ, λ) from it back through the turn.
 
     δ_n = r_e + γ_turn V_{e'} − V_e, with V_e the value before the turn's last token; within the turn A_t = r_t + γV_{t+1} − V_t +
-    γλA_{t+1}, which ends in A_e. With all four at 1 it is the return to go minus V_t, as is `MultiTurnGAE` at λ = 1. With λ_turn < 1
-    it is biased even for an exact critic if the policy chooses the length of a turn, since V_{e'} depends on that choice.
+    γλA_{t+1}, which ends in A_e. With all four at 1 it is the return to go minus V_t, as is `MultiTurnGAE` at λ = 1. With λ_turn
+    < 1 it is biased even for an exact critic if the policy chooses the length of a turn, since V_{e'} depends on that choice.
     Source: Wang et al. 2025 (VAGEN), arXiv:2510.16907, sec. 4.2, as in the authors' code: A_e replaces the last token's own
     advantage, where algorithm 2 adds it.
 

@@ -56,7 +56,8 @@ class CurvatureProblem(Protocol):
         ...
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
-        """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ_old + delta, without moving the parameters."""
+        """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ_old + delta, without moving the
+        parameters."""
         ...
 
     def commit(self, delta: Tensor) -> None:
@@ -86,7 +87,8 @@ class AdaptiveProblem(GradientProblem, Protocol):
         ...
 
     def adapt(self, metrics: Metrics) -> AdaptiveProblem | None:
-        """Return the same rollout with every adaptive β of KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are within their band."""
+        """Return the same rollout with every adaptive β of KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are within their
+        band."""
         ...
 
 

@@ -568,8 +568,8 @@ def check_demonstrations(algorithm: Algorithm, batch: Batch) -> None:
     rows = (batch.demonstration & batch.mask.any(1)).nonzero().flatten().tolist()
     if rows:
         raise ConfigError(
-            f"row {rows[0]} is a demonstration (Batch.demonstration), which {algorithm.name} would treat as a sample of the policy: "
-            "remove it, set gate=PolicyShaping(), or add DemonstrationNLL() to terms"
+            f"row {rows[0]} is a demonstration (Batch.demonstration), which {algorithm.name} would treat as a sample of the "
+            "policy: remove it, set gate=PolicyShaping(), or add DemonstrationNLL() to terms"
         )
 
 

@@ -26,9 +26,9 @@ from policygrad.errors import ConfigError
 class Vine(Advantage):
     """Ψ_k = Q̂(s, a_k) − Σ_j ŵ_j Q̂(s, a_j) over the tokens tried in one state.
 
-    A rollout chooses `states` prefixes among all sampled tokens of a prompt's completions (the rollout set) and tries up to `actions`
-    tokens a_k in each. A row of the batch is then one such token, a group is one state, and the row's reward is Q̂: the mean reward
-    of `samples` completions of prefix and token. All tokens of a state are completed with the same random numbers.
+    A rollout chooses `states` prefixes among all sampled tokens of a prompt's completions (the rollout set) and tries up to
+    `actions` tokens a_k in each. A row of the batch is then one such token, a group is one state, and the row's reward is Q̂: the
+    mean reward of `samples` completions of prefix and token. All tokens of a state are completed with the same random numbers.
 
     distinct: K different tokens, the first that the policy samples, with ŵ_k ∝ π_old(a_k), so that L_n = Σ_k π_θ(a_k)Q̂_k /
     Σ_k π_θ(a_k): the self-normalised surrogate with q uniform over them (eq. 66), or Σ_a π_θ(a)Q̂(s, a) itself (eq. 15) if they are
@@ -95,8 +95,8 @@ class SelfNormalised(Gate):
 class SelfNormalisation(Term):
     """k = −(r/m)·L, L = Σ_j ŵ_j (r_j/m) Ψ_j over the group's tokens: the derivative of `SelfNormalised`'s normaliser m.
 
-    With it, c·(wΨ + k) is the derivative of Σ ŵrΨ/Σ ŵr, also off-policy. At π_θ = π_old, L is Σ ŵΨ, which is 0 for `Vine`. Its share
-    of the objective's value is 0. Source: Schulman et al. 2015 (TRPO), eq. 65.
+    With it, c·(wΨ + k) is the derivative of Σ ŵrΨ/Σ ŵr, also off-policy. At π_θ = π_old, L is Σ ŵΨ, which is 0 for `Vine`. Its
+    share of the objective's value is 0. Source: Schulman et al. 2015 (TRPO), eq. 65.
     """
 
     @property

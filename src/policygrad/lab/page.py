@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import ABOUT
+from policygrad.catalog import CATALOG
 from policygrad.core.advantages import BatchStd, GroupStd
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.process import ProcessReward
@@ -96,7 +96,7 @@ def render_lab_page(
         figures=FIGURES,
         columns=columns,
         matrix=matrix,
-        about=ABOUT,
+        about=CATALOG,
         sections=group_findings(report.findings),
         plotted={f.name for f in report.findings if f.curves},
         held=sum(f.holds for f in report.findings),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from policygrad.catalog import ABOUT
+from policygrad.catalog import CATALOG
 from policygrad.pages.render import BANDS, render_page
 from policygrad.report.completions import (
     MAX_PAGE_CHARS,
@@ -172,7 +172,7 @@ def _card(group: Series) -> Card:
     if versions := runs[0].versions:
         facts["versions"] = ", ".join(f"{k} {v}" for k, v in versions.items())
     facts["folders" if len(runs) > 1 else "folder"] = ", ".join(str(run.folder) for run in runs)
-    about = ABOUT.get(name)
+    about = CATALOG.get(name)
     origin = f"{about.title}. {about.source.partition(';')[0]}." if about else ""
     return Card(group.label, facts, format_parts(algorithm), origin)
 

@@ -1,63 +1,58 @@
-"""Rollouts drawn before their step: while the weights of a step are updated, a later one is sampled with those of before it."""
+"""Asynchronous rollouts: while a step's weights are updated, later rollouts are sampled with the weights before the update."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policygrad.rollout.rollouter import Rollout
-from policygrad.rollout.trajectory import EpisodeGroup
+from policygrad.rollout.trajectory import EpisodeGroup, RolloutRequest
 from policygrad.utils.async_runner import with_torch_threads
 
-CollectFn = Callable[[int, int, Sequence[EpisodeGroup]], Rollout]
-"""(step, the task's next example, groups that the rollout before has left) -> the step's rollout."""
-_ENDING = 1.0
-"""Seconds that a thread is waited for whose work nobody wants any more."""
+CollectFn = Callable[[RolloutRequest], Rollout]
+STOP_TIMEOUT = 1.0
+"""Seconds to wait for the thread of a cancelled rollout."""
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutQueue:
-    """The rollouts of the steps from `step` on, and where the one after them begins."""
+    """The finished rollouts of the steps from `step` on, and where the rollout after them begins."""
 
     step: int
     rollouts: tuple[Rollout, ...]
     position: int
     leftover_groups: tuple[EpisodeGroup, ...]
     num_sampled_tokens: int = 0
-    """Sampled for all steps up to the last of them."""
+    """Tokens sampled for all steps up to the last queued one."""
 
     @property
-    def next_request(self) -> tuple[int, int, tuple[EpisodeGroup, ...]]:
-        """What the one after them is collected from."""
-        return self.step + len(self.rollouts), self.position, self.leftover_groups
+    def next_request(self) -> RolloutRequest:
+        """The request for the rollout after the queued ones."""
+        return RolloutRequest(self.step + len(self.rollouts), self.position, self.leftover_groups)
 
     def append(self, rollout: Rollout) -> RolloutQueue:
-        """With the one after them."""
+        """Return the queue with one more rollout."""
         tokens = self.num_sampled_tokens + rollout.num_sampled_tokens
         return RolloutQueue(self.step, (*self.rollouts, rollout), rollout.position, rollout.leftover_groups, tokens)
 
     def pop(self) -> tuple[Rollout, RolloutQueue]:
-        """(this step's, those of the steps after it)."""
-        first, *remaining = self.rollouts
-        return first, RolloutQueue(
-            self.step + 1, tuple(remaining), self.position, self.leftover_groups, self.num_sampled_tokens
-        )
+        """Return the oldest rollout and the queue without it."""
+        return self.rollouts[0], replace(self, step=self.step + 1, rollouts=self.rollouts[1:])
 
 
 class RolloutProducer:
-    """Collects rollouts one after the other: here, or in a thread while a step is trained on. `finished` are those that are whole.
+    """Collects rollouts one after the other, in the calling thread or in a background thread during training.
 
-    One that a later step is drawn for begins no sooner than `beside` has been told of it, so that it is at most as many steps old
-    as were asked for: none is ever dropped for its age, and where enough wait, nothing is drawn. None is begun for which there is
-    no step: between the last one being taken and `beside` saying that no more are wanted, a thread may look for work.
+    A rollout for a later step starts only after `produce_during` has requested it, so none is older than allowed and none is
+    discarded for its age; while enough are queued, nothing is sampled. None is started beyond the run's last step.
     """
 
     def __init__(self, queue: RolloutQueue, is_finished: Callable[[RolloutQueue], bool] = lambda queue: False) -> None:
-        """over: whether the run ends with the last of these, so that none comes after it."""
-        self.queue, self._over = queue, is_finished
+        """is_finished: True if the run ends with the last queued rollout."""
+        self.queue, self._is_finished = queue, is_finished
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._collect: CollectFn | None = None
@@ -68,12 +63,12 @@ class RolloutProducer:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which rollouts were collected, so far."""
+        """Seconds spent collecting rollouts so far."""
         with self._changed:
             return self._busy + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def take(self, count: int, collect: CollectFn) -> Rollout:
-        """This step's rollout: the oldest. Where no thread is at it, what is missing of `count` is collected here."""
+        """Return the oldest rollout; without a background thread, first collect until `count` are queued."""
         with self._changed:
             while self._thread is not None and not self.queue.rollouts and self._error is None:
                 self._changed.wait()
@@ -87,9 +82,9 @@ class RolloutProducer:
 
     @contextmanager
     def produce_during(self, count: int, collect: CollectFn) -> Iterator[None]:
-        """While what is inside is done, and after it, a thread collects until `count` rollouts are finished.
+        """Collect in a background thread, during the block and after it, until `count` rollouts are queued.
 
-        An error inside waits for the one that is in the making; Ctrl-C does not.
+        If the block raises an error, the rollout being collected is finished first; KeyboardInterrupt does not wait.
         """
         with self._changed:
             self._target, self._collect = count, collect
@@ -104,16 +99,16 @@ class RolloutProducer:
             raise
 
     def wait_idle(self) -> None:
-        """Returns when as many are finished as were wanted; raises what has gone wrong with one."""
+        """Wait until the requested rollouts are queued; raise the error of one that failed."""
         self._join()
         self._raise()
 
     def stop(self, cancel: Callable[[], None]) -> None:
-        """Nothing more is wanted. cancel: ends what is being drawn."""
+        """Stop collecting. cancel: aborts the rollout being sampled."""
         self._target = 0
         if (thread := self._thread) is not None:
             cancel()
-            thread.join(_ENDING)
+            thread.join(STOP_TIMEOUT)
 
     def _join(self) -> None:
         if (thread := self._thread) is not None:
@@ -125,16 +120,16 @@ class RolloutProducer:
             raise error
 
     def _work(self) -> None:
-        """What the thread does."""
+        """Run the background thread."""
         try:
             while self._should_continue():
                 assert self._collect is not None
                 self._produce_one(self._collect)
-        except BaseException as error:  # told to whoever takes the next one
+        except BaseException as error:  # raised in the thread that takes the next rollout
             self._error = error
         finally:
             with self._changed:
-                if self._thread is threading.current_thread():  # `beside` may have begun another one
+                if self._thread is threading.current_thread():  # `produce_during` may have started another one
                     self._thread = None
                 self._changed.notify_all()
 
@@ -142,19 +137,18 @@ class RolloutProducer:
         with self._changed:
             more = self._is_short(self._target)
             if not more:
-                self._thread = None  # from here on `beside` begins another one
+                self._thread = None  # from here on `produce_during` starts a new one
             return more
 
     def _is_short(self, count: int) -> bool:
-        """Whether there are fewer than these, and a step for another one."""
-        return len(self.queue.rollouts) < count and not self._over(self.queue)
+        """Return True if fewer rollouts are queued and the run has a step for another one."""
+        return len(self.queue.rollouts) < count and not self._is_finished(self.queue)
 
     def _produce_one(self, collect: CollectFn) -> None:
-        """One more is collected, from where the last one ended."""
         with self._changed:
             request, self._since = self.queue.next_request, time.perf_counter()
         try:
-            rollout = collect(*request)
+            rollout = collect(request)
         finally:
             with self._changed:
                 assert self._since is not None

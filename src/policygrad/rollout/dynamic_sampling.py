@@ -1,4 +1,4 @@
-"""A step is filled: at once, or, where groups are set aside, in further rounds of as many prompts as it then takes."""
+"""Dynamic sampling: fill a step in rounds, replacing groups that a filter drops."""
 
 from __future__ import annotations
 
@@ -10,92 +10,98 @@ from policygrad.core.base import Filter
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.rollout.scoring import ScoringResult
-from policygrad.rollout.trajectory import EpisodeGroup
+from policygrad.rollout.trajectory import EpisodeGroup, RolloutRequest
 
 EvaluateFn = Callable[[Batch, frozenset[str]], Batch]
-"""A learner's, for what filters read: (batch, names of the fields that shall be in it)."""
+"""A learner's `evaluate`: fills the named fields of a batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingRound:
-    """What was sampled together, judged."""
+    """Scored groups that were sampled together."""
 
     groups: Sequence[EpisodeGroup]
     batch: Batch
-    """Row by row that of the groups."""
+    """The groups' episodes, row by row."""
     dropped: tuple[bool, ...]
-    """Per group, whether a filter sets it aside."""
+    """Per group: True if a filter drops it."""
+    scoring: ScoringResult
+    position: int
+    """Index of the task's next example."""
 
 
 @dataclass(frozen=True, eq=False)
 class FilledStep:
-    """A step's groups, and how they came about."""
+    """The groups of a step and their rounds."""
 
     groups: list[EpisodeGroup]
-    """Carried ones first; where sampling came to its end before the step was full, the last ones have been set aside."""
+    """Leftover groups first; dropped groups last, if sampling ended before the step was full."""
     rounds: list[SamplingRound]
-    """Of this step, at least one."""
+    """At least one."""
     scoring: ScoringResult
     position: int
-    """The task's next example."""
+    """Index of the task's next example."""
     leftover_groups: tuple[EpisodeGroup, ...]
-    """What the step has no room for, for the next one."""
+    """Good groups beyond the step's size, for the next step."""
     num_carried_over: int
-    """Groups from the step before."""
+    """Groups taken over from the step before."""
     num_unfilled: int
-    """Groups that have been set aside and stand in for others."""
+    """Dropped groups that fill the step."""
     metrics: Metrics
 
 
 def sample_until_full(
-    sample: Callable[[int, int], tuple[SamplingRound, ScoringResult, int]],
+    sample: Callable[[int, int], SamplingRound],
     prompts_per_step: int,
-    position: int,
+    request: RolloutRequest,
     refilling: Filter | None,
-    leftover_groups: Sequence[EpisodeGroup] = (),
 ) -> FilledStep:
-    """`prompts` groups; `sample(n, i)` plays n of the task's examples from i on, and says which is the next.
+    """Sample rounds until the step has `prompts_per_step` groups.
 
-    Where a filter refills, a round takes the prompts that `next_round_size` expects to be enough, and all of them together at most
-    `rounds` times the step's. What it carries are groups that would have been trained on; they go first, and a step samples one
-    group at least, so that none of them is older than one step.
+    With a refilling filter, a round takes the number of prompts given by `next_round_size`, and all rounds together take at
+    most `sampling_rounds` times the step's. Leftover groups go first, but a step samples at least one group, so that none of
+    them is more than one step old.
+
+    Args:
+        sample: Samples and scores `count` groups from the task's example `position` on.
+        refilling: The filter that drops groups; None = one round.
     """
     carries = refilling is not None and refilling.keep_leftovers
-    groups, good, aside = (
-        list(leftover_groups[: prompts_per_step - 1] if carries else ()),
-        list[EpisodeGroup](),
-        list[EpisodeGroup](),
-    )
-    num_carried_over, rounds, scoring = len(groups), list[SamplingRound](), ScoringResult()
-    left = prompts_per_step * (refilling.sampling_rounds if refilling else 1)
-    while (missing := prompts_per_step - num_carried_over - len(good)) > 0 and left > 0:
-        count = min(next_round_size(missing, len(good), len(good) + len(aside), prompts_per_step), left)
-        found, said, position = sample(count, position)
-        left, scoring = left - count, scoring | said
-        rounds.append(found)
-        for group, out in zip(found.groups, found.dropped, strict=True):
-            (aside if out else good).append(group)
-    missing, room = max(missing, 0), prompts_per_step - num_carried_over
-    groups += [*good[:room], *aside[:missing]]
-    surplus = tuple(good[room:]) if carries else ()
-    if missing and refilling is not None:
-        most = f"{refilling.sampling_rounds} rounds of the step's {prompts_per_step} prompts"
-        note = f"dynamic sampling: groups were still without spread after {most}; the others are reweighted"
+    groups = list(request.leftover_groups[: prompts_per_step - 1] if carries else ())
+    good, dropped = list[EpisodeGroup](), list[EpisodeGroup]()
+    rounds, scoring, position = list[SamplingRound](), ScoringResult(), request.position
+    room = prompts_per_step - len(groups)
+    budget = prompts_per_step * (refilling.sampling_rounds if refilling else 1)
+    while (missing := room - len(good)) > 0 and budget > 0:
+        count = min(next_round_size(missing, len(good), len(good) + len(dropped), prompts_per_step), budget)
+        this_round = sample(count, position)
+        budget, position, scoring = budget - count, this_round.position, scoring | this_round.scoring
+        rounds.append(this_round)
+        for group, is_dropped in zip(this_round.groups, this_round.dropped, strict=True):
+            (dropped if is_dropped else good).append(group)
+    num_carried_over, num_unfilled = len(groups), max(missing, 0)
+    groups += [*good[:room], *dropped[:num_unfilled]]
+    leftover_groups = tuple(good[room:]) if carries else ()
+    if num_unfilled and refilling is not None:
+        note = (
+            f"dynamic sampling: {num_unfilled} groups still have equal rewards after {refilling.sampling_rounds} rounds of "
+            f"{prompts_per_step} prompts; they get weight 0 and the others are reweighted"
+        )
         scoring |= ScoringResult(messages=(note,))
     counts = {
-        "unfilled": missing,
-        "carried": num_carried_over,
-        "discarded": len(good) - min(len(good), room) - len(surplus),
+        "unfilled": num_unfilled,
+        "leftover": num_carried_over,
+        "discarded": max(0, len(good) - room) - len(leftover_groups),
     }
     metrics: Metrics = {f"dynamic/{name}": Sum(float(n)) for name, n in counts.items()} if refilling else {}
-    return FilledStep(groups, rounds, scoring, position, surplus, num_carried_over, missing, metrics)
+    return FilledStep(groups, rounds, scoring, position, leftover_groups, num_carried_over, num_unfilled, metrics)
 
 
 def next_round_size(missing: int, good: int, seen: int, most: int) -> int:
-    """Prompts to sample where `missing` groups are, and `good` of the `seen` ones of this step were kept: n = m/q + √(m(1 − q))/q.
+    """Return the number of prompts to sample for `missing` groups, when `good` of `seen` groups were kept so far.
 
-    q = good/seen is the rate at which they are kept: m/q is what it takes on average, the rest is a standard deviation of that
-    number (of the negative binomial distribution). At most `most`; nothing seen, `missing`.
+    With rate q = good/seen, that is n = m/q + √(m(1 − q))/q: the expected number plus one standard deviation of the negative
+    binomial distribution, at most `most`. Before anything was seen it is `missing`.
     """
     if not seen:
         return missing
@@ -106,7 +112,7 @@ def next_round_size(missing: int, good: int, seen: int, most: int) -> int:
 def groups_to_drop(
     groups: Sequence[EpisodeGroup], batch: Batch, refilling: Filter | None, evaluate: EvaluateFn | None
 ) -> tuple[bool, ...]:
-    """Per group, whether a filter that refills sets it aside: all that it could teach is dropped."""
+    """Return, per group, True if the refilling filter drops every episode that was scored."""
     if refilling is None:
         return (False,) * len(groups)
     out = refilling.find_dropped(fill_required_fields(batch, refilling.needs, evaluate))
@@ -115,5 +121,5 @@ def groups_to_drop(
 
 
 def fill_required_fields(batch: Batch, needs: frozenset[str], evaluate: EvaluateFn | None) -> Batch:
-    """The batch with what filters read."""
+    """Return the batch with the fields that filters need."""
     return evaluate(batch, needs) if needs and evaluate is not None else batch

@@ -1,4 +1,4 @@
-"""Calls of environments: each has a time limit, is reported while it is waited for, and where it fails costs its episode alone."""
+"""Call environments with a time limit, report slow calls, and confine a failure to its episode."""
 
 from __future__ import annotations
 
@@ -38,31 +38,30 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.signals import SignalHandlers
 
 REPORT_AFTER_SECONDS = 4.0
-"""Seconds after which a call that is waited for is reported."""
+"""Age at which a pending call is reported."""
 REPORT_INTERVAL = 1.0
 """Seconds between two reports."""
 CLOSE_TIMEOUT = 5.0
-"""Seconds in which all open episodes together are closed when a rollout is stopped or fails."""
-
+"""Seconds to close all open environments when a rollout is interrupted or fails."""
 
 INTERRUPT_SIGNAL = getattr(signal, "SIGURG", None)
-"""Interrupts what blocks the event loop: a signal that does nothing where nobody handles it. None = a system without it."""
+"""Interrupts code that blocks the event loop. The signal does nothing by default; None = not available on this system."""
 
 
 class EnvironmentFailedError(Exception):
-    """Why an environment has lost its episode."""
+    """An environment's error, which ends its episode."""
 
 
 class EnvironmentCalls:
-    """Context in which the environments of one rollout are called.
+    """Context manager in which the environments of one rollout are called.
 
-    A thread reports which call is waited for. Where the event loop runs in the main thread, it also interrupts code that blocks the
-    loop for longer than the timeout, by a signal: a coroutine that awaits nothing cannot be cancelled.
+    A thread reports which call is being waited for. If the event loop runs in the main thread, the thread also interrupts, by a
+    signal, code that blocks the loop for longer than the timeout: a coroutine that never awaits cannot be cancelled.
 
     Args:
-        timeout: seconds that one call may take.
-        phase: is told which call is waited for.
-        patient: a method that is never over in time does not end the rollout.
+        timeout: Seconds allowed for one call.
+        progress: Receives which call is being waited for.
+        tolerate_timeouts: Continue the rollout even if a method times out in every call.
     """
 
     def __init__(
@@ -73,19 +72,20 @@ class EnvironmentCalls:
         tolerate_timeouts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.timeout, self._phase, self._patient, self._clock = timeout, progress, tolerate_timeouts, clock
+        self.timeout, self._progress, self._clock = timeout, progress, clock
+        self._tolerate_timeouts = tolerate_timeouts
         self._open: dict[int, tuple[float, str]] = {}
-        """Calls under way by number: since when, and of what."""
-        self._numbers, self._done = count(), 0
-        self._lost: Counter[str] = Counter()
-        self._proven = set[str]()
-        """Methods that were over in time."""
+        """Pending calls by number: (start time, method)."""
+        self._numbers, self._num_done = count(), 0
+        self._timeouts: Counter[str] = Counter()
+        self._completed = set[str]()
+        """Methods that returned in time at least once."""
         self._reported = False
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._reporter: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._moved = clock()
-        """When the loop last went on, or a call began."""
+        self._last_activity = clock()
+        """When the loop last ran, or a call started."""
         self._signals = SignalHandlers(self._interrupt, () if INTERRUPT_SIGNAL is None else (INTERRUPT_SIGNAL,))
         self._interrupting = False
 
@@ -95,40 +95,44 @@ class EnvironmentCalls:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._reporter is None:
             return
-        self._over.set()
+        self._stop.set()
         self._reporter.join()
         self._signals.__exit__(kind, error, at)
         if self._reported:
-            self._phase("", 0, 0)
+            self._progress("", 0, 0)
 
     async def call(self, environment: object, name: str, method: str, where: str, *args: Any) -> Any:
-        """Return what a method of an environment returns.
+        """Call a method of an environment and return its result.
 
         Args:
-            name: of the environment, for messages. where: of the episode, for messages.
+            name: Name of the environment, for messages.
+            where: Place of the episode, for messages.
 
         Raises:
-            EnvironmentFailedError: it raised, or was not over in time.
-            EngineError: a method that is not async; an Observation or a Step that cannot be meant.
-            PolicygradError: its own, such as a server that is not there.
+            EnvironmentFailedError: The method raised an error or timed out.
+            EngineError: The method is not async, or made an invalid Observation or Step.
+            PolicygradError: Raised by the environment itself, such as for a server that is not available.
         """
         what, number = f"{name}.{method}", next(self._numbers)
-        self._moved = self._clock()
-        self._open[number] = self._moved, what
+        self._last_activity = self._clock()
+        self._open[number] = self._last_activity, what
         if self._reporter is None and not isinstance(environment, SingleTurn):
-            self._begin()
+            self._loop = asyncio.get_running_loop()
+            self._signals.__enter__()
+            self._reporter = threading.Thread(target=self._report, daemon=True, name="environment calls")
+            self._reporter.start()
         try:
-            result = getattr(environment, method)(*args)
-            if not inspect.isawaitable(result):
+            coroutine = getattr(environment, method)(*args)
+            if not inspect.isawaitable(coroutine):
                 raise EngineError(f"{what} is not async: write `async def {method}`")
             waits = getattr(environment, "waits", True)
-            result = await (await_with_timeout(self.timeout, result) if waits else contain_exit(result))
-            self._proven.add(what)
+            result = await (await_with_timeout(self.timeout, coroutine) if waits else contain_exit(coroutine))
+            self._completed.add(what)
             return result
         except OverdueError:
-            self._count(what)
-            late = f"was not over within {self.timeout:g} s (--environment.timeout)"
-            raise _failed(what, late, where) from None
+            self._record_timeout(what)
+            late = f"timed out after {self.timeout:g} s (--environment.timeout)"
+            raise _failure(what, late, where) from None
         except MalformedError as error:
             raise EngineError(f"{what}: {error} ({where})") from error
         except PolicygradError:
@@ -136,12 +140,12 @@ class EnvironmentCalls:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            raise _failed(what, describe_error(error), where) from error  # its own
+            raise _failure(what, describe_error(error), where) from error  # raised by the environment itself
         except Exception as error:
-            raise _failed(what, describe_error(error), where) from error
+            raise _failure(what, describe_error(error), where) from error
         finally:
             del self._open[number]
-            self._done += 1
+            self._num_done += 1
 
     def create_environment(
         self, factory: EnvironmentFactory, example: Example, seed: int, name: str, where: str
@@ -149,76 +153,70 @@ class EnvironmentCalls:
         """Return the environment of one episode.
 
         Raises:
-            EnvironmentFailedError: what makes it raised.
-            EngineError: it is none.
+            EnvironmentFailedError: The factory raised an error.
+            EngineError: The object lacks the methods of an environment.
         """
         try:
             environment = make_environment(factory, example, seed)
         except PolicygradError:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            raise _failed(name, describe_error(error), where) from error
+            raise _failure(name, describe_error(error), where) from error
         for method in ("reset", "step"):
             if not callable(getattr(environment, method, None)):
                 raise EngineError(
-                    f"{type(environment).__name__} has no method {method!r}, which an environment has: write `async def {method}`"
+                    f"{type(environment).__name__} has no method {method!r}, which an environment needs: write "
+                    f"`async def {method}`"
                 )
         return environment
 
     def report_waiting(self) -> None:
-        """Report the call that is waited for longest, where that takes long."""
-        waiting = list(self._open.values())
-        since, what = min(waiting, default=(self._clock(), ""))
+        """Report the oldest pending call if it is slow."""
+        pending = list(self._open.values())
+        since, what = min(pending, default=(self._clock(), ""))
         if what and self._clock() - since >= REPORT_AFTER_SECONDS:
             text = f"waiting for {what} (each call has up to {self.timeout:g} s, --environment.timeout)"
-            self._phase(text, self._done, self._done + len(waiting))
+            self._progress(text, self._num_done, self._num_done + len(pending))
             self._reported = True
 
-    def _begin(self) -> None:
-        """From the first call on, of an environment that may take long."""
-        self._loop = asyncio.get_running_loop()
-        self._signals.__enter__()
-        self._reporter = threading.Thread(target=self._follow, daemon=True, name="environment calls")
-        self._reporter.start()
-
-    def _follow(self) -> None:
-        """What the thread does."""
+    def _report(self) -> None:
+        """Report slow calls and interrupt blocking ones, in a thread."""
         assert self._loop is not None
-        while not self._over.wait(REPORT_INTERVAL):
+        while not self._stop.wait(REPORT_INTERVAL):
             self.report_waiting()
-            if INTERRUPT_SIGNAL is not None and self._open and self._clock() - self._moved > self.timeout:
+            if INTERRUPT_SIGNAL is not None and self._open and self._clock() - self._last_activity > self.timeout:
                 self._interrupting = True
                 self._signals.send(INTERRUPT_SIGNAL)
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._move)
+                self._loop.call_soon_threadsafe(self._touch)
 
-    def _move(self) -> None:
-        self._moved = self._clock()
+    def _touch(self) -> None:
+        self._last_activity = self._clock()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        asked, self._interrupting = self._interrupting, False
-        if asked and is_inside_contained(frame):
-            self._moved = self._clock()  # what comes next has all its time
+        interrupting, self._interrupting = self._interrupting, False
+        if interrupting and is_inside_contained(frame):
+            self._touch()  # the next call gets its full time
             raise BlockedError
 
-    def _count(self, what: str) -> None:
-        """A call was not over in time. Raises EngineError where none of these has ever been, and that was one too many."""
-        if what in self._proven:
+    def _record_timeout(self, what: str) -> None:
+        """Count a timeout. Raises EngineError if the method timed out in `MIN_LOST_CALLS` calls and never returned in time."""
+        if what in self._completed:
             return
-        self._lost[what] += 1
-        if self._lost[what] >= MIN_LOST_CALLS and not self._patient:
+        self._timeouts[what] += 1
+        if self._timeouts[what] >= MIN_LOST_CALLS and not self._tolerate_timeouts:
             raise EngineError(
-                f"the environment's {what} was not over a single time within {self.timeout:g} s, in {MIN_LOST_CALLS} calls: try it by "
-                "hand on one example, or give it longer, --environment.timeout SECONDS"
+                f"the environment's {what} timed out in all {MIN_LOST_CALLS} calls ({self.timeout:g} s each): try it by hand on "
+                "one example, or raise --environment.timeout SECONDS"
             )
 
 
-def _failed(what: str, why: str, where: str) -> EnvironmentFailedError:
+def _failure(what: str, why: str, where: str) -> EnvironmentFailedError:
     return EnvironmentFailedError(str(replace_surrogates(f"the environment's {what} {why} (completion of {where})")))
 
 
 def first_of_each_kind(messages: Iterable[str]) -> tuple[str, ...]:
-    """The first of each kind: of one call and one exception."""
+    """Return the first message of each kind: of one method and one exception."""
     first: dict[str, str] = {}
     for message in messages:
         first.setdefault(message.partition(": ")[0], message)

@@ -1,4 +1,4 @@
-"""Episodes of many environments at once: turn k of all that go on is one batch of requests."""
+"""Run episodes of many environments at once: turn k of all active episodes is one batch of requests."""
 
 from __future__ import annotations
 
@@ -35,233 +35,48 @@ from policygrad.samplers.base import Generation, Request, Sampler, SamplingParam
 from policygrad.tasks.base import Prompt
 from policygrad.utils.async_runner import await_with_timeout
 
-# What episodes need of a tokenizer.
-
 
 class Encoder(Protocol):
-    """Text to tokens and back."""
+    """What episodes need from a tokenizer."""
 
     @property
     def context_length(self) -> int | None:
-        """Positions of the model, in tokens."""
+        """Maximum number of tokens the model can read; None = no limit."""
         ...
 
     @property
     def tool_call_parser(self) -> ToolCallParser:
-        """How the model writes calls of tools."""
+        """Parser of the tool calls in the model's format."""
         ...
 
     def encode(self, prompt: Prompt, max_tokens: int, source: str = ..., tools: Tools | None = ...) -> Tensor:
-        """[P] int64; refuses a prompt that leaves no room for max_tokens."""
+        """Return [P] int64. Raises an error for a prompt that leaves less than max_tokens of the context."""
         ...
 
     def decode(self, tokens: Any) -> str: ...
 
     def encode_answer(self, prompt_ids: Tensor, prompt: Prompt, text: str, source: str = ...) -> list[int]:
-        """The ids of an answer that somebody else wrote to the prompt, its end token the last."""
+        """Return the ids of a given answer to the prompt, including its end token."""
         ...
 
     def encode_continuation(
         self, so_far: Prompt, reply: str, new: Prompt, source: str = ..., tools: Tools | None = ...
     ) -> Tensor:
-        """[n] int64; what stands between a sampled turn and the next. Raises HistoryRewrittenError where that cannot be."""
+        """Return [n] int64: the ids between a sampled turn and the next one.
+
+        Raises:
+            HistoryRewrittenError: The template renders earlier turns differently now.
+        """
         ...
 
     def encode_rewritten(
         self, messages: Sequence[Message], opening: int, new: int, source: str = ..., tools: Tools | None = ...
     ) -> tuple[Tensor, Tensor]:
-        """([P'] int64, [n] int64); a conversation as it is written from then on, and what of it is new."""
+        """Return ([P'] int64, [n] int64): the conversation as the template renders it now, and the new part of it."""
         ...
 
 
 T = TypeVar("T")
-
-
-class _Episode:
-    """One episode under way."""
-
-    def __init__(self, factory: EnvironmentFactory, start: EpisodeSpec, sample: int, calls: EnvironmentCalls) -> None:
-        self.start, self.sample, self.calls = start, sample, calls
-        self.environment: Environment | None = None
-        self.failed = ""
-        """Why its environment has lost it."""
-        self.name = _name(factory)
-        self.context = torch.empty(0, dtype=torch.int64)
-        self.conversation: Prompt = ""
-        """All that was said before this turn."""
-        self.opening = 0
-        """Messages of it that the episode began with."""
-        self.tools: Tools | None = None
-        self.segments: list[Segment] = []
-        self.rewards: list[float | None] = []
-        self.states: list[Hashable] = []
-        """In which each turn began, and the one to come."""
-        self.metrics: Counter[str] = Counter()
-        self.text = ""
-        """Of the last turn."""
-        self.left = self.room = start.max_tokens
-        """Tokens that it may still sample, and those of this turn."""
-        self.over = self.truncated = False
-        self.limit, self.ended = TOKENS, ""
-        self._closing: Callable[[], Any] | None = None
-        try:
-            self.environment = calls.create_environment(factory, start.example, start.seed, self.name, start.location)
-        except EnvironmentFailedError as error:
-            self._fail(error)
-        else:
-            self.name = _name(factory, self.environment)
-            self._closing = getattr(self.environment, "close", None)
-
-    def request(self, sampling: SamplingParams) -> Request:
-        turn = len(self.rewards)
-        key = (*self.start.key, self.sample, turn) if turn else (*self.start.key, self.sample)
-        return Request(self.context, key, sampling, self.room)
-
-    async def take(self, generation: Generation, encoder: Encoder, sampler: Sampler) -> None:
-        """The turn that was sampled, and what the environment says to it."""
-        _check(generation, self.room, sampler)
-        cut = generation.finish_reason == "length"
-        self.text = text = encoder.decode(generation.tokens)
-        self.segments.append(Segment.from_generation(generation))
-        self.left -= len(generation.tokens)
-        self.truncated = cut
-        try:
-            step = await self._ask("step", Action(text, cut, encoder.tool_call_parser))
-            if not isinstance(step, Step):
-                raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
-            self.rewards.append(step.reward)
-            self.metrics.update(step.metrics)
-            self.over = cut
-            self.ended = self.limit if cut else step.stop_reason
-            if step.observation is None:
-                self.over = True
-            elif not cut and not self._hear(step.observation, text, encoder, generation.tokens):
-                await self._break_off()
-            if self.over:
-                await self._close()
-        except EnvironmentFailedError as error:
-            self._fail(error)
-            with suppress(EnvironmentFailedError):
-                await self._close()
-
-    async def begin(self) -> Observation | None:
-        """What the environment says first; None where that has failed."""
-        try:
-            seen = None if self.failed else await self._ask("reset")
-        except EnvironmentFailedError as error:
-            self._fail(error)
-            return None
-        if not (self.failed or isinstance(seen, Observation)):
-            raise EngineError(
-                f"{self.name}.reset returned {type(seen).__name__}: return an Observation (pg.Observation)"
-            )
-        return seen
-
-    async def _ask(self, method: str, *args: Any) -> Any:
-        """What a method of the environment returns; raises as `Calls.call`."""
-        turn = f", turn {len(self.rewards) + 1}" if method != "reset" else ""
-        return await self.calls.call(self.environment, self.name, method, f"{self.start.location}{turn}", *args)
-
-    def _fail(self, error: EnvironmentFailedError) -> None:
-        """It ends here and has no reward. One that has not sampled anything has a token that the policy did not write."""
-        self.failed, self.ended, self.over = str(error), FAILED, True
-        sampled = sum(segment.is_sampled for segment in self.segments)
-        self.rewards += [None] * (sampled - len(self.rewards))
-        self.segments = self.segments or [Segment(torch.zeros(1, dtype=torch.int64))]
-
-    async def _close(self) -> None:
-        """Close the environment of an episode that is over, once. Raises EnvironmentFailedError where that fails."""
-        closing, self._closing = self._closing, None
-        if closing is not None:
-            await self.calls.call(_Closing(closing), self.name, "close", self.start.location)
-
-    @property
-    def open(self) -> bool:
-        """Whether its environment is to be closed."""
-        return self._closing is not None
-
-    async def give_up(self) -> None:
-        """Close the environment of an episode that nobody goes on with."""
-        closing, self._closing = self._closing, None
-        if closing is not None:
-            await await_with_timeout(CLOSE_TIMEOUT, _Closing(closing).close())
-
-    async def _break_off(self) -> None:
-        """Nothing more can be said, so what the environment said last is left away."""
-        self.over = self.truncated = True
-        self.ended = TOKENS if self.left < 1 else CONTEXT
-        if isinstance(self.environment, SupportsTruncation):
-            try:
-                last = Step(reward=await self._ask("on_truncated"))
-            except MalformedError as error:
-                raise EngineError(f"{self.name}.on_truncated: {error} ({self.start.location})") from error
-            if last.reward is not None:
-                self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
-
-    def _hear(self, observation: Observation, text: str, encoder: Encoder, drawn: Tensor) -> bool:
-        """The next turn's context is the ids so far, the sampled ids and those of what is new, or the conversation as the template
-        writes it now; whether there is room for a turn."""
-        content = observation.content
-        so_far, before = torch.cat([self.context, drawn]), self.conversation
-        if isinstance(before, str):
-            self.conversation = f"{before}{text}{content}"
-        else:
-            said = () if isinstance(content, str) else content  # text is refused by `continuation`
-            self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, said))
-        try:
-            segment = Segment(encoder.encode_continuation(before, text, content, self.start.location, self.tools))
-        except HistoryRewrittenError:
-            segment = self._anew(so_far, len(content), encoder)
-        self.context = torch.cat([so_far[: segment.prefix_length], segment.tokens])
-        self.room = (
-            self.left if encoder.context_length is None else min(self.left, encoder.context_length - len(self.context))
-        )
-        if self.room < 1:
-            return False
-        self.limit = CONTEXT if self.room < self.left else TOKENS
-        self.segments.append(segment)
-        self.states.append(_state(observation, self.name))
-        return True
-
-    def _anew(self, so_far: Tensor, new: int, encoder: Encoder) -> Segment:
-        """A branch: what has been sampled stays in the context in which it was, and the conversation goes on behind as much of that
-        as the template still writes."""
-        assert not isinstance(self.conversation, str)
-        whole, news = encoder.encode_rewritten(self.conversation, self.opening, new, self.start.location, self.tools)
-        shared = min(len(so_far), len(whole) - 1)
-        differs = (so_far[:shared] != whole[:shared]).nonzero()
-        keeps = int(differs[0]) if len(differs) else shared
-        if keeps == len(so_far):  # other letters, the same tokens
-            return Segment(whole[keeps:])
-        return Segment(whole[keeps:], prefix_length=keeps, new_tokens=news)
-
-    def trajectory(self, encoder: Encoder) -> Trajectory:
-        before = () if self.start.prefix is None else (self.start.prefix,)
-        parts = (*before, *(s.visible_tokens for s in self.segments))
-        own = [reward for reward in self.rewards if reward is not None and not self.failed]
-        return Trajectory(
-            tuple(self.segments),
-            self.text if len(parts) == 1 else encoder.decode(torch.cat(parts)),
-            self.truncated,
-            tuple(self.rewards),
-            sum(own) if own else None,
-            metrics=dict(self.metrics),
-            turn_states=tuple(self.states),
-            stop_reason=self.ended,
-            failure=self.failed,
-        )
-
-
-class _Closing:
-    """A `close` that need not be async, as one that is."""
-
-    def __init__(self, close: Callable[[], Any]) -> None:
-        self._close = close
-
-    async def close(self) -> None:
-        closed = self._close()
-        if inspect.isawaitable(closed):
-            await closed
 
 
 async def run_episodes(
@@ -274,92 +89,285 @@ async def run_episodes(
     environment: EnvironmentFactory,
     calls: EnvironmentCalls | None = None,
 ) -> list[EpisodeGroup]:
-    """n episodes from each start, in their order. calls: how environments are called, None = by default."""
-    with calls or EnvironmentCalls() as calling:
-        groups = [[_Episode(environment, start, j, calling) for j in range(samples_per_prompt)] for start in specs]
-        everyone = active = [episode for episodes in groups for episode in episodes]
+    """Run `samples_per_prompt` episodes for each spec; one group per spec, in their order."""
+    with calls or EnvironmentCalls() as environment_calls:
+        groups = [
+            [_Episode(environment, spec, sample, environment_calls) for sample in range(samples_per_prompt)]
+            for spec in specs
+        ]
+        episodes = active = [episode for group in groups for episode in group]
         try:
-            seen = iter(await _together(everyone, (episode.begin() for episode in everyone)))
-            prompts = [_begin(episodes, [next(seen) for _ in episodes], encoder) for episodes in groups]
-            while active := [episode for episode in active if not episode.over]:
+            first = iter(await _gather(episodes, (episode.reset() for episode in episodes)))
+            prompts = [_encode_prompt(group, [next(first) for _ in group], encoder) for group in groups]
+            while active := [episode for episode in active if not episode.done]:
                 generations = await sampler.generate([episode.request(sampling) for episode in active])
                 if len(generations) != len(active):
-                    num_requests, name = len(active), type(sampler).__name__
                     raise EngineError(
-                        f"{name}.generate returned {len(generations)} generations for {num_requests} requests: one for each"
+                        f"{type(sampler).__name__}.generate returned {len(generations)} generations for {len(active)} "
+                        "requests: return one for each"
                     )
                 pairs = zip(active, generations, strict=True)
-                await _together(active, (e.take(g, encoder, sampler) for e, g in pairs))
-        finally:  # an error, an interruption: what is open ends with it, all at once
-            still_open = [episode for episode in everyone if episode.open]
-            await asyncio.gather(*(episode.give_up() for episode in still_open), return_exceptions=True)
+                await _gather(active, (e.step(g, encoder, sampler) for e, g in pairs))
+        finally:  # after an error or interruption, close all open environments together
+            still_open = [episode for episode in episodes if episode.is_open]
+            await asyncio.gather(*(episode.abandon() for episode in still_open), return_exceptions=True)
     return [
-        EpisodeGroup(start, prompt, tuple(episode.trajectory(encoder) for episode in episodes))
-        for start, prompt, episodes in zip(specs, prompts, groups, strict=True)
+        EpisodeGroup(spec, prompt_ids, tuple(episode.trajectory(encoder) for episode in group))
+        for spec, prompt_ids, group in zip(specs, prompts, groups, strict=True)
     ]
 
 
-async def _together(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each comes to; side by side where one of the environments may wait, else each begun when the one before is done."""
+class _Episode:
+    """The state of one running episode."""
+
+    def __init__(self, factory: EnvironmentFactory, spec: EpisodeSpec, sample: int, calls: EnvironmentCalls) -> None:
+        self.spec, self.sample, self.calls = spec, sample, calls
+        self.environment: Environment | None = None
+        self.failure = ""
+        """Error of the environment."""
+        self.name = _environment_name(factory)
+        self.context_ids = torch.empty(0, dtype=torch.int64)
+        self.conversation: Prompt = ""
+        """Everything before the current turn."""
+        self.num_opening_messages = 0
+        """Messages of the conversation that the episode began with."""
+        self.tools: Tools | None = None
+        self.segments: list[Segment] = []
+        self.rewards: list[float | None] = []
+        self.turn_states: list[Hashable] = []
+        """At the start of each turn, the next one included."""
+        self.metrics: Counter[str] = Counter()
+        self.text = ""
+        """Text of the last turn."""
+        self.token_budget = self.turn_budget = spec.max_tokens
+        """Tokens the episode, and the next turn, may still sample."""
+        self.done = self.truncated = False
+        self.budget_reason, self.stop_reason = TOKENS, ""
+        self._close: Callable[[], Any] | None = None
+        try:
+            self.environment = calls.create_environment(factory, spec.example, spec.seed, self.name, spec.location)
+        except EnvironmentFailedError as error:
+            self._fail(error)
+        else:
+            self.name = _environment_name(factory, self.environment)
+            self._close = getattr(self.environment, "close", None)
+
+    async def reset(self) -> Observation | None:
+        """Return the first observation; None if the environment failed."""
+        if self.failure:
+            return None
+        try:
+            observation = await self._call("reset")
+        except EnvironmentFailedError as error:
+            self._fail(error)
+            return None
+        if not isinstance(observation, Observation):
+            raise EngineError(
+                f"{self.name}.reset returned {type(observation).__name__}: return an Observation (pg.Observation)"
+            )
+        return observation
+
+    def request(self, sampling: SamplingParams) -> Request:
+        turn = len(self.rewards)
+        key = (*self.spec.key, self.sample, turn) if turn else (*self.spec.key, self.sample)
+        return Request(self.context_ids, key, sampling, self.turn_budget)
+
+    async def step(self, generation: Generation, encoder: Encoder, sampler: Sampler) -> None:
+        """Add a sampled turn and pass it to the environment."""
+        _check_generation(generation, self.turn_budget, sampler)
+        cut = generation.finish_reason == "length"
+        self.text = text = encoder.decode(generation.tokens)
+        self.segments.append(Segment.from_generation(generation))
+        self.token_budget -= len(generation.tokens)
+        self.truncated = cut
+        try:
+            step = await self._call("step", Action(text, cut, encoder.tool_call_parser))
+            if not isinstance(step, Step):
+                raise EngineError(f"{self.name}.step returned {type(step).__name__}: return a Step (pg.Step)")
+            self.rewards.append(step.reward)
+            self.metrics.update(step.metrics)
+            self.done = cut
+            self.stop_reason = self.budget_reason if cut else step.stop_reason
+            if step.observation is None:
+                self.done = True
+            elif not cut and not self._append_observation(step.observation, text, encoder, generation.tokens):
+                await self._truncate()
+            if self.done:
+                await self._close_environment()
+        except EnvironmentFailedError as error:
+            self._fail(error)
+            with suppress(EnvironmentFailedError):
+                await self._close_environment()
+
+    @property
+    def is_open(self) -> bool:
+        """True if its environment still has to be closed."""
+        return self._close is not None
+
+    async def abandon(self) -> None:
+        """Close the environment of an unfinished episode."""
+        close, self._close = self._close, None
+        if close is not None:
+            await await_with_timeout(CLOSE_TIMEOUT, _AsyncClose(close).close())
+
+    def trajectory(self, encoder: Encoder) -> Trajectory:
+        prefix = () if self.spec.prefix is None else (self.spec.prefix,)
+        parts = (*prefix, *(s.visible_tokens for s in self.segments))
+        rewards = [reward for reward in self.rewards if reward is not None and not self.failure]
+        return Trajectory(
+            tuple(self.segments),
+            self.text if len(parts) == 1 else encoder.decode(torch.cat(parts)),
+            self.truncated,
+            tuple(self.rewards),
+            sum(rewards) if rewards else None,
+            metrics=dict(self.metrics),
+            turn_states=tuple(self.turn_states),
+            stop_reason=self.stop_reason,
+            failure=self.failure,
+        )
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        turn = f", turn {len(self.rewards) + 1}" if method != "reset" else ""
+        return await self.calls.call(self.environment, self.name, method, f"{self.spec.location}{turn}", *args)
+
+    def _fail(self, error: EnvironmentFailedError) -> None:
+        """End the episode without a reward. If nothing was sampled, it gets one token not written by the policy."""
+        self.failure, self.stop_reason, self.done = str(error), FAILED, True
+        sampled = sum(segment.is_sampled for segment in self.segments)
+        self.rewards += [None] * (sampled - len(self.rewards))
+        self.segments = self.segments or [Segment(torch.zeros(1, dtype=torch.int64))]
+
+    async def _close_environment(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            await self.calls.call(_AsyncClose(close), self.name, "close", self.spec.location)
+
+    async def _truncate(self) -> None:
+        """End the episode between turns; the last observation is left out, since no turn follows it."""
+        self.done = self.truncated = True
+        self.stop_reason = TOKENS if self.token_budget < 1 else CONTEXT
+        if isinstance(self.environment, SupportsTruncation):
+            try:
+                last = Step(reward=await self._call("on_truncated"))
+            except MalformedError as error:
+                raise EngineError(f"{self.name}.on_truncated: {error} ({self.spec.location})") from error
+            if last.reward is not None:
+                self.rewards[-1] = (self.rewards[-1] or 0.0) + last.reward
+
+    def _append_observation(self, observation: Observation, text: str, encoder: Encoder, sampled_ids: Tensor) -> bool:
+        """Extend the context by the sampled ids and the observation; return False if no room is left for a turn."""
+        content = observation.content
+        so_far, before = torch.cat([self.context_ids, sampled_ids]), self.conversation
+        if isinstance(before, str):
+            self.conversation = f"{before}{text}{content}"
+        else:
+            messages = () if isinstance(content, str) else content  # `encode_continuation` rejects text
+            self.conversation = (*before, {"role": "assistant", "content": text}, *map(dict, messages))
+        try:
+            ids = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
+            segment = Segment(ids)
+        except HistoryRewrittenError:
+            segment = self._start_branch(so_far, len(content), encoder)
+        self.context_ids = torch.cat([so_far[: segment.prefix_length], segment.tokens])
+        limit = encoder.context_length
+        self.turn_budget = self.token_budget if limit is None else min(self.token_budget, limit - len(self.context_ids))
+        if self.turn_budget < 1:
+            return False
+        self.budget_reason = CONTEXT if self.turn_budget < self.token_budget else TOKENS
+        self.segments.append(segment)
+        self.turn_states.append(_state(observation, self.name))
+        return True
+
+    def _start_branch(self, so_far: Tensor, num_new_messages: int, encoder: Encoder) -> Segment:
+        """Start a branch with the conversation as the template renders it now, after the longest common prefix of ids.
+
+        Sampled tokens stay in the context in which they were sampled.
+        """
+        assert not isinstance(self.conversation, str)
+        rendered, new_tokens = encoder.encode_rewritten(
+            self.conversation, self.num_opening_messages, num_new_messages, self.spec.location, self.tools
+        )
+        shared = min(len(so_far), len(rendered) - 1)
+        differs = (so_far[:shared] != rendered[:shared]).nonzero()
+        prefix_length = int(differs[0]) if len(differs) else shared
+        if prefix_length == len(so_far):  # another text with the same tokens
+            return Segment(rendered[prefix_length:])
+        return Segment(rendered[prefix_length:], prefix_length=prefix_length, new_tokens=new_tokens)
+
+
+class _AsyncClose:
+    """Wrap a `close` that may or may not be async."""
+
+    def __init__(self, close: Callable[[], Any]) -> None:
+        self._close = close
+
+    async def close(self) -> None:
+        result = self._close()
+        if inspect.isawaitable(result):
+            await result
+
+
+async def _gather(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run concurrently if any of the environments waits for something, otherwise one after the other."""
     if not any(getattr(episode.environment, "waits", True) for episode in episodes):
-        return [await one for one in work]
-    tasks = [asyncio.ensure_future(one) for one in work]
+        return [await coroutine for coroutine in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
-    finally:  # one has raised: the others end too
+    finally:  # after an error, cancel the remaining ones
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _check(generation: Generation, most: int, sampler: Sampler) -> None:
-    """Raises EngineError for lengths that do not agree, or that were not asked for."""
+def _check_generation(generation: Generation, max_tokens: int, sampler: Sampler) -> None:
+    """Raises EngineError for lengths that do not match or exceed the request."""
     n, num_logps = len(generation.tokens), len(generation.logp)
     versions = n if isinstance(generation.version, int) else len(generation.version)
-    if not n == num_logps == versions or not 1 <= n <= most:
+    if not n == num_logps == versions or not 1 <= n <= max_tokens:
         raise EngineError(
             f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for a "
-            f"request of at most {most} tokens: there is one of each per token, and at least one token"
+            f"request of at most {max_tokens} tokens: return one of each per token, and at least one token"
         )
 
 
-def _name(factory: EnvironmentFactory, environment: object = None) -> str:
-    """What an environment is called in messages: its class, or where that is private or not known what makes it."""
-    kind = type(environment).__name__
-    if environment is not None and not kind.startswith("_"):
-        return kind
+def _environment_name(factory: EnvironmentFactory, environment: object = None) -> str:
+    """Name of an environment in messages: its class, or the factory if the class is private or unknown."""
+    name = type(environment).__name__
+    if environment is not None and not name.startswith("_"):
+        return name
     return str(getattr(factory, "__name__", type(factory).__name__))
 
 
-def _begin(episodes: Sequence[_Episode], seen: Sequence[Observation | None], encoder: Encoder) -> Tensor:
-    """Gives the episodes of one start their context, one tensor for all; the prompt. seen: each one's first, None = it failed."""
-    start = episodes[0].start
-    room = start.max_tokens + (0 if start.prefix is None else len(start.prefix))
-    pairs = [
-        (episode, observation) for episode, observation in zip(episodes, seen, strict=True) if observation is not None
-    ]
-    if not pairs:  # none of it is trained on
-        return encoder.encode(start.example.prompt, room, start.location)
+def _encode_prompt(
+    episodes: Sequence[_Episode], observations: Sequence[Observation | None], encoder: Encoder
+) -> Tensor:
+    """Encode the first observation of a group once and give it to its episodes. None = the environment failed."""
+    spec = episodes[0].spec
+    max_tokens = spec.max_tokens + (0 if spec.prefix is None else len(spec.prefix))
+    pairs = [(e, observation) for e, observation in zip(episodes, observations, strict=True) if observation is not None]
+    if not pairs:  # all episodes failed: none is trained on
+        return encoder.encode(spec.example.prompt, max_tokens, spec.location)
     name, first = pairs[0][0].name, pairs[0][1]
     if any((o.content, list(o.tools)) != (first.content, list(first.tools)) for _, o in pairs):
         raise EngineError(
-            f"{name}.reset says different things to the samples of one example ({start.location}), and what they begin with is "
-            "read once: draw what differs in step(), or from the example"
+            f"{name}.reset returned different observations for the samples of one example ({spec.location}), which share a "
+            "prompt: sample what differs in step(), or derive it from the example"
         )
     tools = first.tools or None
     is_single_turn = isinstance(pairs[0][0].environment, SingleTurn)
-    source = start.location if is_single_turn else f"the first observation of {name} ({start.location})"
-    prompt = encoder.encode(first.content, room, source, tools)
-    context = prompt if start.prefix is None else torch.cat([prompt, start.prefix])
+    source = spec.location if is_single_turn else f"the first observation of {name} ({spec.location})"
+    prompt_ids = encoder.encode(first.content, max_tokens, source, tools)
+    context_ids = prompt_ids if spec.prefix is None else torch.cat([prompt_ids, spec.prefix])
     for episode, observation in pairs:
-        episode.context, episode.conversation, episode.tools = context, first.content, tools
-        episode.opening = len(first.content)
-        episode.states.append(_state(observation, episode.name))
-    return prompt
+        episode.context_ids, episode.conversation, episode.tools = context_ids, first.content, tools
+        episode.num_opening_messages = len(first.content)
+        episode.turn_states.append(_state(observation, episode.name))
+    return prompt_ids
 
 
 def _state(observation: Observation, name: str) -> Hashable:
-    """What the environment calls its state, or else what it says."""
+    """Return the environment's name for its state, or else the content of the observation."""
     if observation.state is None:
         content = observation.content
         return content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
@@ -367,6 +375,6 @@ def _state(observation: Observation, name: str) -> Hashable:
         hash(observation.state)
     except TypeError as error:
         raise EngineError(
-            f"{name} names a state that cannot be looked up ({error}): give text, a number or a tuple of those"
+            f"{name} has a state without a hash ({error}): use text, a number or a tuple of those"
         ) from None
     return observation.state

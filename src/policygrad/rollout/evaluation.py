@@ -1,8 +1,8 @@
-"""Held-out accuracy: mean@k, the unbiased pass@k, and maj@k, the worth of the most frequent answer."""
+"""Evaluation results: mean@k, the unbiased pass@k, and maj@k (the score of the most frequent answer)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -14,34 +14,34 @@ from policygrad.rollout.trajectory import EpisodeGroup, Trajectory
 
 @dataclass(frozen=True)
 class EvalSample:
-    """One completion of a held-out problem."""
+    """One completion of an evaluation problem."""
 
     text: str
     reward: float | None
-    """None = it could not be judged."""
+    """None = scoring failed."""
     rewards: tuple[tuple[str, float | None], ...] = ()
-    """What each reward says, before its weight."""
+    """(name, unweighted value) of each reward."""
     answer: str | None = None
-    """By which it votes."""
+    """The extracted answer, for majority votes; None = no answer."""
     tokens: int = 0
-    """Sampled."""
+    """Number of sampled tokens."""
     truncated: bool = False
 
     @property
     def score(self) -> float:
-        """Its reward; without one it counts as 0."""
+        """The reward; 0 if scoring failed."""
         return 0.0 if self.reward is None else self.reward
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """k samples for each of n problems; a completion without a reward counts as 0 and is in `failed`."""
+    """k samples for each of n problems. A completion without a reward counts as 0 and in `num_failed`."""
 
     problems: tuple[tuple[EvalSample, ...], ...]
     prompts: tuple[Any, ...]
-    """Of the problems, as the task gives them."""
+    """The task's prompt of each problem."""
     messages: tuple[str, ...] = ()
-    """What went wrong with rewards, once per kind."""
+    """Reward failures, one message per kind."""
 
     @property
     def scores(self) -> tuple[tuple[float, ...], ...]:
@@ -69,7 +69,7 @@ class EvaluationResult:
 
     @property
     def has_scores(self) -> bool:
-        """Whether any completion has a reward."""
+        """True if any completion has a reward."""
         return self.num_failed < len(self._samples)
 
     @property
@@ -85,28 +85,28 @@ class EvaluationResult:
 
     @property
     def majority(self) -> float:
-        """maj@k, the mean of `majorities`."""
+        """maj@k: the mean of `majority_per_problem`."""
         return _mean(self.majority_per_problem)
 
     @property
     def majority_per_problem(self) -> tuple[float, ...]:
-        """Each problem's maj@k: what the answer that most of its k samples give is worth, the mean over answers that tie.
+        """Each problem's maj@k: the mean score of the answer that most of its k samples give, averaged over ties.
 
-        A completion that gives no answer has no vote; where none gives one, 0. Source: Wang et al. 2023 (self-consistency,
+        Completions without an answer have no vote; 0 if none has an answer. Source: Wang et al. 2023 (self-consistency,
         arXiv:2203.11171), sec. 2, unweighted.
         """
-        return tuple(map(_most_frequent, self.problems))
+        return tuple(map(_score_majority, self.problems))
 
     @property
     def is_binary(self) -> bool:
-        """Whether every score is 0 or 1, so that the mean is an accuracy."""
+        """True if every score is 0 or 1, so that the mean is an accuracy."""
         return all(sample.score in (0.0, 1.0) for sample in self._samples)
 
     def pass_at(self, k: int, threshold: float = 1.0) -> float:
         """The unbiased pass@k, the mean of `passes`.
 
         Raises:
-            ConfigError: k larger than the samples per problem.
+            ConfigError: k is larger than the number of samples per problem.
         """
         return _mean(self.pass_at_per_problem(k, threshold))
 
@@ -114,18 +114,18 @@ class EvaluationResult:
         """Each problem's 1 − C(n−c, k)/C(n, k) with c of n samples at or above threshold (Chen et al. 2021, eq. 1).
 
         Raises:
-            ConfigError: k larger than the samples per problem.
+            ConfigError: k is larger than the number of samples per problem.
         """
         values = []
         for row in self.scores:
             n, c = len(row), sum(s >= threshold for s in row)
             if not 1 <= k <= n:
-                raise ConfigError(f"pass@{k} needs at least {k} samples per problem, there are {n}")
+                raise ConfigError(f"pass@{k} needs at least {k} samples per problem, but there are {n}")
             values.append(1 - comb(n - c, k) / comb(n, k))
         return tuple(values)
 
     def standard_error(self) -> float:
-        """Of the mean, over problems (the samples of one problem are not independent)."""
+        """Standard error of the mean over problems (the samples of one problem are not independent)."""
         means = self.mean_per_problem
         n = len(means)
         if n < 2:
@@ -137,17 +137,17 @@ class EvaluationResult:
 def summarise_evaluation(
     groups: Sequence[EpisodeGroup], messages: tuple[str, ...], extract_answer: AnswerExtractor
 ) -> EvaluationResult:
-    """What judged episodes of held-out problems come to. voted: the answer that a text gives."""
-    problems = tuple(tuple(_sample(t, group, extract_answer) for t in group.trajectories) for group in groups)
+    """Summarise scored episodes. extract_answer: returns the answer that a text gives, if any."""
+
+    def summarise(t: Trajectory, group: EpisodeGroup) -> EvalSample:
+        parts = tuple((name, value) for (name, _), value in zip(group.reward_weights, t.reward_parts, strict=True))
+        return EvalSample(t.text, t.reward, parts, extract_answer(t.text), t.num_sampled_tokens, t.truncated)
+
+    problems = tuple(tuple(summarise(t, group) for t in group.trajectories) for group in groups)
     return EvaluationResult(problems, tuple(group.spec.example.prompt for group in groups), messages)
 
 
-def _sample(t: Trajectory, group: EpisodeGroup, voted: Callable[[str], str | None]) -> EvalSample:
-    parts = tuple((name, value) for (name, _), value in zip(group.reward_weights, t.reward_parts, strict=True))
-    return EvalSample(t.text, t.reward, parts, voted(t.text), t.num_sampled_tokens, t.truncated)
-
-
-def _most_frequent(row: Sequence[EvalSample]) -> float:
+def _score_majority(row: Sequence[EvalSample]) -> float:
     scores_by_answer: dict[str, list[float]] = {}
     for sample in row:
         if sample.answer is not None:

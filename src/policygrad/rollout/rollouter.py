@@ -1,6 +1,4 @@
-"""Everything left of the batch: examples → environments ⇄ sampler → trajectories → rewards → batch. For training, evaluation
-and prefix values it is one pipeline.
-"""
+"""The rollout: examples → environments ⇄ sampler → trajectories → rewards → batch. Training and evaluation share this pipeline."""
 
 from __future__ import annotations
 
@@ -42,12 +40,19 @@ from policygrad.rollout.scoring import (
     ScoreFn,
     ScoreStepsFn,
     ScoringResult,
-    collect_step_marks,
     score_groups,
     score_reasoning_steps,
     score_while_sampling,
 )
-from policygrad.rollout.trajectory import EVALUATE, TRAIN, EpisodeGroup, EpisodeSpec, add_step_marks
+from policygrad.rollout.trajectory import (
+    EVALUATE,
+    TRAIN,
+    EpisodeGroup,
+    EpisodeSpec,
+    RolloutConfig,
+    RolloutRequest,
+    add_step_marks,
+)
 from policygrad.samplers.base import Sampler, SamplingParams, SupportsInFlightUpdates
 from policygrad.tasks.base import Example, encode_level_index
 from policygrad.utils.async_runner import AsyncRunner
@@ -55,231 +60,176 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
 
 EVAL_CHUNK = 64
-"""Held-out examples at a time, so that progress shows."""
+"""Examples evaluated between two progress reports."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A step's episodes, judged; what stands in text is for people and logs, the batch is what trains."""
+    """The scored episodes of one step: `batch` to train on, `groups` with the texts."""
 
     batch: Batch
     groups: tuple[EpisodeGroup, ...]
-    """Row by row those of the batch."""
+    """In the order of the batch's rows."""
     position: int
-    """The task's next example."""
+    """Index of the task's next example."""
     metrics: Metrics
     messages: tuple[str, ...] = ()
-    """What went wrong with rewards, once per kind, and what dynamic sampling could not fill."""
+    """Reward failures, one message per kind, and a note when dynamic sampling could not fill the step."""
     leftover_groups: tuple[EpisodeGroup, ...] = ()
-    """Groups that the step has no room for, to begin the next one with."""
+    """Groups beyond the step's size, which the next step begins with."""
 
     @property
     def prompts(self) -> tuple[Any, ...]:
-        """Per episode, as the task gave it."""
+        """The task's prompt of each episode."""
         return tuple(g.spec.example.prompt for g in self.groups for _ in g.trajectories)
 
     @property
     def completions(self) -> tuple[str, ...]:
-        """Per episode."""
+        """The text of each episode."""
         return tuple(t.text for g in self.groups for t in g.trajectories)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens drawn for it, of whatever became of them."""
+        """All tokens sampled for this step, those of dropped groups and extra samples included."""
         return int(self.metrics["tokens/sampled"].value)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Per episode, tokens sampled; `batch.lengths` is 0 where a reward failed or a filter masked."""
+        """Sampled tokens of each episode. Unlike `batch.lengths`, not 0 where a reward failed or a filter masked the episode."""
         return tuple(t.num_sampled_tokens for g in self.groups for t in g.trajectories)
 
 
 @dataclass(frozen=True, eq=False)
 class Rollouter:
-    """Plays episodes about a task's examples and judges them. `examples(i)` is the task's i-th training example."""
+    """Runs episodes on a task's examples and scores them."""
 
     examples: Callable[[int], Example]
+    """Returns the task's i-th training example."""
     tokenizer: Encoder
     sampler: Sampler
     score: ScoreFn | None
-    """The reward functions; None = the environment's own rewards are all there is."""
+    """The reward functions; None = the environment gives all rewards."""
     seed: int = 0
     score_steps: ScoreStepsFn | None = None
-    """Where reasoning steps end and what they are worth; None = nobody looks at them."""
+    """Splits completions into reasoning steps and scores these; None = no reasoning steps."""
     environment: EnvironmentFactory = SingleTurn
     run_async: AsyncRunner = field(default_factory=AsyncRunner)
     pool: RewardScorer | None = None
-    """Whose `score` it is, so that what is over can be judged while others are drawn; None = all is judged at the end."""
+    """The pool that `score` belongs to, to score finished completions while others are sampled; None = score all at the end."""
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds that one call of an environment may take."""
+    """Seconds allowed for one call of an environment."""
     progress: ProgressCallback = ignore_progress
-    """Is told which call of an environment is waited for."""
+    """Receives which environment call is being waited for."""
     tolerate_timeouts: bool = False
-    """A method of an environment that is never over in time does not end the rollout."""
+    """Continue the rollout even if an environment method times out in every call."""
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Whoever collects while another thread may evaluate holds it: sampler and pool are told of one batch of episodes at a time."""
+    """Held while episodes are run: sampler and pool process one batch of episodes at a time, also with several threads."""
 
     def update_weights(self, weights: PublishedWeights) -> Metrics:
-        """From now on episodes are played with these weights; what it cost to get them there."""
+        """Use these weights for all further episodes. Returns the metrics of the transfer."""
         return self.run_async(self.sampler.update(weights)) or {}
 
     @property
     def in_flight(self) -> bool:
-        """Whether `update` may be called while another thread collects: what is drawn from then on is drawn with these weights."""
+        """True if `update_weights` may be called while another thread collects; sampling then continues with the new weights."""
         return isinstance(self.sampler, SupportsInFlightUpdates) and self.sampler.in_flight
 
     def cancel(self) -> None:
-        """Ends what other threads are drawing, with an error there."""
+        """Abort the sampling of other threads, which raises an error there."""
         self.run_async.cancel()
 
     def play(
         self, specs: Sequence[EpisodeSpec], samples_per_prompt: int, sampling: SamplingParams
     ) -> list[EpisodeGroup]:
-        """n episodes from each start, not judged yet."""
+        """Run `samples_per_prompt` episodes for each spec, without scoring them."""
         calls = EnvironmentCalls(self.timeout, self.progress, tolerate_timeouts=self.tolerate_timeouts)
-        episodes = run_episodes(
-            specs,
-            samples_per_prompt,
-            sampling,
-            sampler=self.sampler,
-            encoder=self.tokenizer,
-            environment=self.environment,
-            calls=calls,
+        return self.run_async(
+            run_episodes(
+                specs,
+                samples_per_prompt,
+                sampling,
+                sampler=self.sampler,
+                encoder=self.tokenizer,
+                environment=self.environment,
+                calls=calls,
+            )
         )
-        return self.run_async(episodes)
 
     def collect(
         self,
         algorithm: Algorithm,
-        sampling: SamplingParams,
-        *,
-        prompts_per_step: int,
-        samples_per_prompt: int,
-        step: int = 1,
-        position: int = 0,
-        leftover_groups: Sequence[EpisodeGroup] = (),
+        config: RolloutConfig,
+        request: RolloutRequest = RolloutRequest(),  # noqa: B008  # frozen
         evaluate: EvaluateFn | None = None,
     ) -> Rollout:
-        """A step's worth of groups: `prompts` × `samples` episodes, from the task's example `position` on.
+        """Collect one step: `prompts_per_step` groups of `samples_per_prompt` episodes, from example `request.position` on.
 
-        A filter that refills (dynamic sampling) sets groups aside and takes further prompts, at most its `rounds` times the
-        step's; what is missing then is filled with groups set aside at weight 0, the others are reweighted, and that is
-        reported. carried: what the step before has left (`Rollout.leftover_groups`), where the filter carries. evaluate: a learner's,
-        for what filters read.
+        A filter that refills (dynamic sampling) drops groups and samples further prompts, at most `sampling_rounds` times the
+        step's. If the step is still not full, dropped groups fill it with weight 0, the others are reweighted, and a note
+        reports it.
+
+        Args:
+            request: Step, position in the task, and leftover groups of the previous rollout, for filters that keep them.
+            evaluate: The learner's `evaluate`, which fills the batch fields that filters need.
         """
+        needs = algorithm.all_needs
         refilling = next((part for part in algorithm.filters if part.refills), None)
-        worth = "token_reward" in algorithm.all_needs or "step_end" not in algorithm.all_needs
-
-        resting = frozenset[int]().union(*(part.excluded_examples for part in algorithm.filters))
+        use_step_scores = "token_reward" in needs or "step_end" not in needs
+        excluded = frozenset[int]().union(*(part.excluded_examples for part in algorithm.filters))
         level = next((part.task_level for part in algorithm.filters if part.task_level is not None), 0)
 
-        def sample(count: int, position: int) -> tuple[SamplingRound, ScoringResult, int]:
-            chosen, again = next_examples(
-                lambda i: self.examples(encode_level_index(i, level)), count, position, resting
-            )
-            starts = [
-                self._start(encode_level_index(i, level), example, sampling, TRAIN, step) for i, example in chosen
+        def example(i: int) -> Example:
+            return self.examples(encode_level_index(i, level))
+
+        def sample(count: int, position: int) -> SamplingRound:
+            chosen, all_excluded = next_examples(example, count, position, excluded)
+            specs = [
+                EpisodeSpec(
+                    x, (self.seed, TRAIN, request.step, encode_level_index(i, level)), config.sampling.max_tokens
+                )
+                for i, x in chosen
             ]
-            groups, said = self._judged(starts, samples_per_prompt, sampling)
-            groups, of_steps = score_reasoning_steps(groups, self.score_steps, self.tokenizer.decode, use_scores=worth)
+            groups, scoring = self._play_and_score(specs, config.samples_per_prompt, config.sampling)
+            groups, step_scoring = score_reasoning_steps(
+                groups, self.score_steps, self.tokenizer.decode, use_scores=use_step_scores
+            )
+            scoring |= ScoringResult(messages=(ALL_EXCLUDED_NOTE,) * all_excluded) | step_scoring
             batch = batch_groups(groups)
-            said |= ScoringResult(messages=(ALL_EXCLUDED_NOTE,) * again)
-            return (
-                SamplingRound(groups, batch, groups_to_drop(groups, batch, refilling, evaluate)),
-                said | of_steps,
-                chosen[-1][0] + 1,
-            )
+            dropped = groups_to_drop(groups, batch, refilling, evaluate)
+            return SamplingRound(groups, batch, dropped, scoring, chosen[-1][0] + 1)
 
-        found = sample_until_full(sample, prompts_per_step, position, refilling, leftover_groups)
-        kept, rounds, judged = found.groups, found.rounds, found.scoring
-        whole = (
-            len(rounds) == 1
-            and len(rounds[0].groups) == len(kept)
-            and not (found.num_carried_over or found.num_unfilled)
-        )
-        if "demonstration" in algorithm.all_needs:
-            kept, of_shown = self._with_demonstrations(kept)
-            judged |= of_shown
-        whole = whole and not {"demonstration", "rewards", "level"} & algorithm.all_needs
-        batch = rounds[0].batch if whole else batch_groups(kept, algorithm.all_needs)
-        if (
-            self.score_steps is not None
-        ):  # filters look at the outcome's score: they see where steps end, not their worth
-            batch = add_step_marks(batch, collect_step_marks(kept), scored=False)
-        batch = algorithm.apply_filters(fill_required_fields(batch, algorithm.filter_needs, evaluate), refilled=True)
-        if self.score_steps is not None:
-            batch = add_step_marks(batch, collect_step_marks(kept), scored=worth)
-        if "turn_state" in algorithm.all_needs:  # filters look at whole episodes' rewards
-            batch = add_turn_states(batch, kept, scored="token_reward" in algorithm.all_needs)
-        batch, kept, cost = self._sampled_further(algorithm, batch, kept, sampling, step)
-        judged |= cost
-        measured = measure_rollout([(r.groups, r.batch) for r in rounds])
+        with self.lock:
+            step = sample_until_full(sample, config.prompts_per_step, request, refilling)
+            groups, scoring, rounds = step.groups, step.scoring, step.rounds
+            if "demonstration" in needs:
+                self._require_single_turn(
+                    "Demonstrations are complete answers", "an algorithm without them, such as grpo"
+                )
+                groups, result = add_demonstrations(groups, self.tokenizer, self._score)
+                scoring |= result
+            as_sampled = len(rounds) == 1 and not (step.num_carried_over or step.num_unfilled)
+            as_sampled = as_sampled and len(rounds[0].groups) == len(groups)
+            reuse = as_sampled and not {"demonstration", "rewards", "level"} & needs
+            batch = rounds[0].batch if reuse else batch_groups(groups, needs)
+            marks = None if self.score_steps is None else [t.step_marks for g in groups for t in g.trajectories]
+            if marks is not None:  # filters read the outcome reward: they get the ends of steps, but not their scores
+                batch = add_step_marks(batch, marks, scored=False)
+            batch = algorithm.apply_filters(
+                fill_required_fields(batch, algorithm.filter_needs, evaluate), refilled=True
+            )
+            if marks is not None:
+                batch = add_step_marks(batch, marks, scored=use_step_scores)
+            if "turn_state" in needs:  # after the filters, which read the rewards of complete episodes
+                batch = add_turn_states(batch, groups, scored="token_reward" in needs)
+            batch, groups, result = self._add_extra_samples(algorithm, batch, groups, config.sampling, request.step)
+            scoring |= result
         metrics = merge(
-            measured, judged.metrics, found.metrics, count_trained(sum(len(r.batch.mask) for r in rounds), batch)
+            measure_rollout([(r.groups, r.batch) for r in rounds]),
+            scoring.metrics,
+            step.metrics,
+            count_trained(sum(len(r.batch.mask) for r in rounds), batch),
         )
-        return Rollout(batch, tuple(kept), found.position, metrics, judged.messages, found.leftover_groups)
-
-    def _judged(
-        self, starts: Sequence[EpisodeSpec], n: int, sampling: SamplingParams
-    ) -> tuple[list[EpisodeGroup], ScoringResult]:
-        pool = self.pool if self.environment is SingleTurn else None
-        with score_while_sampling(pool, self.sampler, starts, n, self.tokenizer.decode) as score:
-            return score_groups(self.play(starts, n, sampling), score or self.score)
-
-    def _start(self, index: int, example: Example, sampling: SamplingParams, stream: int, step: int) -> EpisodeSpec:
-        return EpisodeSpec(example, (self.seed, stream, step, index), sampling.max_tokens)
-
-    def _sampled_further(
-        self, algorithm: Algorithm, batch: Batch, groups: list[EpisodeGroup], sampling: SamplingParams, step: int
-    ) -> tuple[Batch, list[EpisodeGroup], ScoringResult]:
-        """(the batch, its groups, what it cost) after what parts have sampled beside the episodes, or in their place."""
-        judged = ScoringResult()
-        for link in algorithm.advantage:
-            if link.samples_values:
-                batch, cost = self._with_values(batch, groups, sampling, link.samples, step)
-                judged |= cost
-        if "baseline" in algorithm.all_needs:
-            batch, cost = add_greedy_baseline(batch, groups, lambda s: self._greedy(s, sampling))
-            judged |= cost
-        for vine in (link for link in algorithm.advantage if isinstance(link, Vine)):
-            batch, groups, cost = self._branched(batch, groups, vine, sampling, step)
-            judged |= cost
-        return batch, groups, judged
-
-    def _greedy(self, starts: list[EpisodeSpec], sampling: SamplingParams) -> tuple[list[EpisodeGroup], ScoringResult]:
-        """One episode from each start, of the most probable token at every step."""
-        return score_groups(self.play(starts, 1, replace(sampling, temperature=0.0)), self.score)
-
-    def _with_demonstrations(self, groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], ScoringResult]:
-        if self.environment is not SingleTurn:
-            raise ConfigError(
-                "a demonstration is an answer, and an episode of an environment has turns: take a task of prompts and answers, or "
-                "an algorithm without demonstrations, such as grpo"
-            )
-        return add_demonstrations(groups, self.tokenizer, lambda some: score_groups(some, self.score))
-
-    def _with_values(
-        self, batch: Batch, groups: list[EpisodeGroup], sampling: SamplingParams, samples: int, step: int
-    ) -> tuple[Batch, ScoringResult]:
-        if self.environment is not SingleTurn:
-            raise ConfigError(
-                "PrefixValue starts again in the midst of an answer, which an environment cannot: take the prompt-and-answer "
-                "tasks, or an advantage without it, such as GroupMean()"
-            )
-        return add_prefix_values(
-            batch, groups, lambda s: score_groups(self.play(s, samples, sampling), self.score), step
-        )
-
-    def _branched(
-        self, batch: Batch, groups: Sequence[EpisodeGroup], vine: Vine, sampling: SamplingParams, step: int
-    ) -> tuple[Batch, list[EpisodeGroup], ScoringResult]:
-        if self.environment is not SingleTurn:
-            raise ConfigError(
-                "Vine starts again in the midst of an answer, which an environment cannot: take the prompt-and-answer tasks, or "
-                "algorithm trpo"
-            )
-        play = lambda starts, n: self.play(starts, n, sampling)  # noqa: E731
-        return sample_vine(batch, groups, vine, play, lambda some: score_groups(some, self.score), step)
+        return Rollout(batch, tuple(groups), step.position, metrics, scoring.messages, step.leftover_groups)
 
     def evaluate(
         self,
@@ -288,15 +238,61 @@ class Rollouter:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> EvaluationResult:
-        """`samples` episodes of each held-out example. The same random numbers every time, so that two evaluations differ by
-        the weights."""
-        found, judged = list[EpisodeGroup](), ScoringResult()
+        """Run `samples_per_prompt` episodes of each evaluation example.
+
+        Random numbers are the same in every evaluation, so that two evaluations differ only by the weights.
+        """
+        groups, scoring = list[EpisodeGroup](), ScoringResult()
         for first in range(0, len(examples), EVAL_CHUNK):
-            some = enumerate(examples[first : first + EVAL_CHUNK], first)
-            starts = [self._start(i, example, sampling, EVALUATE, 0) for i, example in some]
+            chunk = enumerate(examples[first : first + EVAL_CHUNK], first)
+            specs = [EpisodeSpec(x, (self.seed, EVALUATE, 0, i), sampling.max_tokens) for i, x in chunk]
             with self.lock:
-                groups, said = self._judged(starts, samples_per_prompt, sampling)
-            found, judged = [*found, *groups], judged | said
-            progress(len(found), len(examples))
-        voted = find_answer_extractor(self.pool.rewards if self.pool else ())
-        return summarise_evaluation(found, judged.messages, voted)
+                chunk_groups, result = self._play_and_score(specs, samples_per_prompt, sampling)
+            groups, scoring = [*groups, *chunk_groups], scoring | result
+            progress(len(groups), len(examples))
+        extract_answer = find_answer_extractor(self.pool.rewards if self.pool else ())
+        return summarise_evaluation(groups, scoring.messages, extract_answer)
+
+    def _play_and_score(
+        self, specs: Sequence[EpisodeSpec], samples_per_prompt: int, sampling: SamplingParams
+    ) -> tuple[list[EpisodeGroup], ScoringResult]:
+        """Run and score episodes; finished completions are scored while others are sampled, if that saves time."""
+        pool = self.pool if self.environment is SingleTurn else None
+        with score_while_sampling(pool, self.sampler, specs, samples_per_prompt, self.tokenizer.decode) as score:
+            return score_groups(self.play(specs, samples_per_prompt, sampling), score or self.score)
+
+    def _score(self, groups: list[EpisodeGroup]) -> tuple[list[EpisodeGroup], ScoringResult]:
+        return score_groups(groups, self.score)
+
+    def _add_extra_samples(
+        self, algorithm: Algorithm, batch: Batch, groups: list[EpisodeGroup], sampling: SamplingParams, step: int
+    ) -> tuple[Batch, list[EpisodeGroup], ScoringResult]:
+        """Sample what the algorithm needs besides the episodes: prefix values, greedy baselines, or a vine in their place."""
+
+        def play(specs: list[EpisodeSpec], samples_per_prompt: int) -> list[EpisodeGroup]:
+            return self.play(specs, samples_per_prompt, sampling)
+
+        def play_greedy(specs: list[EpisodeSpec]) -> list[EpisodeGroup]:
+            return self.play(specs, 1, replace(sampling, temperature=0.0))
+
+        scoring = ScoringResult()
+        for part in algorithm.advantage:
+            if part.samples_values:
+                self._require_single_turn("PrefixValue continues completions", "another advantage, such as GroupMean()")
+                batch, result = add_prefix_values(batch, groups, part.samples, play, self._score, step)
+                scoring |= result
+        if "baseline" in algorithm.all_needs:
+            batch, result = add_greedy_baseline(batch, groups, play_greedy, self._score)
+            scoring |= result
+        for part in algorithm.advantage:
+            if isinstance(part, Vine):
+                self._require_single_turn("Vine continues completions", "algorithm trpo")
+                batch, groups, result = sample_vine(batch, groups, part, play, self._score, step)
+                scoring |= result
+        return batch, groups, scoring
+
+    def _require_single_turn(self, reason: str, alternative: str) -> None:
+        if self.environment is not SingleTurn:
+            raise ConfigError(
+                f"{reason}, which an environment's episodes do not allow: use a task of prompts and answers, or {alternative}"
+            )

@@ -1,4 +1,4 @@
-"""What episodes are worth: reward functions over texts, by completion and by reasoning step."""
+"""Score episodes with reward functions, per completion and per reasoning step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from policygrad.rollout.environment_calls import first_of_each_kind
 from policygrad.rollout.trajectory import (
     EpisodeGroup,
     EpisodeSpec,
-    StepMarks,
     locate_steps,
     prompts_and_columns,
     reward_inputs,
@@ -26,14 +25,16 @@ from policygrad.rollout.trajectory import (
 from policygrad.samplers.base import Request, Sampler, SupportsStreaming
 
 ScoreFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], RewardScores]
-ENVIRONMENT_REWARD = "environment"
-"""The name of what an environment's own turns give, among the rewards."""
+"""(prompts, completions, columns) -> one reward per completion."""
 ScoreStepsFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], ProcessScores]
+"""(prompts, completions, columns) -> the scored reasoning steps of each completion."""
+ENVIRONMENT_REWARD = "environment"
+"""Name of the environment's own reward among the rewards."""
 
 
 @dataclass(frozen=True)
 class ScoringResult:
-    """What was measured of rewards, and what went wrong with them, once per kind."""
+    """Metrics of the rewards, and their failures with one message per kind."""
 
     metrics: Metrics = field(default_factory=dict)
     messages: tuple[str, ...] = ()
@@ -44,151 +45,150 @@ class ScoringResult:
         messages = tuple(dict.fromkeys((*self.messages, *other.messages)))
         return ScoringResult(merge(self.metrics, other.metrics), messages, self.failed + other.failed)
 
+    def failures_only(self, metrics: Metrics, note: str = "") -> ScoringResult:
+        """Return `metrics` with the failure metrics of this result, for samples that are not part of the batch."""
+        failures = {name: metric for name, metric in self.metrics.items() if name.startswith("rewards/failed_")}
+        return ScoringResult(merge(metrics, failures), (*self.messages, *((note,) if note else ())))
+
 
 def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[list[EpisodeGroup], ScoringResult]:
-    """The groups with every episode's reward: what its environment said, plus what the reward functions say of its text."""
-    own = [t.reward for g in groups for t in g.trajectories]
-    lost = first_of_each_kind(t.failure for g in groups for t in g.trajectories if t.failure)
+    """Return the groups with every episode's reward: the environment's plus that of the reward functions."""
+    rows = [t for g in groups for t in g.trajectories]
+    environment = [t.reward for t in rows]
+    failures = first_of_each_kind(t.failure for t in rows if t.failure)
     if score is None:
-        failed = own.count(None)
-        silent = any(t.reward is None and not t.failure for g in groups for t in g.trajectories)
-        said = (
-            "the environment gave no reward to an episode: let a step() of it return Step(reward=…), or cut() one where it is "
-            "broken off between turns, or name reward functions"
-        )
-        judged = ScoringResult(failed=failed, messages=(*lost, *((said,) if silent else ())))
-        return _with(groups, [{"parts": (reward,)} for reward in own], ((ENVIRONMENT_REWARD, 1.0),)), judged
-    scores = _scored(groups, score)
-    total: list[float | None] = [s if s is None or e is None else s + e for s, e in zip(scores.total, own, strict=True)]
-    known = {name: [x for x in part if x is not None] for name, part in scores.parts.items()}
-    parts: Metrics = {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in known.items() if len(known) > 1}
-    parts |= _spreads(groups, scores) if len(known) > 1 else {}
-    messages = (*lost, *scores.messages)
-    judged = ScoringResult(merge(failure_metrics(scores), parts), messages, sum(x is None for x in total))
-    names, columns = _columns(scores, own)
-    changes = [{"reward": r, "parts": said} for r, said in zip(total, zip(*columns, strict=True), strict=True)]
-    return _with(groups, changes, names), judged
-
-
-def _scored(groups: list[EpisodeGroup], score: ScoreFn) -> RewardScores:
-    """What the reward functions say; of an episode that its environment has lost, nothing."""
-    prompts, texts, columns = reward_inputs(groups)
-    places = [i for i, t in enumerate(t for g in groups for t in g.trajectories) if not t.failure]
-    if len(places) == len(texts):
-        return score(prompts, texts, columns)
-    if not places:
-        return RewardScores([None] * len(texts), {})
-
-    def chosen(values: Sequence[Any]) -> list[Any]:
-        return [values[i] for i in places]
-
-    def spread(values: Sequence[float | None]) -> list[float | None]:
-        found: list[float | None] = [None] * len(texts)
-        for place, value in zip(places, values, strict=True):
-            found[place] = value
-        return found
-
-    scores = score(chosen(prompts), chosen(texts), {name: chosen(column) for name, column in columns.items()})
-    return replace(scores, total=spread(scores.total), parts={name: spread(x) for name, x in scores.parts.items()})
-
-
-def _spreads(groups: list[EpisodeGroup], scores: RewardScores) -> Metrics:
-    """Each reward's standard deviation within its group, a mean over the episodes it has a number for, like `reward_std`."""
-    found: Metrics = {}
-    for name, part in scores.parts.items():
-        rest = iter(part)
-        known = [[x for x in (next(rest) for _ in g.trajectories) if x is not None] for g in groups]
-        total = sum(len(x) * stdev(x) for x in known if len(x) > 1)
-        if count := sum(map(len, known)):
-            found[f"rewards/{name}/std"] = Mean(total, float(count))
-    return found
-
-
-def _columns(
-    scores: RewardScores, own: Sequence[float | None]
-) -> tuple[tuple[tuple[str, float], ...], list[Sequence[float | None]]]:
-    """((name, weight) of each reward, its numbers in the order of the episodes): weighted they add up to the episodes' rewards."""
-    parts = scores.parts or {"reward": scores.total}  # one who scores and tells no parts has one
+        messages = list(failures)
+        if any(t.reward is None and not t.failure for t in rows):
+            messages.append(
+                "an episode got no reward from its environment: return Step(reward=…) from step(), or from on_truncated() for an "
+                "episode that is cut off between turns, or set reward functions"
+            )
+        changes = [{"reward_parts": (reward,)} for reward in environment]
+        groups = _replace_trajectories(groups, changes, ((ENVIRONMENT_REWARD, 1.0),))
+        return groups, ScoringResult(messages=tuple(messages), failed=environment.count(None))
+    scores = _call_score(groups, score)
+    pairs = zip(scores.total, environment, strict=True)
+    total: list[float | None] = [s if s is None or e is None else s + e for s, e in pairs]
+    metrics = failure_metrics(scores)
+    if len(scores.parts) > 1:
+        metrics = merge(metrics, _part_metrics(groups, scores))
+    # without named parts the total is the one reward; weighted, the columns add up to the episodes' rewards
+    parts = scores.parts or {"reward": scores.total}
     names = [(name, scores.weights.get(name, 1.0)) for name in parts]
     columns: list[Sequence[float | None]] = list(parts.values())
-    if any(reward is not None for reward in own):
-        names, columns = [*names, (ENVIRONMENT_REWARD, 1.0)], [*columns, own]
-    return tuple(names), columns
+    if any(reward is not None for reward in environment):
+        names, columns = [*names, (ENVIRONMENT_REWARD, 1.0)], [*columns, environment]
+    values = zip(total, zip(*columns, strict=True), strict=True)
+    groups = _replace_trajectories(groups, [{"reward": r, "reward_parts": x} for r, x in values], tuple(names))
+    return groups, ScoringResult(metrics, (*failures, *scores.messages), total.count(None))
+
+
+def _call_score(groups: list[EpisodeGroup], score: ScoreFn) -> RewardScores:
+    """Call the reward functions on all episodes except those whose environment failed, which get None."""
+    prompts, completions, columns = reward_inputs(groups)
+    indices = [i for i, t in enumerate(t for g in groups for t in g.trajectories) if not t.failure]
+    if len(indices) == len(completions):
+        return score(prompts, completions, columns)
+    if not indices:
+        return RewardScores([None] * len(completions), {})
+
+    def select(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in indices]
+
+    def scatter(values: Sequence[float | None]) -> list[float | None]:
+        scattered: list[float | None] = [None] * len(completions)
+        for i, value in zip(indices, values, strict=True):
+            scattered[i] = value
+        return scattered
+
+    scores = score(select(prompts), select(completions), {name: select(x) for name, x in columns.items()})
+    return replace(scores, total=scatter(scores.total), parts={name: scatter(x) for name, x in scores.parts.items()})
+
+
+def _part_metrics(groups: list[EpisodeGroup], scores: RewardScores) -> Metrics:
+    """Mean of each reward, and its standard deviation within groups, as for `reward_std`."""
+    metrics: Metrics = {}
+    for name, part in scores.parts.items():
+        values = [x for x in part if x is not None]
+        metrics[f"rewards/{name}"] = Mean(sum(values), float(len(values)))
+    for name, part in scores.parts.items():
+        unread = iter(part)
+        by_group = [[x for x in (next(unread) for _ in g.trajectories) if x is not None] for g in groups]
+        if count := sum(map(len, by_group)):
+            total = sum(len(x) * stdev(x) for x in by_group if len(x) > 1)
+            metrics[f"rewards/{name}/std"] = Mean(total, float(count))
+    return metrics
 
 
 def zero_rewards(
     prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> RewardScores:
-    """0 for every completion, where nobody reads a reward."""
+    """Return 0 for every completion, for algorithms that read no reward."""
     return RewardScores([0.0] * len(completions), {})
 
 
 def score_reasoning_steps(
     groups: list[EpisodeGroup], score: ScoreStepsFn | None, decode: Callable[[Any], str], *, use_scores: bool
 ) -> tuple[list[EpisodeGroup], ScoringResult]:
-    """The groups with the reasoning steps of every episode; one whose steps failed has no reward either.
+    """Return the groups with the reasoning steps of every episode. If its steps fail, an episode loses its reward too.
 
-    worth: what steps are worth is read, not only where they end.
+    use_scores: The algorithm reads the steps' scores, not only their ends.
     """
     if score is None:
         return groups, ScoringResult()
     scores = score(*reward_inputs(groups))
     rows = [t for g in groups for t in g.trajectories]
     marks = [
-        None if found is None else t.map_step_marks(locate_steps(decode, t.visible_tokens, t.text, found))
-        for t, found in zip(rows, scores.steps, strict=True)
+        None if steps is None else t.map_step_marks(locate_steps(decode, t.visible_tokens, t.text, steps))
+        for t, steps in zip(rows, scores.steps, strict=True)
     ]
-    means: Metrics = {
-        f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in scores.parts.items() if x and use_scores
-    }
-    sizes = [len(found.ends) for found in marks if found is not None]
-    count: Metrics = {"steps/mean": Mean(float(sum(sizes)), float(len(sizes)))} if sizes else {}
-    changes: list[dict[str, Any]] = [{"reward": None} if found is None else {"marks": found} for found in marks]
-    return _with(groups, changes), ScoringResult(merge(failure_metrics(scores), means, count), tuple(scores.messages))
+    metrics = failure_metrics(scores)
+    if use_scores:
+        metrics |= {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in scores.parts.items() if x}
+    if counts := [len(x.ends) for x in marks if x is not None]:
+        metrics |= {"steps/mean": Mean(float(sum(counts)), float(len(counts)))}
+    changes: list[dict[str, Any]] = [{"reward": None} if x is None else {"step_marks": x} for x in marks]
+    return _replace_trajectories(groups, changes), ScoringResult(metrics, tuple(scores.messages))
 
 
 def failure_metrics(scores: RewardScores | ProcessScores) -> Metrics:
-    """How many samples a reward function failed on, by reason."""
-    return {f"rewards/failed_{why}": Sum(float(n)) for why, n in scores.failures.items()}
+    """Count the samples on which a reward function failed, by reason."""
+    return {f"rewards/failed_{reason}": Sum(float(n)) for reason, n in scores.failures.items()}
 
 
-def collect_step_marks(groups: Sequence[EpisodeGroup]) -> list[StepMarks | None]:
-    """Per episode; None where its steps failed, or nobody looks."""
-    return [t.step_marks for g in groups for t in g.trajectories]
-
-
-def _with(
+def _replace_trajectories(
     groups: list[EpisodeGroup],
     changes: Sequence[Mapping[str, Any]],
-    rewards: tuple[tuple[str, float], ...] | None = None,
+    reward_weights: tuple[tuple[str, float], ...] | None = None,
 ) -> list[EpisodeGroup]:
-    """The groups with every trajectory changed, in order, and with the names and weights of their rewards."""
-    rest = iter(changes)
-    changed = [replace(g, trajectories=tuple(replace(t, **next(rest)) for t in g.trajectories)) for g in groups]
-    return changed if rewards is None else [replace(g, reward_weights=rewards) for g in changed]
-
-
-# Answers are judged while others are still drawn, where that hides enough. What they come to is what it is without.
+    unread = iter(changes)
+    changed = [replace(g, trajectories=tuple(replace(t, **next(unread)) for t in g.trajectories)) for g in groups]
+    return changed if reward_weights is None else [replace(g, reward_weights=reward_weights) for g in changed]
 
 
 @contextmanager
 def score_while_sampling(
-    pool: RewardScorer | None, sampler: Sampler, starts: Sequence[EpisodeSpec], n: int, decode: Callable[[Any], str]
+    pool: RewardScorer | None,
+    sampler: Sampler,
+    specs: Sequence[EpisodeSpec],
+    samples_per_prompt: int,
+    decode: Callable[[Any], str],
 ) -> Iterator[ScoreFn | None]:
-    """Inside n answers to each start are played, each of them the one turn of its episode, and judged by what is yielded.
-    None = it would not be faster, or cannot be."""
-    keys = [(*start.key, sample) for start in starts for sample in range(n)]
+    """Score finished completions while others are still being sampled, when the overlap saves time. Results are identical.
+
+    Single-turn episodes only. Yields the function that returns all scores; None = score in the ordinary way.
+    """
+    keys = [(*spec.key, sample) for spec in specs for sample in range(samples_per_prompt)]
     if pool is None or not isinstance(sampler, SupportsStreaming) or not pool.is_overlap_worthwhile(len(keys)):
         yield None
         return
-    prompts, columns = prompts_and_columns([start.example for start in starts for _ in range(n)])
-    places = {key: place for place, key in enumerate(keys)}
-    with pool.score_incrementally(prompts, columns) as begun:
+    prompts, columns = prompts_and_columns([spec.example for spec in specs for _ in range(samples_per_prompt)])
+    indices = {key: i for i, key in enumerate(keys)}
+    with pool.score_incrementally(prompts, columns) as scoring:
 
-        def look(over: Sequence[tuple[Request, Tensor]]) -> None:
-            begun.add_completions(
-                {places[request.key]: decode(tokens) for request, tokens in over if request.key in places}
-            )
+        def add(finished: Sequence[tuple[Request, Tensor]]) -> None:
+            completions = {indices[r.key]: decode(tokens) for r, tokens in finished if r.key in indices}
+            scoring.add_completions(completions)
 
-        with sampler.on_completion(look):
-            yield partial(pool.score, incremental=begun)
+        with sampler.on_completion(add):
+            yield partial(pool.score, incremental=scoring)

@@ -1,4 +1,4 @@
-"""Groups that wait for the next step, as a checkpoint holds them: tensors, and values that JSON can hold."""
+"""Convert the groups and rollouts that wait for a later step to tensors and plain values for a checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -11,222 +11,198 @@ from torch import Tensor
 
 from policygrad.core import metrics
 from policygrad.core.batch import Batch
-from policygrad.core.metrics import Metric, Metrics
+from policygrad.core.metrics import Metrics
 from policygrad.rollout.rollouter import Rollout
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, StepMarks, Trajectory
 from policygrad.tasks.base import Example
 
-PLAIN_FIELDS = (
-    "text",
-    "truncated",
-    "turn_rewards",
-    "reward",
-    "metrics",
-    "states",
-    "parts",
-    "demonstration",
-    "ended",
-    "failed",
-)
-"""Fields of a trajectory that come back as they were written."""
-
-
-def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """(tensors by name, a value per group); an example is told by its index, the fourth entry of its start's key."""
-    if not groups:
-        return {}, []
-    segments = [s for g in groups for t in g.trajectories for s in t.segments]
-    drawn = [(s, s.logp) for s in segments if s.logp is not None]
-    tensors = {
-        "prompts": torch.cat([g.prompt_ids for g in groups]),
-        "tokens": torch.cat([s.tokens for s in segments]),
-        "logp": torch.cat([torch.empty(0), *(logp.float() for _, logp in drawn)]),  # as a batch takes it
-        "version": torch.cat([torch.empty(0, dtype=torch.int64), *(s.tokens * 0 + s.version for s, _ in drawn)]),
-    }
-    prefixes = [g.spec.prefix for g in groups if g.spec.prefix is not None]
-    tensors |= {"prefixes": torch.cat(prefixes)} if prefixes else {}
-    routes = [
-        s.routed_experts for g in groups for t in g.trajectories for s in t.branch_ends if s.routed_experts is not None
-    ]
-    tensors |= {"routes": torch.cat(routes)} if routes else {}
-    news = [s.new_tokens for s in segments if s.new_tokens is not None]
-    tensors |= {"news": torch.cat(news)} if news else {}
-    return tensors, [_group(g) for g in groups]
-
-
-def unpack_groups(
-    tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]], example: Callable[[int], Example]
-) -> tuple[EpisodeGroup, ...]:
-    """The groups; `example(i)` is the task's i-th."""
-    left = dict(tensors)
-
-    def take(name: str, n: int) -> Tensor:
-        head, left[name] = left[name][:n].clone(), left[name][n:]
-        return head
-
-    def segment(said: Mapping[str, Any]) -> Segment:
-        n, tokens = said["tokens"], take("tokens", said["tokens"])
-        if not said["sampled"]:
-            news = said.get("news")
-            return Segment(
-                tokens, prefix_length=said.get("keeps"), new_tokens=None if news is None else take("news", news)
-            )
-        version = take("version", n)
-        routes = take("routes", said["routes"]) if said["routes"] else None
-        return Segment(tokens, take("logp", n), version if said["version"] is None else said["version"], routes)
-
-    def trajectory(said: Mapping[str, Any]) -> Trajectory:
-        segments, marks = tuple(segment(s) for s in said["segments"]), said["marks"]
-        plain = {name: said[name] for name in PLAIN_FIELDS if name in said}  # an older checkpoint has no `failed`
-        return Trajectory(segments, step_marks=None if marks is None else StepMarks(*marks), **plain)
-
-    def start(said: Mapping[str, Any]) -> EpisodeSpec:
-        prefix = None if said["prefix"] is None else take("prefixes", said["prefix"])
-        return EpisodeSpec(example(said["key"][3]), said["key"], said["max_tokens"], prefix)
-
-    return tuple(
-        EpisodeGroup(
-            start(said),
-            take("prompts", said["prompt"]),
-            tuple(trajectory(t) for t in said["trajectories"]),
-            said["rewards"],
-        )
-        for said in values
-    )
-
-
-def _group(group: EpisodeGroup) -> dict[str, Any]:
-    known: dict[Hashable, int] = {}  # of a state only what it is equal to matters, and not all of them can be written
-    return {
-        "key": group.spec.key,
-        "max_tokens": group.spec.max_tokens,
-        "prefix": None if group.spec.prefix is None else len(group.spec.prefix),
-        "prompt": len(group.prompt_ids),
-        "trajectories": [_trajectory(t, known) for t in group.trajectories],
-        "rewards": tuple((name, float(weight)) for name, weight in group.reward_weights),
-    }
-
-
-def _trajectory(row: Trajectory, known: dict[Hashable, int]) -> dict[str, Any]:
-    readers = row.branch_ends  # their routes are those of all before them
-    return {
-        "segments": [_segment(s, s.routed_experts if s in readers else None) for s in row.segments],
-        "text": row.text,
-        "truncated": row.truncated,
-        "turn_rewards": _numbers(row.turn_rewards),
-        "reward": None if row.reward is None else float(row.reward),
-        "marks": None if row.step_marks is None else (row.step_marks.ends, tuple(map(float, row.step_marks.scores))),
-        "metrics": {name: float(value) for name, value in row.metrics.items()},
-        "states": tuple(known.setdefault(state, len(known)) for state in row.turn_states),
-        "parts": _numbers(row.reward_parts),
-        "demonstration": row.demonstration,
-        "ended": row.stop_reason,
-        "failed": row.failure,
-    }
-
-
-def _numbers(said: Sequence[float | None]) -> tuple[float | None, ...]:
-    return tuple(None if x is None else float(x) for x in said)
-
-
-def _segment(segment: Segment, routes: Tensor | None) -> dict[str, Any]:
-    version = segment.version if isinstance(segment.version, int) else None  # None: it changed on the way
-    read = 0 if routes is None else len(routes)
-    said = {"tokens": len(segment.tokens), "sampled": segment.is_sampled, "version": version, "routes": read}
-    return (
-        said
-        if segment.prefix_length is None
-        else said | {"keeps": segment.prefix_length, "news": _length(segment.new_tokens)}
-    )
-
-
-def _length(x: Tensor | None) -> int | None:
-    return None if x is None else len(x)
-
-
-# Groups and rollouts that wait for their step, as a checkpoint holds them: tensors, and values that JSON can hold.
-
-LEFTOVER_PREFIX, QUEUED_PREFIX = "carried/", "ahead/"
-"""Begin the names of the tensors of groups, and of rollouts, then their number."""
+LEFTOVER_PREFIX, QUEUED_PREFIX = "leftover/", "queued/"
+"""First part of the names of tensors that belong to leftover groups, and to queued rollouts."""
 RAGGED_FIELDS = ("prompts", "prompt_routed_experts")
-"""Fields of a batch that are tuples of tensors."""
+"""Batch fields that are tuples of tensors."""
 PackedState = tuple[dict[str, Tensor], dict[str, Any]]
+"""(tensors by name, plain values)."""
 
 
 def pack_rollouts(groups: Sequence[EpisodeGroup], rollouts: Sequence[Rollout]) -> PackedState:
-    """(tensors by name, values) of groups that are carried over, and of whole rollouts."""
-    found, said = pack_groups(groups)
-    tensors = {LEFTOVER_PREFIX + name: tensor for name, tensor in found.items()}
-    values: dict[str, Any] = {"carried": said, "ahead": []}
+    """Pack the leftover groups and the rollouts queued for later steps."""
+    group_tensors, group_values = pack_groups(groups)
+    tensors = {LEFTOVER_PREFIX + name: tensor for name, tensor in group_tensors.items()}
+    queued = []
     for i, rollout in enumerate(rollouts):
-        found, told = _rollout(rollout)
-        tensors |= {f"{QUEUED_PREFIX}{i}/{name}": tensor for name, tensor in found.items()}
-        values["ahead"].append(told)
-    return tensors, values
+        rollout_tensors, rollout_values = _pack_rollout(rollout)
+        tensors |= {f"{QUEUED_PREFIX}{i}/{name}": tensor for name, tensor in rollout_tensors.items()}
+        queued.append(rollout_values)
+    return tensors, {"leftover_groups": group_values, "queued_rollouts": queued}
 
 
-def split_tensors(tensors: Mapping[str, Tensor]) -> PackedState:
-    """(what waits, the others) of a checkpoint's tensors."""
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith((LEFTOVER_PREFIX, QUEUED_PREFIX))}
-    return own, {name: tensor for name, tensor in tensors.items() if name not in own}
+def split_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Separate a checkpoint's tensors into those of rollouts and the remaining ones."""
+    packed = {name: x for name, x in tensors.items() if name.startswith((LEFTOVER_PREFIX, QUEUED_PREFIX))}
+    return packed, {name: x for name, x in tensors.items() if name not in packed}
 
 
 def unpack_rollouts(
     tensors: Mapping[str, Tensor], values: Mapping[str, Any], example: Callable[[int], Example]
 ) -> tuple[tuple[EpisodeGroup, ...], tuple[Rollout, ...]]:
-    """(groups, rollouts); `example(i)` is the task's i-th."""
-    groups = _within(tensors, LEFTOVER_PREFIX)
-    ahead = (
-        _unpacked(_within(tensors, f"{QUEUED_PREFIX}{i}/"), told, example)
-        for i, told in enumerate(values.get("ahead", ()))
-    )
-    return unpack_groups(groups, values.get("carried", ()), example), tuple(ahead)
+    """Return (leftover groups, queued rollouts). `example(i)` is the task's i-th example."""
+    groups = unpack_groups(_strip_prefix(tensors, LEFTOVER_PREFIX), values.get("leftover_groups", ()), example)
+    queued = enumerate(values.get("queued_rollouts", ()))
+    return groups, tuple(_unpack_rollout(_strip_prefix(tensors, f"{QUEUED_PREFIX}{i}/"), v, example) for i, v in queued)
 
 
-def _within(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return (tensors by name, one value per group). An example is stored as its index, the fourth entry of the spec's key."""
+    if not groups:
+        return {}, []
+    trajectories = [t for g in groups for t in g.trajectories]
+    segments = [s for t in trajectories for s in t.segments]
+    sampled = [(s, s.logp) for s in segments if s.logp is not None]
+    tensors = {
+        "prompts": torch.cat([g.prompt_ids for g in groups]),
+        "tokens": torch.cat([s.tokens for s in segments]),
+        "logp": torch.cat([torch.empty(0), *(logp.float() for _, logp in sampled)]),  # the dtype of a batch
+        "version": torch.cat([torch.empty(0, dtype=torch.int64), *(s.tokens * 0 + s.version for s, _ in sampled)]),
+    }
+    optional = {
+        "prefixes": [g.spec.prefix for g in groups if g.spec.prefix is not None],
+        "routed_experts": [
+            s.routed_experts for t in trajectories for s in t.branch_ends if s.routed_experts is not None
+        ],
+        "new_tokens": [s.new_tokens for s in segments if s.new_tokens is not None],
+    }
+    tensors |= {name: torch.cat(parts) for name, parts in optional.items() if parts}
+    return tensors, [_pack_group(g) for g in groups]
 
 
-def _rollout(rollout: Rollout) -> PackedState:
-    parts = {"groups": rollout.groups, "surplus": rollout.leftover_groups}
-    tensors, values = _batch(rollout.batch)
-    for name, groups in parts.items():
-        found, values[name] = pack_groups(groups)
-        tensors |= {f"{name}/{tensor}": x for tensor, x in found.items()}
-    values |= {"position": rollout.position, "messages": rollout.messages}
-    return tensors, values | {"metrics": {name: _metric(metric) for name, metric in rollout.metrics.items()}}
+def _pack_group(group: EpisodeGroup) -> dict[str, Any]:
+    state_ids: dict[Hashable, int] = {}  # only equality of states matters, and not every state can be written
+    return {
+        "key": group.spec.key,
+        "max_tokens": group.spec.max_tokens,
+        "prefix": None if group.spec.prefix is None else len(group.spec.prefix),
+        "prompt": len(group.prompt_ids),
+        "trajectories": [_pack_trajectory(t, state_ids) for t in group.trajectories],
+        "reward_weights": tuple((name, float(weight)) for name, weight in group.reward_weights),
+    }
 
 
-def _unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], example: Callable[[int], Example]) -> Rollout:
-    groups, surplus = (
-        unpack_groups(_within(tensors, f"{name}/"), values[name], example) for name in ("groups", "surplus")
-    )
-    measured: Metrics = {name: getattr(metrics, kind)(*of) for name, (kind, of) in values["metrics"].items()}
-    batch = _unpacked_batch(tensors, values["batch"])
-    return Rollout(batch, groups, values["position"], measured, tuple(values["messages"]), surplus)
+def _pack_trajectory(row: Trajectory, state_ids: dict[Hashable, int]) -> dict[str, Any]:
+    def floats(values: Sequence[float | None]) -> tuple[float | None, ...]:
+        return tuple(None if x is None else float(x) for x in values)
+
+    ends, marks = row.branch_ends, row.step_marks  # the last turn of a branch has the experts of everything before it
+    return {
+        "segments": [_pack_segment(s, s.routed_experts if s in ends else None) for s in row.segments],
+        "text": row.text,
+        "truncated": row.truncated,
+        "turn_rewards": floats(row.turn_rewards),
+        "reward": None if row.reward is None else float(row.reward),
+        "step_marks": None if marks is None else (marks.ends, tuple(map(float, marks.scores))),
+        "metrics": {name: float(value) for name, value in row.metrics.items()},
+        "turn_states": tuple(state_ids.setdefault(state, len(state_ids)) for state in row.turn_states),
+        "reward_parts": floats(row.reward_parts),
+        "demonstration": row.demonstration,
+        "stop_reason": row.stop_reason,
+        "failure": row.failure,
+    }
 
 
-def _batch(batch: Batch) -> PackedState:
-    tensors, told = dict[str, Tensor](), dict[str, Any]()
+def _pack_segment(segment: Segment, experts: Tensor | None) -> dict[str, Any]:
+    value = {
+        "tokens": len(segment.tokens),
+        "sampled": segment.is_sampled,
+        "version": segment.version if isinstance(segment.version, int) else None,  # None: it changed within the segment
+        "routed_experts": 0 if experts is None else len(experts),
+    }
+    if segment.prefix_length is not None:
+        news = segment.new_tokens
+        value |= {"prefix_length": segment.prefix_length, "new_tokens": None if news is None else len(news)}
+    return value
+
+
+def unpack_groups(
+    tensors: Mapping[str, Tensor], values: Sequence[Mapping[str, Any]], example: Callable[[int], Example]
+) -> tuple[EpisodeGroup, ...]:
+    """Return the groups. `example(i)` is the task's i-th example."""
+    unread = dict(tensors)
+
+    def take(name: str, n: int | None) -> Tensor | None:
+        if n is None:
+            return None
+        head, unread[name] = unread[name][:n].clone(), unread[name][n:]
+        return head
+
+    def take_all(name: str, n: int) -> Tensor:
+        head = take(name, n)
+        assert head is not None
+        return head
+
+    def segment(value: Mapping[str, Any]) -> Segment:
+        n, tokens = value["tokens"], take_all("tokens", value["tokens"])
+        if not value["sampled"]:
+            new_tokens = take("new_tokens", value.get("new_tokens"))
+            return Segment(tokens, prefix_length=value.get("prefix_length"), new_tokens=new_tokens)
+        version = take_all("version", n)
+        experts = take("routed_experts", value["routed_experts"] or None)
+        return Segment(tokens, take("logp", n), version if value["version"] is None else value["version"], experts)
+
+    def trajectory(value: Mapping[str, Any]) -> Trajectory:
+        marks = value["step_marks"]
+        return Trajectory(
+            **dict(value)
+            | {
+                "segments": tuple(segment(s) for s in value["segments"]),
+                "step_marks": None if marks is None else StepMarks(*marks),
+            }
+        )
+
+    def group(value: Mapping[str, Any]) -> EpisodeGroup:
+        prefix = take("prefixes", value["prefix"])
+        spec = EpisodeSpec(example(value["key"][3]), value["key"], value["max_tokens"], prefix)
+        prompt_ids = take_all("prompts", value["prompt"])
+        trajectories = tuple(trajectory(t) for t in value["trajectories"])
+        return EpisodeGroup(spec, prompt_ids, trajectories, value["reward_weights"])
+
+    return tuple(map(group, values))
+
+
+def _pack_rollout(rollout: Rollout) -> PackedState:
+    tensors, batch_values = dict[str, Tensor](), dict[str, Any]()
     for field in fields(Batch):
-        value = getattr(batch, field.name)
+        value = getattr(rollout.batch, field.name)
         if isinstance(value, Tensor):
             tensors[f"batch/{field.name}"] = value
         elif field.name in RAGGED_FIELDS and value:
             tensors[f"batch/{field.name}"] = torch.cat(value)
-            told[field.name] = tuple(map(len, value))
+            batch_values[field.name] = tuple(map(len, value))
         elif value is not None and field.name not in RAGGED_FIELDS:
-            told[field.name] = value
-    return tensors, {"batch": told}
+            batch_values[field.name] = value
+    values: dict[str, Any] = {"batch": batch_values, "position": rollout.position, "messages": rollout.messages}
+    for name in ("groups", "leftover_groups"):
+        group_tensors, values[name] = pack_groups(getattr(rollout, name))
+        tensors |= {f"{name}/{tensor}": x for tensor, x in group_tensors.items()}
+    values["metrics"] = {
+        name: (type(metric).__name__, tuple(float(getattr(metric, field.name)) for field in fields(metric)))
+        for name, metric in rollout.metrics.items()
+    }
+    return tensors, values
 
 
-def _unpacked_batch(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> Batch:
-    found: dict[str, Any] = dict(_within(tensors, "batch/"))
-    lengths = {name: told[name] for name in RAGGED_FIELDS if name in told}
-    rows = {name: tuple(x.clone() for x in found[name].split(list(of))) for name, of in lengths.items()}
-    plain = {name: tuple(value) for name, value in told.items() if name not in RAGGED_FIELDS}
-    return Batch(**found | rows | plain)
+def _unpack_rollout(
+    tensors: Mapping[str, Tensor], values: Mapping[str, Any], example: Callable[[int], Example]
+) -> Rollout:
+    groups, leftover_groups = (
+        unpack_groups(_strip_prefix(tensors, f"{name}/"), values[name], example)
+        for name in ("groups", "leftover_groups")
+    )
+    measured: Metrics = {name: getattr(metrics, kind)(*args) for name, (kind, args) in values["metrics"].items()}
+    batch: dict[str, Any] = dict(_strip_prefix(tensors, "batch/"))
+    for name, value in values["batch"].items():
+        ragged = name in RAGGED_FIELDS
+        batch[name] = tuple(x.clone() for x in batch[name].split(list(value))) if ragged else tuple(value)
+    return Rollout(Batch(**batch), groups, values["position"], measured, tuple(values["messages"]), leftover_groups)
 
 
-def _metric(metric: Metric) -> tuple[str, tuple[float, ...]]:
-    return type(metric).__name__, tuple(float(getattr(metric, field.name)) for field in fields(metric))
+def _strip_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

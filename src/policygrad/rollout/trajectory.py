@@ -1,4 +1,4 @@
-"""What a rollout is made of: episodes as runs of tokens of one origin, each token with who wrote it and which weights drew it."""
+"""The data of a rollout: episodes as segments of tokens with one origin, and groups of episodes that share a prompt."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from torch import Tensor
 from policygrad.core.batch import Batch
 from policygrad.environments.base import ENVIRONMENT, TOKENS
 from policygrad.rewards.base import StepScores
-from policygrad.samplers.base import Generation
+from policygrad.samplers.base import Generation, SamplingParams
 from policygrad.tasks.base import Example
-
-# Reasoning steps: from where a text's steps end to the tokens at which they end, and from there to the batch.
 
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The steps of one completion, by token."""
+    """The reasoning steps of one completion, by token."""
 
     ends: tuple[int, ...]
-    """Index of each step's last token, rising; the last sampled token is always one."""
+    """Index of each step's last token, ascending; always includes the last sampled token."""
     scores: tuple[float, ...]
-    """Of each step; 0 where nothing scored it."""
+    """Score of each step; 0 where none was given."""
 
 
 def find_token_index(decode: Callable[[Tensor], str], tokens: Tensor, text: str, end: int) -> int:
-    """The first token with which the decoded text reaches `end` characters; ids are decoded, never made from text.
+    """Return the index of the first token at which the decoded text reaches `end` characters, by decoding prefixes of the ids.
 
-    A character of several tokens is there with its last one. What is followed by white space only ends with the last token,
-    since the end token that closes an answer is no step of its own.
+    A step followed only by white space ends with the last token, since the end-of-text token is no step of its own.
     """
     if end >= len(text.rstrip()):
         return len(tokens) - 1
@@ -48,7 +45,7 @@ def find_token_index(decode: Callable[[Tensor], str], tokens: Tensor, text: str,
 
 
 def locate_steps(decode: Callable[[Tensor], str], tokens: Tensor, text: str, steps: StepScores) -> StepMarks:
-    """Steps by characters as steps by tokens; the scores of steps that end with the same token are added up."""
+    """Convert steps given by characters to token indices; scores of steps that end with the same token are summed."""
     scores = {len(tokens) - 1: 0.0}
     for end, score in steps:
         at = find_token_index(decode, tokens, text, end)
@@ -57,65 +54,52 @@ def locate_steps(decode: Callable[[Tensor], str], tokens: Tensor, text: str, ste
     return StepMarks(ends, tuple(scores[end] for end in ends))
 
 
-def add_step_marks(batch: Batch, marks: Sequence[StepMarks | None], *, scored: bool) -> Batch:
-    """`step_end`, and with `scored` the steps' scores as `token_reward`; None = a completion without steps (it failed)."""
-    step_end = torch.zeros_like(batch.mask)
-    reward = torch.zeros(batch.mask.shape, dtype=batch.reward.dtype)
-    for row, step_marks in enumerate(marks):
-        if step_marks is not None:
-            ends = torch.tensor(step_marks.ends, dtype=torch.int64)
-            step_end[row, ends] = True
-            reward[row, ends] = torch.tensor(step_marks.scores, dtype=batch.reward.dtype)
-    batch = replace(batch, step_end=step_end & batch.mask)
-    return replace(batch, token_reward=reward) if scored else batch
-
-
 TRAIN, EVALUATE, VALUES, GREEDY, VINE = 0, 1, 2, 3, 4
-"""Streams of random numbers, the second entry of a start's key."""
+"""Streams of random numbers: the second entry of `EpisodeSpec.key`."""
 
 
 @dataclass(frozen=True, eq=False)
 class EpisodeSpec:
-    """Where the episodes of one group begin."""
+    """The starting point of one group of episodes."""
 
     example: Example
     key: tuple[int, ...]
-    """(seed, stream, step, example), and of a prefix (…, sample, position); sample j draws from key + (j,), its turn k > 0 from
-    key + (j, k)."""
+    """(seed, stream, step, example), for a prefix followed by (sample, position). Sample j uses the random numbers of
+    key + (j,), its turn k > 0 those of key + (j, k)."""
     max_tokens: int
-    """Tokens that an episode may sample."""
+    """Maximum sampled tokens per episode."""
     prefix: Tensor | None = None
-    """[n] int64; an answer's beginning to go on from, as Monte-Carlo values do."""
+    """[n] int64; the beginning of a completion to continue, for Monte-Carlo values."""
 
     @property
     def location(self) -> str:
-        """For error messages."""
+        """The example's place in its data, for error messages."""
         kind = "held-out" if self.key[1] == EVALUATE else "training"
         return getattr(self.example, "source", "") or f"{kind} prompt {self.key[3]}"
 
     @property
     def seed(self) -> int:
-        """Of the world, the same for every episode of the group and for its greedy one."""
+        """Seed of the environment: the same for all episodes of the group and for its greedy one."""
         return Random(f"{self.key[0]}/{self.key[2:4]}").getrandbits(63)
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens of one origin."""
+    """Consecutive tokens with one origin: the policy, or the environment."""
 
     tokens: Tensor
     """[n] int64."""
     logp: Tensor | None = None
-    """[n] nats under what was really sampled from; None = not sampled: a tool or the environment said them."""
+    """[n] nats, under the distribution that was sampled from; None = written by a tool or the environment."""
     version: int | Tensor = 0
-    """Of the weights that drew it; [n] int64 where they changed on the way."""
+    """Version of the weights that sampled it; [n] int64 if it changed within the segment."""
     routed_experts: Tensor | None = None
-    """[m, layers, k] the experts of every token up to its end, the prompt's first; -1 = not read."""
+    """[m, layers, k] experts of all tokens up to the end of the segment, from the prompt on; -1 = not read."""
     prefix_length: int | None = None
-    """A new branch begins: the template has written the conversation anew. Of the ids that were read before, the prompt's first,
-    so many stay, and these tokens follow them. None = they follow all of them."""
+    """Set where a branch begins, because the chat template rewrote the conversation: the number of earlier ids, prompt included,
+    that these tokens follow. None = they follow all earlier ids."""
     new_tokens: Tensor | None = None
-    """[m] int64; what of them was said now, for people and reward functions; None = all."""
+    """[m] int64; the new part of `tokens`, for texts and reward functions; None = all."""
 
     @classmethod
     def from_generation(cls, generation: Generation) -> Segment:
@@ -127,84 +111,83 @@ class Segment:
 
     @property
     def visible_tokens(self) -> Tensor:
-        """[m] int64."""
+        """[m] int64; the tokens that are part of the episode's text."""
         return self.tokens if self.new_tokens is None else self.new_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One episode: what follows the prompt, and what it was worth. It is one, and one row of a batch, also where it has branches:
-    what a branch's segments follow is what the segments before them have left it (`Segment.prefix_length`)."""
+    """One episode after the prompt, with its reward: one row of a batch, also where it has branches (`Segment.prefix_length`)."""
 
     segments: tuple[Segment, ...]
-    """In order; a turn of the policy is one sampled segment."""
+    """In order. Each sampled segment is one turn of the policy."""
     text: str
-    """What all segments have told (and a prefix before them), for reward functions and people."""
+    """Decoded prefix and visible tokens, for reward functions and logs."""
     truncated: bool
-    """The token budget ended it, not the policy or the environment."""
+    """True if the token budget ended the episode, not the policy or the environment."""
     turn_rewards: tuple[float | None, ...] = ()
-    """What the environment said of each turn."""
+    """Reward of each turn by the environment; None = it gave none."""
     reward: float | None = None
-    """The turns' rewards and what the reward functions say, added up; None = it could not be judged and takes no part."""
+    """Sum of turn rewards and reward functions; None = scoring failed, and the episode is left out of training."""
     step_marks: StepMarks | None = None
-    """Where its reasoning steps end; None where nobody looks."""
+    """Ends and scores of reasoning steps; None without `Rollouter.score_steps`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the environment measured, its turns added up."""
+    """Metrics by the environment, summed over turns."""
     turn_states: tuple[Hashable, ...] = ()
-    """What the environment was in when each turn began."""
+    """State of the environment at the start of each turn."""
     reward_parts: tuple[float | None, ...] = ()
-    """What each of the group's `rewards` says, before its weight; None = it failed or does not apply."""
+    """Value of each of the group's `reward_weights`, unweighted; None = it failed or does not apply."""
     demonstration: bool = False
-    """Shown, not sampled: its one segment's `logp` is that of whoever wrote it, or 0."""
+    """True if given by the data, not sampled: its one segment has its author's `logp`, or 0."""
     stop_reason: str = ""
-    """What ended it, where an environment was played: `environment`, `tokens`, `context`, `failed`, or a word of its own."""
+    """How an environment's episode ended: `environment`, `tokens`, `context`, `failed`, or a reason of the environment's own."""
     failure: str = ""
-    """Why its environment has lost it, so that nothing is to be judged; "" = it has not."""
+    """Error of its environment, after which nothing can be scored; "" = none."""
 
     @property
     def tokens(self) -> Tensor:
         """[n] int64."""
-        return self._joined([s.tokens for s in self.segments])
+        return _concat([s.tokens for s in self.segments])
 
     @property
     def mask(self) -> Tensor:
         """[n] bool; True where the policy sampled the token."""
-        return self._joined([torch.full(s.tokens.shape, s.is_sampled) for s in self.segments])
+        return _concat([torch.full(s.tokens.shape, s.is_sampled) for s in self.segments])
 
     @property
     def logp(self) -> Tensor:
         """[n] nats, log μ; 0 where nothing was sampled."""
-        return self._joined([torch.zeros(len(s.tokens)) if s.logp is None else s.logp.float() for s in self.segments])
+        return _concat([torch.zeros(len(s.tokens)) if s.logp is None else s.logp.float() for s in self.segments])
 
     @property
     def version(self) -> Tensor:
         """[n] int64; 0 where nothing was sampled."""
-        whole = (
+        versions = (
             torch.full_like(s.tokens, s.version) if isinstance(s.version, int) else s.version for s in self.segments
         )
-        return self._joined(list(whole))
+        return _concat(list(versions))
 
     @property
     def num_branches(self) -> int:
-        """Texts that it is read as: one, and another each time that the template wrote the conversation anew."""
+        """Number of texts the episode is read as: 1 plus the number of times the template rewrote the conversation."""
         return 1 + sum(s.prefix_length is not None for s in self.segments)
 
-    def positions(self, prompt: int) -> Tensor:
-        """[n] int64; how many tokens stand before each where it was read, those of the prompt included."""
-        found, at = list[Tensor](), prompt
+    def positions(self, prompt_length: int) -> Tensor:
+        """[n] int64; number of tokens before each in the text it was read in, prompt included."""
+        positions, at = list[Tensor](), prompt_length
         for segment in self.segments:
             at = at if segment.prefix_length is None else segment.prefix_length
-            found.append(torch.arange(at, at + len(segment.tokens)))
+            positions.append(torch.arange(at, at + len(segment.tokens)))
             at += len(segment.tokens)
-        return self._joined(found)
+        return _concat(positions)
 
     @property
     def visible_tokens(self) -> Tensor:
         """[m] int64; the tokens of `text`."""
-        return self._joined([s.visible_tokens for s in self.segments])
+        return _concat([s.visible_tokens for s in self.segments])
 
     def map_step_marks(self, marks: StepMarks) -> StepMarks:
-        """Steps by the tokens of `told`, as steps by those of `tokens`; what was written anew is one token, its last."""
+        """Convert indices into `visible_tokens` to indices into `tokens`; a rewritten part counts as its last token."""
         if self.num_branches == 1:
             return marks
         places, at = list[int](), 0
@@ -216,7 +199,7 @@ class Trajectory:
 
     @property
     def branch_ends(self) -> tuple[Segment, ...]:
-        """The last turn of each branch, which has read all before it there."""
+        """The last sampled segment of each branch, which read everything before it there."""
         last, branch = dict[int, Segment](), 0
         for segment in self.segments:
             branch += segment.prefix_length is not None
@@ -226,51 +209,84 @@ class Trajectory:
 
     @property
     def routed_experts(self) -> Tensor | None:
-        """[P + n, layers, k] the experts of the prompt's tokens and of these."""
+        """[P + n, layers, k] experts of the prompt and of these tokens; None if any are missing."""
         begins = [0, *(s.prefix_length for s in self.segments if s.prefix_length is not None)]
         read = [
             s.routed_experts[begin:]
             for s, begin in zip(self.branch_ends, begins, strict=False)
             if s.routed_experts is not None
         ]
-        return self._joined(read) if len(read) == len(begins) else None
-
-    @staticmethod
-    def _joined(parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _concat(read) if len(read) == len(begins) else None
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy drew."""
+        """Tokens sampled by the policy."""
         return 0 if self.demonstration else sum(len(s.tokens) for s in self.segments if s.is_sampled)
 
 
 @dataclass(frozen=True, eq=False)
 class EpisodeGroup:
-    """The episodes of one example."""
+    """The episodes of one prompt."""
 
     spec: EpisodeSpec
     prompt_ids: Tensor
-    """[P] int64; what all of them begin with."""
+    """[P] int64; shared by all episodes."""
     trajectories: tuple[Trajectory, ...]
     reward_weights: tuple[tuple[str, float], ...] = ()
-    """(name, weight) of every number in a trajectory's `parts`; what the environment itself gave is one of them."""
+    """(name, weight) of each value in `Trajectory.reward_parts`; the environment's own reward is one of them."""
+
+
+def _concat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The size of a step's rollout, and how its completions are sampled."""
+
+    sampling: SamplingParams
+    prompts_per_step: int
+    samples_per_prompt: int
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutRequest:
+    """Which rollout to collect next."""
+
+    step: int = 1
+    position: int = 0
+    """Index of the task's next example."""
+    leftover_groups: Sequence[EpisodeGroup] = ()
+    """Groups left over by the rollout before."""
 
 
 def reward_inputs(groups: list[EpisodeGroup]) -> tuple[list[Any], list[str], dict[str, list[Any]]]:
-    """What a reward function is given: prompts, texts and columns, one of each per episode."""
+    """Return the arguments of a reward function: (prompts, completions, columns), one entry per episode."""
     repeated = [(g.spec.example, t.text) for g in groups for t in g.trajectories]
     prompts, columns = prompts_and_columns([example for example, _ in repeated])
     return prompts, [text for _, text in repeated], columns
 
 
 def prompts_and_columns(examples: Sequence[Example]) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Of that, what there is before there are texts: prompts and columns."""
+    """Return (prompts, columns): the arguments of a reward function that are known before sampling."""
     names = dict.fromkeys(name for example in examples for name in example.columns)
     columns = {name: [example.columns.get(name) for example in examples] for name in names}
     return [example.prompt for example in examples], columns
 
 
 def is_multi_turn(rows: Sequence[Trajectory]) -> bool:
-    """Whether there is anything to say of turns: an episode has several, or ended by a word of its environment's own."""
+    """Return True if an episode has several turns, or a stop reason of its environment's own."""
     return any(len(row.segments) > 1 or row.stop_reason not in ("", ENVIRONMENT, TOKENS) for row in rows)
+
+
+def add_step_marks(batch: Batch, marks: Sequence[StepMarks | None], *, scored: bool) -> Batch:
+    """Fill `step_end`, and with `scored` also `token_reward`; None = a completion whose step scoring failed."""
+    step_end = torch.zeros_like(batch.mask)
+    reward = torch.zeros(batch.mask.shape, dtype=batch.reward.dtype)
+    for row, step_marks in enumerate(marks):
+        if step_marks is not None:
+            ends = torch.tensor(step_marks.ends, dtype=torch.int64)
+            step_end[row, ends] = True
+            reward[row, ends] = torch.tensor(step_marks.scores, dtype=batch.reward.dtype)
+    batch = replace(batch, step_end=step_end & batch.mask)
+    return replace(batch, token_reward=reward) if scored else batch

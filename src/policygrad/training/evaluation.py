@@ -11,6 +11,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.rollout.rollouter import Rollout
+from policygrad.rollout.trajectory import RolloutConfig, RolloutRequest
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import Run, RunOptions, check_environment_timeout
@@ -34,14 +35,8 @@ def collect(
     """
     run = (run or Run()).resolve()
     with _load(run, run.algorithm, sampler, environment, ignore_progress) as resources:
-        return resources.rollouter.collect(
-            run.algorithm,
-            run.sampling,
-            prompts_per_step=run.prompts_per_step,
-            samples_per_prompt=run.effective_samples_per_prompt,
-            step=step,
-            position=position,
-        )
+        config = RolloutConfig(run.sampling, run.prompts_per_step, run.effective_samples_per_prompt)
+        return resources.rollouter.collect(run.algorithm, config, RolloutRequest(step, position))
 
 
 def evaluate(

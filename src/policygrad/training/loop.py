@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -16,9 +17,9 @@ from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum, merge
 from policygrad.core.staleness import resolve_old_policy, staleness_metrics
 from policygrad.learners.base import Learner
-from policygrad.rollout.async_producer import CollectFn, RolloutProducer, RolloutQueue
+from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout, Rollouter
-from policygrad.rollout.trajectory import EpisodeGroup
+from policygrad.rollout.trajectory import EpisodeGroup, RolloutConfig
 from policygrad.training.config.run import Run
 
 
@@ -130,7 +131,8 @@ def run_step(
     """
     step, algorithm = progress.step + 1, run.algorithm.with_state(progress.state)
     started, busy = time.perf_counter(), producer.busy_seconds
-    collect = _make_collect(run, rollouter, learner, algorithm)
+    config = RolloutConfig(run.sampling, run.prompts_per_step, run.effective_samples_per_prompt)
+    collect = partial(rollouter.collect, algorithm, config, evaluate=learner.evaluate)
     with interruptible():
         rollout = producer.take(1 if rollouter.in_flight else max(1, run.rollouts_ahead(step)), collect)
     sampled = time.perf_counter()
@@ -179,21 +181,4 @@ def _make_producer(run: Run, progress: Progress) -> RolloutProducer:
     queue = RolloutQueue(
         progress.step + 1, progress.queued_rollouts, progress.position, progress.leftover_groups, tokens
     )
-    return RolloutProducer(queue, lambda q: run.is_finished(q.next_request[0] - 1, q.num_sampled_tokens))
-
-
-def _make_collect(run: Run, rollouter: Rollouter, learner: Learner, algorithm: Algorithm) -> CollectFn:
-    def collect(step: int, position: int, leftover_groups: Sequence[EpisodeGroup]) -> Rollout:
-        with rollouter.lock:
-            return rollouter.collect(
-                algorithm,
-                run.sampling,
-                prompts_per_step=run.prompts_per_step,
-                samples_per_prompt=run.effective_samples_per_prompt,
-                step=step,
-                position=position,
-                leftover_groups=leftover_groups,
-                evaluate=learner.evaluate,
-            )
-
-    return collect
+    return RolloutProducer(queue, lambda q: run.is_finished(q.next_request.step - 1, q.num_sampled_tokens))

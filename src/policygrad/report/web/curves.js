@@ -75,7 +75,7 @@ function showMetric(name) {
   const [plot, draw] = panel(name, [240, 380], make("p", { class: "axis-name" }, metric.unit ?? ""));
   figure.replaceChildren(plot, metricTable(name));
   const meant = (label, text) => (text ? [make("p", { class: "meant" }, make("b", {}, label), " ", text)] : []);
-  said.replaceChildren(...meant("What it is:", metric.text), ...meant("When it moves:", metric.moves));
+  said.replaceChildren(...meant("What it is:", metric.text), ...meant("When it moves:", metric.interpretation));
   if (!metric.text) said.replaceChildren(make("p", { class: "note" }, "Nobody has described this metric: it is the run's own."));
   return draw;
 }

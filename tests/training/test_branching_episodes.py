@@ -1,0 +1,91 @@
+"""A run whose chat template writes earlier turns anew: it trains, is counted, and goes on bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from doubles.files import rows, same, untimed, weights
+from doubles.models import changed_copy
+from policygrad.models.loading import resolve_model
+
+ENVIRONMENT = """
+import policygrad as pg
+
+
+class Asks:
+    '''Three turns: the user asks for more, and letters count.'''
+
+    def __init__(self, example):
+        self.example, self.turns = example, 0
+
+    async def reset(self):
+        return pg.Observation(({"role": "user", "content": f"{self.example.columns['answer']} and 1 ="},))
+
+    async def step(self, action):
+        self.turns += 1
+        worth = float(sum(c.isdigit() for c in action.text))
+        if self.turns == 3:
+            return pg.Step(reward=worth)
+        return pg.Step(pg.Observation(({"role": "user", "content": f"more, {self.turns} ="},)), worth / 2)
+"""
+SHOUTING = (
+    "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}{{ (message['content'] | upper) + eos_token }}"
+    "{%- else -%}{{ message['content'] + '\\n' }}{%- endif -%}{%- endfor -%}"
+)
+CARRIED = replace(pg.GSPO, filters=(pg.DropZeroVariance(max_rounds=3),), update_rule=pg.GradientSteps())
+BY_TURN = replace(
+    pg.PPO, advantage=(pg.TurnGAE(0.9), pg.Whiten()), critic=pg.Critic(turn_gamma=0.9), update_rule=pg.GradientSteps()
+)
+
+
+@pytest.fixture
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
+    (tmp_path / "asks.py").write_text(ENVIRONMENT)
+    model = changed_copy(Path(resolve_model("tiny")), tmp_path / "shouting")
+    (model / "chat_template.jinja").write_text(SHOUTING)
+    return replace(
+        small,
+        model=str(model),
+        reward=(),
+        steps=3,
+        samples_per_prompt=4,
+        sampling=pg.SamplingParams(max_tokens=48),
+        environment=f"{tmp_path / 'asks.py'}:Asks",
+        output=str(tmp_path / "run"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [CARRIED, BY_TURN, pg.GIGPO], ids=["gspo", "ppo", "gigpo"])
+def test_resume_is_bitwise_with_branching_episodes(run: pg.Run, tmp_path: Path, algorithm: pg.Algorithm) -> None:
+    run = replace(run, algorithm=algorithm)
+    whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False)
+    pieces = tmp_path / "pieces"
+    result = pg.train(replace(run, output=str(pieces)), stop_after=1, display=False)
+    while result.steps < run.steps:
+        result = pg.train(resume=pieces, stop_after=1, display=False, allow_code=[str(tmp_path)])
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    told = rows(whole.output / "completions.jsonl")
+    assert told == rows(pieces / "completions.jsonl")
+    measured = rows(whole.output / "metrics.jsonl")
+    assert all(1 < row["environment/branches"] <= row["environment/turns"] for row in measured)
+    assert all(0 < row["environment/branched_ratio"] <= 1 for row in measured)
+    assert all(row["mismatch/logp_max"] < 1e-3 for row in measured if "mismatch/logp_max" in row)
+    talks = [row for row in told if row.get("branches", 1) > 1]
+    assert talks
+    for row in talks:
+        assert "".join(text for _, text in row["turns"]) == row["completion"]
+        assert [text for who, text in row["turns"] if who == "environment"] == [
+            f"more, {turn + 1} =\n" for turn in range(len(row["turns"]) // 2)
+        ]
+
+
+def test_branching_episodes_are_noted_once(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pg.train(replace(run, steps=2))
+    said = "".join(capsys.readouterr())
+    assert said.count("the chat template writes earlier turns anew in") == 1

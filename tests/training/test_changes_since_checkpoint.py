@@ -1,0 +1,192 @@
+"""What is another than when a run began: refused where it is measured on, said where a run may go on with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policygrad as pg
+from doubles.files import write_rows
+from doubles.judge_server import judging
+from doubles.trackers import Record
+from policygrad.errors import RunError
+from policygrad.report.data import read_run
+from policygrad.report.page import render_report
+from policygrad.training.provenance import compare_fingerprints, fingerprint_run
+from policygrad.training.run_folder import check_resumable, with_end_marker
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(small: pg.Run, tmp_path: Path) -> pg.Run:
+    """Stopped after its first step; the task, held-out problems and reward are files of its own."""
+    (tmp_path / "mine.py").write_text(
+        "def one(prompts, completions, **columns): return [float(len(c)) for c in completions]\n"
+    )
+    rows = [{"prompt": f"{i} + 1 =\n", "answer": "1"} for i in range(8)]
+    run = replace(
+        small,
+        task=write_rows(tmp_path / "task.jsonl", rows[:4]),
+        eval_data=write_rows(tmp_path / "held_out.jsonl", rows[4:]),
+        reward=(f"{tmp_path / 'mine.py'}:one",),
+        output=str(tmp_path / "run"),
+        steps=3,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+    )
+    pg.train(run, stop_after=1, display=False)
+    return run
+
+
+def go_on(run: pg.Run, **changes: Any) -> str:
+    """What a step more of the run says."""
+    record = Record()
+    pg.train(replace(run, **changes), resume=run.output, stop_after=1, display=record)
+    return record.said
+
+
+@pytest.mark.parametrize("file", ["task.jsonl", "held_out.jsonl"])
+def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, file: str) -> None:
+    before = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(before.replace("1 =", "2 ="))
+    with pytest.raises(
+        RunError, match=rf"{file} is not what the run in .* began with.*Put the old file back, or train anew"
+    ):
+        go_on(run)
+    (tmp_path / file).write_text(before)
+    assert "checkpoint" not in go_on(run)
+
+
+def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> None:
+    said = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    assert (
+        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
+        in said
+    )
+    assert "no longer bit for bit" in said
+    mine = tmp_path / "mine.py"
+    mine.write_text(mine.read_text() + "\n# mended\n")
+    changed = replace(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
+    said = go_on(changed)
+    assert f"{mine} changed since the checkpoint" in said
+    assert "set otherwise" not in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lr": 0.5}, "lr 0.01 -> 0.5; the run goes on, and no longer bit for bit"),
+        ({"optimizer": pg.OptimizerConfig(clip=0.5)}, "optimizer.clip 1.0 -> 0.5; the run goes on"),
+        (
+            {"algorithm": replace(pg.DAPO, gate=pg.Clip(0.1, 0.1))},
+            "algorithm.gate Clip(low=0.2, high=0.28) -> Clip(low",
+        ),
+        ({"steps": 4}, "steps 3 -> 4"),
+        ({"checkpoint": pg.CheckpointConfig(every=2, keep=3)}, "checkpoint.every 1 -> 2"),
+        ({"rewards": pg.RewardConfig(num_workers=1)}, "rewards.num_workers 2 -> 1"),
+    ],
+)
+def test_every_changed_option_is_noted(run: pg.Run, change: dict[str, Any], said: str) -> None:
+    run = replace(run, algorithm=pg.DAPO, lr=0.01, output=f"{run.output}-dapo")
+    pg.train(run, stop_after=1, display=False)
+    found = go_on(run, **change)
+    assert f"changed since the checkpoint: {said}" in found
+    assert ("bit for bit" in found) is (not {"steps", "checkpoint", "rewards"} & set(change))
+
+
+def test_card_and_report_list_changed_options_by_step(run: pg.Run) -> None:
+    pg.train(replace(run, lr=0.5), resume=run.output, stop_after=1, display=False)
+    pg.train(replace(run, lr=0.25), resume=run.output, display=False)
+    lines = [f"after step 1: lr {run.lr} -> 0.5", "after step 2: lr 0.5 -> 0.25"]
+    assert read_run(Path(run.output)).changes == tuple(lines)
+    assert f"<dt>changed</dt><dd>{'; '.join(lines)}</dd>" in render_report([read_run(Path(run.output))]).replace(
+        "-&gt;", "->"
+    )
+    card = (Path(run.output) / "model" / "README.md").read_text(encoding="utf-8")
+    assert "## Changed on the way" in card
+    for line in lines:
+        assert "| " + line.replace(": ", " | ") + " |" in card
+
+
+def test_a_changed_rubric_is_noted(run: pg.Run, tmp_path: Path) -> None:
+    (tmp_path / "rubric.md").write_text("Short answers are good.")
+    with judging(lambda completion, times: (200, '{"score": ' + str(1 + len(completion) % 5) + "}", {})) as asked:
+        judge = f"judge:{tmp_path / 'rubric.md'},model=m,url={asked.url},cache={tmp_path / 'cache'}"
+        judged = replace(run, reward=(f"0.5*{judge}", *run.reward), output=str(tmp_path / "judged"))
+        pg.train(judged, stop_after=1, display=False)
+        assert "rubric.md" not in go_on(judged)
+        (tmp_path / "rubric.md").write_text("Long answers are good.")
+        assert "rubric.md changed since the checkpoint" in go_on(judged)
+    assert asked.bodies
+
+
+def test_changed_versions_and_device_are_noted(run: pg.Run, tmp_path: Path) -> None:
+    before = fingerprint_run(run, "cuda")
+    old = {**before, "versions": {**before["versions"], "torch": "1.0", "gone": "2"}}
+    (said,) = compare_fingerprints(old, fingerprint_run(run, "cpu"), run, tmp_path)
+    assert "versions changed since the checkpoint: torch 1.0 -> " in said
+    assert "device cuda -> cpu" in said
+    assert "gone" not in said
+    assert compare_fingerprints(before, fingerprint_run(run, "cuda"), run, tmp_path) == []
+
+
+def test_inputs_without_a_file_have_no_hash(run: pg.Run) -> None:
+    for task in ("embedded", "x" * 5000, "a\0b", [{"prompt": "1"}]):
+        assert fingerprint_run(replace(run, task=task, eval_data=None), "cpu")["files"] == {}
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# whole with its la", '# whole with its last line, "# end"\n# end\n'])
+@pytest.mark.parametrize(
+    ("command", "file"), [("train", "run.toml"), ("sft", "sft.toml"), ("reward-model", "reward-model.toml")]
+)
+def test_an_empty_configuration_is_refused(
+    run_command: Command, tmp_path: Path, text: str, command: str, file: str
+) -> None:
+    (tmp_path / file).write_text(text)
+    code, _, err = run_command(command, "--resume", str(tmp_path), "--dry-run")
+    assert code == 2
+    assert f"{file} is empty, so the run's options are lost: put a copy of it back, or write it anew" in err
+
+
+def test_a_truncated_configuration_is_refused_wherever_it_ends(run: pg.Run, tmp_path: Path) -> None:
+    file = tmp_path / "run" / "run.toml"
+    text = file.read_text()
+    assert check_resumable(file.parent, "train") == file.parent
+    lines = text.splitlines(keepends=True)
+    for end in range(len(lines) - 1):
+        file.write_text("".join(lines[:end]))
+        with pytest.raises(RunError, match=r"run\.toml is (cut off|empty), so nobody knows"):
+            check_resumable(file.parent, "train")
+    file.write_text(text + "\n# a remark of one's own\n")
+    check_resumable(file.parent, "train")
+    file.write_text("steps = 3\n")  # written by hand, or before there was a seal
+    check_resumable(file.parent, "train")
+    assert with_end_marker("a = 1\n").splitlines()[-1] == "# end"
+
+
+def test_fine_tuning_notes_changes_too(random_model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "answer": "1"} for i in range(8)]
+    config = pg.SFTConfig(
+        data=write_rows(tmp_path / "data.jsonl", [{"prompt": r["prompt"], "completion": r["answer"]} for r in rows]),
+        model=str(random_model),
+        batch_size=2,
+        output=str(tmp_path / "sft"),
+        checkpoint=pg.CheckpointConfig(every=1),
+    )
+    pg.train_sft(config, stop_after=1, display=False)
+    record = Record()
+    pg.train_sft(
+        replace(config, learner=pg.LearnerConfig(micro_tokens=99)),
+        resume=tmp_path / "sft",
+        stop_after=1,
+        display=record,
+    )
+    assert "learner.micro_tokens 0 -> 99" in record.said
+    manifest = json.dumps(fingerprint_run(config, "cpu"))
+    assert "data.jsonl" not in manifest

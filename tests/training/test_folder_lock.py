@@ -1,0 +1,234 @@
+"""A run's folder is one process's: made before anything is loaded, held while the run lives, free again however it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import policygrad as pg
+from doubles.files import rows, write_rows
+from doubles.trackers import Record
+from policygrad.errors import ModelError, RunError
+from policygrad.training.run_folder import LOCK_FILE, create_run_folder
+from policygrad.utils import filesystem
+from policygrad.utils.filesystem import hold_lock
+
+pytestmark = pytest.mark.skipif(not filesystem.HAS_FILE_LOCKS, reason="this system has no such locks")
+
+CHILD = """
+import sys
+import policygrad as pg
+from policygrad.training.config.trust import Allowed
+from policygrad.training.config.serialization import load
+from policygrad.training.config.run import Run
+
+class Waiting(pg.Callback):
+    def start(self, trainer):
+        print(trainer.folder, flush=True)
+        sys.stdin.readline()
+
+how, config, *given = sys.argv[1:]
+run = None if how == "resume" else load(config, Run(), Allowed(("/",)))
+try:
+    pg.train(run, resume=config if how == "resume" else None, allow=("/",), display=False, callbacks=[Waiting()])
+except pg.PolicygradError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+"""A run that says its folder and waits for a line before its first step."""
+
+
+@contextmanager
+def process(how: str, config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, how, str(config)],
+        cwd=cwd,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def ends(child: subprocess.Popen[str]) -> tuple[int, str]:
+    """Lets it go on; its exit code and what it said at its end."""
+    _, said = child.communicate("\n", timeout=300)
+    return child.returncode, said
+
+
+@pytest.fixture
+def config(small: pg.Run, tmp_path: Path) -> Callable[[str | None], Path]:
+    from policygrad.training.config.serialization import dump_config
+
+    def write(output: str | None = None) -> Path:
+        run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=output)
+        path = tmp_path / f"{'default' if output is None else 'named'}.toml"
+        path.write_text(dump_config(run))
+        return path
+
+    return write
+
+
+def test_two_runs_at_once_get_separate_folders(config: Callable[..., Path], tmp_path: Path) -> None:
+    with process("new", config(), tmp_path) as one, process("new", config(), tmp_path) as other:
+        assert one.stdout is not None
+        assert other.stdout is not None
+        folders = {Path(child.stdout.readline().strip()) for child in (one, other) if child.stdout}
+        assert folders == {Path("runs/dr_grpo-1"), Path("runs/dr_grpo-2")}
+        assert ends(one) == ends(other) == (0, "")
+    assert all((tmp_path / folder / "result.json").is_file() for folder in folders)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(config: Callable[..., Path], tmp_path: Path) -> None:
+    path = config("mine")
+    with process("new", path, tmp_path) as one, process("new", path, tmp_path) as other:
+        lines = [child.stdout.readline() for child in (one, other) if child.stdout]  # "" of the one that is refused
+        assert sorted(lines) == ["", "mine\n"]
+        winner, loser = (one, other) if lines[0] else (other, one)
+        code, said = ends(loser)
+        assert code == 1
+        assert "RunError: another process is at work on mine" in said
+        assert f"(pid {winner.pid} on " in said
+        assert ends(winner) == (0, "")
+    assert [row["step"] for row in rows(tmp_path / "mine" / "metrics.jsonl")] == [1]
+
+
+def test_an_active_run_cannot_be_resumed(config: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    with process("new", config("mine"), tmp_path) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "mine\n"
+        said = json.loads((folder / LOCK_FILE).read_text())
+        with pytest.raises(RunError, match="another process is at work on") as caught:
+            pg.train(resume=folder, allow_code=("/",), display=False)
+        for part in (f"pid {child.pid}", said["host"], said["since"], "wait for its end, or stop it, then --resume"):
+            assert part in str(caught.value)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert json.loads((folder / LOCK_FILE).read_text()) == said  # it means nothing now
+    assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
+    assert pg.train(resume=folder, allow_code=("/",), display=False).steps == 1
+
+
+def test_orphaned_reward_workers_do_not_hold_the_lock(tmp_path: Path) -> None:
+    """A descriptor that a child inherits would hold the lock for it."""
+    with hold_lock(tmp_path / LOCK_FILE) as file:
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        assert not os.get_inheritable(file.fileno())
+    with hold_lock(tmp_path / LOCK_FILE):
+        pass
+    child.communicate(b"\n")
+
+
+def test_a_refused_run_leaves_no_folder(
+    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for output in (None, "mine", "a/b/c"):
+        with pytest.raises(ModelError):
+            pg.train(replace(small, model="nowhere/at/all", output=output), display=False)
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError):
+        pg.train(replace(small, model="nowhere/at/all", output="empty"), display=False)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_run_killed_before_its_configuration_leaves_the_folder_usable(small: pg.Run, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).write_text("{")
+    (tmp_path / "run" / ".tmp-run.toml").write_text("out")
+    run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
+    assert pg.train(run, display=False).steps == 1
+    (tmp_path / "run" / LOCK_FILE).write_text("who it was")
+    with pytest.raises(RunError, match="is not empty: resume the run in it by --resume"):
+        pg.train(run, display=False)
+    assert (tmp_path / "run" / LOCK_FILE).read_text() == "who it was"
+
+
+def test_a_refused_resume_deletes_nothing(small: pg.Run, tmp_path: Path) -> None:
+    run = replace(small, steps=2, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
+    pg.train(run, display=False, stop_after=1)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    with pytest.raises(ModelError):
+        pg.train(replace(run, model="nowhere/at/all"), resume=tmp_path / "run", display=False)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert pg.train(resume=tmp_path / "run", display=False).steps == 2
+
+
+def test_fine_tuning_and_reward_models_lock_their_folders(random_model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} =\n", "completion": str(i)} for i in range(6)])
+    pairs = [{"prompt": f"{i} =\n", "chosen": str(i), "rejected": "no"} for i in range(6)]
+    chosen = write_rows(tmp_path / "pairs.jsonl", pairs)
+    for train, configuration in (
+        (pg.train_sft, pg.SFTConfig(data=data, model=str(random_model), output=str(tmp_path / "sft"))),
+        (
+            pg.train_reward_model,
+            pg.RewardModelConfig(data=chosen, model=str(random_model), output=str(tmp_path / "rm")),
+        ),
+    ):
+        folder = Path(str(configuration.output))
+        train(configuration, display=False, stop_after=1)
+        with (
+            hold_lock(folder / LOCK_FILE),
+            pytest.raises(RunError, match=rf"at work on .*{folder.name} \(pid {os.getpid()} on"),
+        ):
+            train(resume=folder, display=False)
+        train(resume=folder, display=False, stop_after=1)
+
+
+def test_a_file_system_without_locks_is_noted(
+    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filesystem.fcntl, "flock", none)
+    display = Record()
+    run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
+    assert pg.train(run, display=display).steps == 1
+    assert "lock cannot be locked (No locks available): nothing keeps a second process out of" in display.said
+
+
+def test_a_lock_in_a_deleted_folder_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that never began deletes its lock with its folder; who waited for that file makes a new one."""
+    path, real, calls = tmp_path / LOCK_FILE, filesystem.fcntl.flock, []
+
+    def deleted_meanwhile(file: object, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:
+            path.unlink()
+        real(file, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(filesystem.fcntl, "flock", deleted_meanwhile)
+    with hold_lock(path):
+        assert len(calls) == 2
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_without_locks_folder_creation_is_exclusive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(filesystem, "LOCKS", False)
+    with (
+        create_run_folder(None, "grpo", "run.toml", print) as one,
+        create_run_folder(None, "grpo", "run.toml", print) as other,
+    ):
+        assert (str(one.path), str(other.path)) == ("runs/grpo-1", "runs/grpo-2")

@@ -1,0 +1,256 @@
+"""A rollout drawn while the weights are updated is the one that older weights would have drawn in its place, and counts as that."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Queue
+
+import pytest
+from torch import nn
+
+import policygrad as pg
+from doubles.algorithms import runnable
+from doubles.rollouts import empty
+from doubles.failing import FailingSampler, learner_cut_short
+from doubles.files import rows, same, untimed, weights
+from policygrad.core.batch import Batch
+from policygrad.errors import ConfigError
+from policygrad.models.replica import clone_model
+from policygrad.models.tokenizer import Tokenizer, pad_token_id
+from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
+from policygrad.rollout.rollouter import Rollout
+from policygrad.rollout.trajectory import EpisodeGroup
+from policygrad.samplers.local.sampler import LocalSampler
+from policygrad.training.config.run import CheckpointConfig, Run
+from policygrad.training.trainer import train
+from policygrad.weight_sync.base import PublishedWeights
+
+
+class Late(LocalSampler):
+    """Draws with weights that are `lag` publications old, and says so."""
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, lag: int) -> None:
+        super().__init__(clone_model(model), tokenizer.end_ids, pad_token_id(tokenizer))
+        self.held, self.lag = deque[PublishedWeights](), lag
+
+    async def update(self, weights: PublishedWeights) -> None:
+        self.held.append(PublishedWeights(weights.version, {n: t.detach().clone() for n, t in weights.tensors.items()}))
+        await super().update(self.held[0])
+        if len(self.held) > self.lag:
+            self.held.popleft()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo"])
+def test_max_staleness_equals_a_sampler_with_late_weights(small: Run, tmp_path: Path, name: str, lag: int) -> None:
+    """Bit for bit, though one of them samples and learns at the same time."""
+    run = replace(small, algorithm=pg.get_algorithm(name), samples_per_prompt=24)
+    late = train(replace(run, output=str(tmp_path / "late")), sampler=lambda m, t: Late(m, t, lag), display=False)
+    ahead = train(replace(run, max_staleness=lag, output=str(tmp_path / "ahead")), display=False)
+    prompt = train(replace(run, output=str(tmp_path / "prompt")), display=False)
+    assert same(weights(late.output), weights(ahead.output))
+    assert untimed(late.output / "metrics.jsonl") == untimed(ahead.output / "metrics.jsonl")
+    assert rows(late.output / "completions.jsonl") == rows(ahead.output / "completions.jsonl")
+    assert not same(weights(prompt.output), weights(ahead.output))
+    told = [row["staleness/max"] for row in rows(ahead.output / "metrics.jsonl")]
+    each = run.resolve().algorithm.update_rule.updates
+    if name == "dr_grpo":  # which carries nothing over
+        assert told == [each * min(step, lag) for step in range(run.steps)]
+    assert max(told) >= lag
+
+
+@pytest.mark.parametrize("name", ["dapo", "trpo_vine"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_resume_is_bitwise_with_queued_rollouts(small: Run, tmp_path: Path, name: str, depth: int) -> None:
+    _bitwise(replace(small, algorithm=runnable(name), lr=None, max_staleness=depth), tmp_path)
+
+
+def _bitwise(run: Run, folder: Path) -> None:
+    whole = train(replace(run, output=str(folder / "whole"), checkpoint=CheckpointConfig(every=9)), display=False)
+    pieces = folder / "pieces"
+    result = train(replace(run, output=str(pieces)), stop_after=1, display=False)
+    while result.model is None:
+        result = train(resume=pieces, stop_after=1, display=False)
+    assert same(weights(whole.output), weights(pieces))
+    assert untimed(whole.output / "metrics.jsonl") == untimed(pieces / "metrics.jsonl")
+    assert rows(whole.output / "completions.jsonl") == rows(pieces / "completions.jsonl")
+
+
+def test_a_background_failure_fails_the_step_and_resumes(small: Run, tmp_path: Path) -> None:
+    run = replace(small, max_staleness=1)
+    whole = train(replace(run, output=str(tmp_path / "whole")), display=False)
+    for where, given in {
+        "rollout": {"sampler": lambda m, t: FailingSampler(m, t, 3, OSError("no room"))},
+        "update": {"learner": lambda m, r: learner_cut_short(m, r, 3)},
+    }.items():
+        folder = tmp_path / where
+        with pytest.raises((OSError, RuntimeError), match=r"no room|out of memory"):
+            train(replace(run, output=str(folder)), display=False, **given)  # type: ignore[arg-type]
+        assert not [t for t in threading.enumerate() if t.name == "rollout"]
+        train(resume=folder, display=False)
+        assert same(weights(whole.output), weights(folder))
+
+
+def test_a_filter_that_needs_the_learner_is_refused(small: Run) -> None:
+    with pytest.raises(ConfigError, match="staleness must be at least 0, not -1"):
+        replace(small, max_staleness=-1)
+
+    @dataclass(frozen=True)
+    class Sure(pg.Filter):
+        needs = frozenset({"entropy"})
+
+        def __call__(self, batch: Batch) -> Batch:
+            return batch
+
+    with pytest.raises(ConfigError, match=r"reads entropy, for which the learner is asked .* set staleness to 0"):
+        replace(small, max_staleness=1, algorithm=replace(pg.DR_GRPO, filters=(Sure(),)))
+
+
+def test_each_rollout_starts_where_the_last_ended() -> None:
+    asked: list[tuple[int, int, Sequence[EpisodeGroup]]] = []
+
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
+        asked.append((step, position, carried))
+        return empty(position + 4, (step,))
+
+    producer = RolloutProducer(RolloutQueue(3, (), 10, ()))
+    first = producer.take(2, collect)
+    assert asked == [(3, 10, ()), (4, 14, (3,))]
+    assert (first.position, producer.queue.step, producer.queue.next_request) == (14, 4, (5, 18, (4,)))
+    with producer.produce_during(1, collect):
+        pass
+    producer.wait_idle()
+    assert len(asked) == 2  # one is there
+    with producer.produce_during(3, collect):
+        pass
+    producer.wait_idle()
+    assert asked[2:] == [(5, 18, (4,)), (6, 22, (5,))]
+    assert [producer.take(1, collect).leftover_groups for _ in range(4)] == [(4,), (5,), (6,), (7,)]
+
+
+def test_the_producer_samples_during_steps() -> None:
+    """Two wait at most: it stops there, and goes on when one of them has been taken."""
+    begun, go = Queue[int](), Queue[None]()
+
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
+        begun.put(step)
+        go.get()
+        return empty(position + 1)
+
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+    for step in (1, 2, 3):
+        with producer.produce_during(2, collect):
+            assert begun.get() == step
+            go.put(None)
+            assert producer.take(1, collect).position == step  # while the next one is in the making
+            assert producer.busy_seconds > 0
+    for step in (4, 5):
+        assert begun.get() == step
+        go.put(None)
+    producer.wait_idle()
+    assert producer.queue.next_request == (6, 5, ())
+    assert begun.empty()
+
+
+@pytest.mark.parametrize(("steps", "budget", "begun"), [(3, None, 3), (9, 25, 3), (2, 5, 1)])
+def test_no_rollout_is_started_beyond_the_last_step(
+    monkeypatch: pytest.MonkeyPatch, steps: int, budget: int | None, begun: int
+) -> None:
+    """Ten tokens each. Before anybody says that no more are wanted a thread looks for work, the last one taken."""
+    taken, looked, asked = Queue[None](), Queue[bool](), list[int]()
+    original = RolloutProducer._should_continue
+
+    def goes_on(producer: RolloutProducer) -> bool:
+        if asked:  # from the first on, it looks when what it has brought is taken
+            taken.get()
+        more = original(producer)
+        looked.put(more)
+        return more
+
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
+        asked.append(step)
+        return empty(position + 4, tokens=10)
+
+    monkeypatch.setattr(RolloutProducer, "_goes_on", goes_on)
+    over = lambda ahead: ahead.next[0] > steps or (budget is not None and ahead.tokens >= budget)  # noqa: E731
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()), over)
+    with producer.produce_during(1, collect):
+        assert looked.get()
+    for step in range(1, begun + 1):
+        producer.take(1, collect)
+        taken.put(None)
+        assert looked.get() is (step < begun)
+    producer.wait_idle()
+    assert asked == [*range(1, begun + 1)]
+    with producer.produce_during(2, collect):
+        pass
+    producer.wait_idle()
+    assert len(asked) == begun
+
+
+def test_a_finished_thread_does_not_replace_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one may begin before the one that has nothing to do any more is gone."""
+    go, original = threading.Event(), RolloutProducer._should_continue
+
+    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
+        if step > 1:
+            go.wait()
+        return empty(position + 1)
+
+    def goes_on(producer: RolloutProducer) -> bool:
+        more = original(producer)
+        if not more and len(producer.queue.rollouts) == 1:
+            with producer.produce_during(2, collect):
+                pass
+        return more
+
+    monkeypatch.setattr(RolloutProducer, "_goes_on", goes_on)
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+    with producer.produce_during(1, collect):
+        first = producer._thread
+    assert first is not None
+    first.join()
+    second = producer._thread
+    assert second is not None
+    assert second.is_alive()
+    go.set()
+    producer.wait_idle()
+    assert producer.queue.next_request == (3, 2, ())
+
+
+def test_rollouts_in_progress_are_cancelled_with_the_run() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def collect(*_: object) -> Rollout:
+        begun.set()
+        ended.wait()
+        raise OSError("cancelled")
+
+    producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+    with producer.produce_during(1, collect):
+        begun.wait()
+    producer.stop(ended.set)
+    assert not [t for t in threading.enumerate() if t.name == "rollout"]
+    producer.stop(lambda: pytest.fail("there is nothing to end"))
+
+
+def test_background_errors_are_raised_in_take() -> None:
+    def broken(*_: object) -> Rollout:
+        raise OSError("beside")
+
+    for wait in (lambda p: p.settle(), lambda p: p.take(1, broken)):
+        producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
+        with producer.produce_during(1, broken):
+            pass
+        with pytest.raises(OSError, match="beside"):
+            wait(producer)
+    with (
+        pytest.raises(ZeroDivisionError),
+        RolloutProducer(RolloutQueue(1, (), 0, ())).produce_during(1, lambda *_: empty()),
+    ):
+        raise ZeroDivisionError
+    assert not [t for t in threading.enumerate() if t.name == "rollout"]

@@ -1,0 +1,126 @@
+"""What a run will take is what it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+
+import policygrad as pg
+from doubles.architectures import CONFIGS
+from policygrad.commands.train import train
+from policygrad.learners.local import activation_memory
+from policygrad.learners.local.forward import build_evaluator
+from policygrad.models.loading import load_model
+from policygrad.training.cost_estimate import MemoryEstimate, _count_model_bytes, estimate_memory
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
+@pytest.mark.parametrize("completion", [3, 40])
+def test_saved_activations_are_counted_without_weights(name: str, completion: int) -> None:
+    """As many bytes as the same pass of a real model keeps."""
+    config = CONFIGS[name]()
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    evaluator = build_evaluator(model, 1.0)
+    assert evaluator.network.use_tree
+    part, held = activation_memory._synthetic_pack(140, 12, completion, 4), dict[int, int]()
+    with activation_memory.count_saved_tensors(held, model):
+        states = evaluator.network.hidden(part)
+    found = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, completion, 4)
+    assert found == pytest.approx(sum(held.values()), rel=0.02)
+    assert 100 < len(part.ids) < 200
+    assert states.requires_grad
+
+
+def test_the_dry_run_prints_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["ppo", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "# memory: about" in said
+    assert "2,048 tokens" in said.replace("\n# ", " ")
+    assert train(["grpo", "--dry-run", "--task", "nowhere.jsonl"]) == 0
+    assert "# memory: not known, nowhere.jsonl" in capsys.readouterr().out
+
+
+def test_every_model_of_a_run_is_counted() -> None:
+    found = {
+        name: estimate_memory(pg.Run(algorithm=pg.get_algorithm(name)).resolve())
+        for name in ("dr_grpo", "grpo", "ppo", "trpo")
+    }
+    plain = found["dr_grpo"].fixed
+    assert found["grpo"].fixed["other models"] == plain["weights"]  # its reference
+    assert found["ppo"].fixed["weights"] == 2 * plain["weights"]  # its critic
+    assert found["ppo"].fixed["optimiser"] == 2 * plain["optimiser"]
+    assert found["trpo"].fixed["optimiser"] > plain["optimiser"]
+    half = estimate_memory(pg.Run(algorithm=pg.DR_GRPO, learner=pg.LearnerConfig(dtype="bf16")).resolve())
+    assert half.fixed["weights"] == plain["weights"] * 3 // 2  # and their masters
+    assert (
+        half.fixed["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
+    )  # masters and two moments
+    assert _count_model_bytes(pg.Run(), 2**27, None, torch.float32)["copy of the state"] == 0  # of a large one none is kept
+    assert half.training < found["dr_grpo"].training
+
+
+def test_an_evaluation_with_more_rows_than_a_step_is_counted() -> None:
+    """The default measurement draws 256 × 8 completions, of which decode_rows decode at once; this step draws 4 × 8."""
+    run = pg.Run(algorithm=pg.DR_GRPO, prompts_per_step=4, samples_per_prompt=8).resolve()
+    without = estimate_memory(replace(run, evaluation=pg.EvaluationConfig(problems=0)))
+    few = estimate_memory(replace(run, evaluation=pg.EvaluationConfig(problems=2, samples_per_prompt=1)))
+    most = estimate_memory(replace(run, evaluation=pg.EvaluationConfig(problems=10**4)))
+    step = run.prompts_per_step * run.effective_samples_per_prompt
+    assert step < run.sampling.decode_rows
+    assert few.sampling == without.sampling
+    assert estimate_memory(run).sampling == most.sampling
+    assert most.sampling * step == without.sampling * run.sampling.decode_rows
+
+
+def test_the_peak_is_the_larger_of_training_and_sampling() -> None:
+    assert MemoryEstimate({"weights": 2**30}, training=2**20, sampling=2**30, micro_tokens=1).peak == 2**31
+    assert "about 2 GiB" in str(MemoryEstimate({"weights": 2**30}, training=2**20, sampling=2**30, micro_tokens=1))
+
+
+def test_the_upper_bound_counts_unreleased_memory() -> None:
+    found = MemoryEstimate({"weights": 2**30}, training=2**30, sampling=2**29, micro_tokens=1)
+    assert found.upper_bound > found.peak + found.sampling  # sampling's memory stays beside learning's
+    assert "at most 3." in str(found)
+    on_gpu = replace(found, releases_memory=True)
+    assert on_gpu.upper_bound == on_gpu.peak
+    assert "at most" not in str(on_gpu)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_the_estimate_is_within_a_fifth_of_the_measured_memory(tmp_path: Path, tokens: int) -> None:
+    """A model of 7M parameters, four groups of eight answers of 128 tokens; the estimate is of a process of its own as well."""
+    config = tf.Qwen3Config(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    tf.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tf.AutoTokenizer.from_pretrained(load_model("tiny").config._name_or_path).save_pretrained(tmp_path / "model")
+    options = ["grpo", "--model", str(tmp_path / "model"), "--prompts-per-step", "4", "--samples-per-prompt", "8"]
+    options += ["--steps", "1", "--max-tokens", "128", "--learner.micro-tokens", str(tokens)]
+    options += ["--evaluation.problems", "0", "--reward", "format:a", "--lr", "1e-5"]
+    command = [sys.executable, "-m", "policygrad", "train", *options]
+    subprocess.run([*command, "--output", str(tmp_path / "run"), "--plain"], check=True, capture_output=True)
+    taken = json.loads((tmp_path / "run" / "result.json").read_text())["peak_memory_mib"] * 2**20
+    program = (
+        "import sys; from policygrad.commands.train import asked; from policygrad.training.cost_estimate import footprint; "
+        "found = footprint(asked(sys.argv[1:])[0].resolved()); print(found.peak, found.most)"
+    )
+    said = subprocess.run([sys.executable, "-c", program, *options], check=True, capture_output=True, text=True)
+    about, most = map(int, said.stdout.split())
+    assert about == pytest.approx(taken, rel=0.2)
+    assert taken <= most
