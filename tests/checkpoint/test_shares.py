@@ -214,7 +214,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda path: os.truncate(path / shard_name(1), 9), "shard-00001.safetensors is damaged: 9 bytes"),
     "two swapped": (swap, "shard-0000[02].safetensors is damaged"),
     "a pipe": (pipe, "it is no regular file"),
-    "a piece less": (crafted(lambda spread: spread["weights"]["shards"].pop()), "'weights' do not make up the complete"),
+    "a piece less": (
+        crafted(lambda spread: spread["weights"]["shards"].pop()),
+        "'weights' do not make up the complete",
+    ),
     "a piece on another": (
         crafted(lambda s: s["weights"]["shards"][1].__setitem__(1, s["weights"]["shards"][0][1])),
         "'weights'",
@@ -223,8 +226,14 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         crafted(lambda s: s["few"].update(shape=[10**12], shards=[[0, [0], [10**12]]])),
         "contains another shard of 'few' than state.json says",
     ),
-    "a file that is not there": (crafted(lambda s: s["few"]["shards"][0].__setitem__(0, 7)), "fewer shard files than 'few'"),
-    "a name that is none": (crafted(lambda s: s["few"]["shards"][0].__setitem__(0, "../x")), "fewer shard files than 'few'"),
+    "a file that is not there": (
+        crafted(lambda s: s["few"]["shards"][0].__setitem__(0, 7)),
+        "fewer shard files than 'few'",
+    ),
+    "a name that is none": (
+        crafted(lambda s: s["few"]["shards"][0].__setitem__(0, "../x")),
+        "fewer shard files than 'few'",
+    ),
     "twice": (crafted(lambda s: s.update(rng=s["few"])), "'rng' twice"),
     "no shape": (crafted(lambda s: s["few"].pop("shape")), "KeyError"),
 }

@@ -52,7 +52,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         ClusterConfig(address)
 
 
-@pytest.mark.parametrize("changes", [{"samplers": -1}, {"restarts": -1}, {"cpus": 0}, {"patience": 0}, {"cpus": 1.5}])
+@pytest.mark.parametrize("changes", [{"samplers": -1}, {"restarts": -1}, {"cpus": 0}, {"timeout": 0}, {"cpus": 1.5}])
 def test_odd_numbers_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"--cluster\.{next(iter(changes))}"):
         ClusterConfig("auto", **changes)
@@ -93,7 +93,7 @@ def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypa
         ending.started = True
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # as `timeout` and `ray job stop` send them
             signal.raise_signal(number)
-        monkeypatch.setattr("policygrad.cluster.launch.AGAIN", 0.0)
+        monkeypatch.setattr("policygrad.cluster.launch.DUPLICATE_WINDOW_SECONDS", 0.0)
         signal.raise_signal(signal.SIGHUP)  # a terminal that goes says nothing new
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -137,7 +137,7 @@ def test_learners_and_samplers_take_gpus_where_there_are_any_or_one_is_asked_for
 def test_an_engine_draws_instead_of_actors() -> None:
     run = pg.Run(sampler=SamplerConfig(engine="llama_cpp"))
     assert SAMPLERS not in counts(run, ClusterConfig("auto"))
-    with pytest.raises(ConfigError, match=r"--cluster\.samplers 1 .* sampler\.engine is llama_cpp"):
+    with pytest.raises(ConfigError, match=r"--cluster\.samplers 1 .* sampler\.engine=llama_cpp"):
         plan_actor_groups(run, ClusterConfig("auto", samplers=1), 0.0)
 
 
@@ -145,8 +145,8 @@ def test_what_is_missing_is_said() -> None:
     crew = plan_actor_groups(pg.Run(), ClusterConfig("auto", cpus=1), 1.0)
     assert describe_shortage(crew, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}) == ""
     assert describe_shortage(crew, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 0.5, "GPU": 1.0}) == (
-        "the run's actors (1 × learner, 1 × sampler, 1 × reward workers) need 3 CPUs, and the cluster has 2, of which 0.5 are "
-        "free; and 2 GPUs, and the cluster has 1, of which 1 are free"
+        "the run's actors (1 × learner, 1 × sampler, 1 × reward workers) need 3 CPUs, of which the cluster has 2, 0.5 of them "
+        "free, and 2 GPUs, of which the cluster has 1, 1 of them free"
     )
 
 
@@ -191,7 +191,9 @@ def test_auto_with_an_address_at_which_nobody_listens_is_refused_before_ray_is_a
         monkeypatch.setenv(
             "RAY_ADDRESS", {"RAY_ADDRESS": where, "RAY_ADDRESS of a client": f"ray://{where}"}.get(by, "")
         )
-        refused = pytest.raises(RunError, match=rf"--cluster auto: .*{by.split()[0]}.* at {where}, where nothing listens")
+        refused = pytest.raises(
+            RunError, match=rf"--cluster auto: .*{by.split()[0]}.* at {where}, where nothing listens"
+        )
         with refused, connect_ray(ClusterConfig("auto")):
             pass
         held.listen()
@@ -210,7 +212,9 @@ def test_auto_without_any_address_is_left_to_ray(monkeypatch: pytest.MonkeyPatch
 
 def test_other_versions_are_refused() -> None:
     check_versions(installed_versions())
-    with pytest.raises(RunError, match=r"the cluster has torch 1\.0 and this machine torch .*the same version everywhere"):
+    with pytest.raises(
+        RunError, match=r"the cluster has torch 1\.0 and this machine torch .*the same version everywhere"
+    ):
         check_versions(installed_versions() | {"torch": "1.0"})
 
 
@@ -265,7 +269,7 @@ class Counter:
         self.total += len(action.text)
         return pg.Step(pg.Observation(f"{self.total}"))
 
-    async def cut(self) -> float:
+    async def on_truncated(self) -> float:
         return float(self.total)
 
 
@@ -282,7 +286,7 @@ def test_an_actor_that_does_not_know_an_episode_plays_it_again() -> None:
         assert [o.content if isinstance(o, pg.Observation) else o.observation.content for o in whole] == ["0", "3", "5"]
         assert await first.call(CODE, 7, example, 0, said) == whole  # asked twice, played once
         assert await second.call(CODE, 7, example, 0, said) == whole
-        assert await EnvironmentActor("third").cut(CODE, 7, example, 0, said) == 5.0
+        assert await EnvironmentActor("third").on_truncated(CODE, 7, example, 0, said) == 5.0
         await first.close(7)
         await first.close(7)
 
@@ -293,9 +297,9 @@ class Home:
     """An actor that is new at every call."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
-        self.code = cloudpickle.dumps(factory)
+        self.factory_bytes = cloudpickle.dumps(factory)
 
-    async def ask(self, number: int, method: str, *args: Any) -> Any:
+    async def call(self, number: int, method: str, *args: Any) -> Any:
         return await getattr(EnvironmentActor("new"), method)(*args)
 
 
@@ -315,11 +319,11 @@ def test_a_world_that_goes_another_way_when_it_is_played_again_is_refused() -> N
 
 def test_reward_workers_judge_as_a_pool_does() -> None:
     workers = RewardActor("reward workers 0")
-    workers.begin(cloudpickle.dumps((resolve_reward("exact_match"),)), replace(RewardConfig(), num_workers=1))
+    workers.start(cloudpickle.dumps((resolve_reward("exact_match"),)), replace(RewardConfig(), num_workers=1))
     pool = workers._pool
-    workers.begin(b"", RewardConfig())  # told again what it knows
+    workers.start(b"", RewardConfig())  # told again what it knows
     assert workers._pool is pool
     assert pool is not None
     with pool:
-        ((right, wrong),) = workers.judge(["1 + 1 =", "1 + 2 ="], ["2", "4"], {"answer": ["2", "3"]}, False)
+        ((right, wrong),) = workers.run_rewards(["1 + 1 =", "1 + 2 ="], ["2", "4"], {"answer": ["2", "3"]}, False)
     assert (right.value, wrong.value) == (1.0, 0.0)

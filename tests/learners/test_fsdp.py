@@ -235,9 +235,7 @@ def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     check_devices("cpu", 4)
     check_devices("cuda", 1)
-    with pytest.raises(
-        pg.ConfigError, match=r"learner\.world_size=2 needs 2 GPUs; this machine has 1"
-    ):
+    with pytest.raises(pg.ConfigError, match=r"learner\.world_size=2 needs 2 GPUs; this machine has 1"):
         check_devices("cuda", 2)
 
 

@@ -115,7 +115,10 @@ def test_what_is_not_cut_is_refused() -> None:
     mixtral = partial(tf.MixtralConfig, num_local_experts=2)
     sizes = CONFIGS["qwen3"]().to_dict()
     moe: Any = mixtral(**{key: sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")})
-    refused(model, r"learner\.tensor_parallel=2: transformers has no tensor-parallel plan for GPT2LMHeadModel: .*tensor_parallel=1")
+    refused(
+        model,
+        r"learner\.tensor_parallel=2: transformers has no tensor-parallel plan for GPT2LMHeadModel: .*tensor_parallel=1",
+    )
     refused(lambda: tf.MixtralForCausalLM(moe), r"uses .*; supported are colwise")
     refused(llama, r"learner\.tensor_parallel=4 does not divide num_key_value_heads, 2", 4)
     refused(partial(llama, intermediate_size=21), r"does not divide model\.layers\.0\.mlp\.gate_proj's outputs, 21")
@@ -123,7 +126,9 @@ def test_what_is_not_cut_is_refused() -> None:
     exact = replace(pg.OPO, advantage=(pg.OptimalBaseline(norm="exact"),))
     refused(llama, r"OptimalBaseline\(norm='exact'\) reads gradients", algorithm=exact)
     check_tensor_parallel(model(), 1, pg.TRPO)
-    with pytest.raises(pg.ConfigError, match=r"learner\.tensor_parallel=2 does not divide learner\.world_size=3: choose a divisor"):
+    with pytest.raises(
+        pg.ConfigError, match=r"learner\.tensor_parallel=2 does not divide learner\.world_size=3: choose a divisor"
+    ):
         check_fsdp_options(pg.LearnerConfig(world_size=3, tensor_parallel=2))
     with pytest.raises(pg.ConfigError, match=r"learner\.tensor_parallel must be at least 1, not 0"):
         pg.LearnerConfig(tensor_parallel=0)

@@ -41,7 +41,9 @@ def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch,
             shared[row] = sum(text[: i + 1] in seen for i in range(len(text)))
             seen |= {text[: i + 1] for i in range(len(text))}
         q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
-        found, _ = tree_attention.tree_attention(nn.Module(), q, k, v, None, tree=AttentionTree.of(paths, lengths, shared))
+        found, _ = tree_attention.tree_attention(
+            nn.Module(), q, k, v, None, tree=AttentionTree.of(paths, lengths, shared)
+        )
         assert found.shape == (1, len(nodes), 2, 4)
         expected = torch.zeros_like(found)
         for text in texts:

@@ -313,6 +313,7 @@ def _to_cpu(tensors: Any) -> dict[str, Tensor]:
 
 # Scoring: each actor has a `RewardPool`, whose workers can be killed, with their timeouts and sandboxes.
 
+
 class RewardActor:
     """Scores completions in a reward pool of its own."""
 

@@ -136,7 +136,7 @@ def describe_shortage(groups: tuple[ActorGroup, ...], total: Mapping[str, float]
         needed = sum(bundle.get(kind, 0.0) for group in groups for bundle in group.bundles)
         if needed > free.get(kind, 0.0) + TOLERANCE:
             shortages.append(
-                f"{needed:g} {kind}s; the cluster has {total.get(kind, 0.0):g}, {free.get(kind, 0.0):g} of them free"
+                f"{needed:g} {kind}s, of which the cluster has {total.get(kind, 0.0):g}, {free.get(kind, 0.0):g} of them free"
             )
     if not shortages:
         return ""

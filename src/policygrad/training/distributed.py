@@ -1,7 +1,7 @@
 """Sampling and checkpoints of a learner in several processes.
 
-Each process samples its part of the requests with its full copy of the policy, and writes and reads its shard of a checkpoint in the
-run's folder, which all of them must see.
+Each process samples its part of the requests with its full copy of the policy, and writes and reads its shard of a checkpoint in
+the run's folder, which all of them must see.
 """
 
 from __future__ import annotations
