@@ -10,7 +10,7 @@ from pathlib import Path
 
 from browser import View, pictures
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.lab import render_lab_page
+from policygrad.commands.lab import build_lab_page
 from policygrad.lab.report import build_lab_report
 from policygrad.lab.setting import supported_algorithms
 
@@ -30,7 +30,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         page = Path(place) / "lab.html"
         page.write_text(
-            render_lab_page(build_lab_report(rows := supported_algorithms(ALGORITHMS)), rows), encoding="utf-8"
+            build_lab_page(build_lab_report(rows := supported_algorithms(ALGORITHMS)), rows), encoding="utf-8"
         )
         pictures(page, PICTURES, FOLDER, ready="#scatter .point", largest=LARGEST)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from pages.markdown import table
-from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, Equivalent
+from policygrad.commands.foreign_options import load_foreign_options
 
 _OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|bf16|[\d.]+ [\d.]+)\b)?")
 """An option, and a value that stands behind it: a part, a file and its function, settings, a precision, two numbers."""
@@ -14,7 +13,7 @@ _OPTION = re.compile(r"--[\w.-]*\w(?: (?:[A-Z]\w+|[\w./]+(?::[\w./]+)+|\w+=\S+|b
 
 def options(library: str) -> str:
     """Two tables: what has a name here, and what has none."""
-    names = LIBRARIES[library]
+    names = load_foreign_options()[0][library]
     there = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in names.items() if ours.flag]
     not_there = [(f"`{name}`", _coded(ours.note)) for name, ours in names.items() if not ours.flag]
     none = table((library, "no such option here"), not_there)
@@ -23,7 +22,7 @@ def options(library: str) -> str:
 
 def supervised(library: str) -> str:
     """The names for which `policygrad sft` and `reward-model` have another answer than `train`."""
-    own: Mapping[str, Equivalent] = {name: ours for name, ours in SUPERVISED.items() if name in LIBRARIES[library]}
+    own = {name: ours for name, ours in load_foreign_options()[1].items() if name in load_foreign_options()[0][library]}
     rows = [(f"`{name}`", _coded(ours.flag), _coded(ours.note)) for name, ours in own.items()]
     return table((library, "`policygrad sft`, `reward-model`", "what differs"), rows)
 

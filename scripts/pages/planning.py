@@ -75,14 +75,14 @@ def published() -> Iterator[Row]:
     plan = nemo("Llama-3.1-8B", 8, 1, 795)
     phases, run = plan.step_times, "Llama-3.1-8B, 8 × H100 (0.3)"
     yield Row(run, "s, drawing", 58, phases.generation)
-    yield Row(run, "s, learning", 28, phases.learning + phases.optimiser)
+    yield Row(run, "s, learning", 28, phases.learning + phases.optimizer)
     yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
     yield Row(run, "s, publishing", 5, phases.publishing)
     yield Row(run, "s, a step", 112, plan.step_seconds)
     plan = nemo("Llama-3.1-70B", 64, 4, 398)
     phases, run = plan.step_times, "Llama-3.1-70B, 64 × H100 (0.3)"
     yield Row(run, "s, drawing", 84, phases.generation)
-    yield Row(run, "s, learning", 28, phases.learning + phases.optimiser)
+    yield Row(run, "s, learning", 28, phases.learning + phases.optimizer)
     yield Row(run, "s, log π_old and log π_ref", 18, phases.scoring)
     yield Row(run, "s, publishing", 14, phases.publishing)
     yield Row(run, "s, a step", 147, plan.step_seconds)
@@ -113,7 +113,7 @@ def trainers() -> Iterator[Row]:
             ParallelLayout(gpus, checkpointing=True, keeps_full_policy=False, micro_tokens=length),
         )
         plan = CapacityPlan(PlanRequest(KNOWN_SHAPES[model], DEVICES["H100"], work, asks, Efficiency()), layout)
-        seconds = plan.step_times.learning + plan.step_times.optimiser
+        seconds = plan.step_times.learning + plan.step_times.optimizer
         run = f"{model}, {gpus} × H100, texts of {length:,}"
         yield Row(run, "tokens/s", rate, work.num_completions * length / seconds)
         held = learner_memory(KNOWN_SHAPES[model], work, asks, layout, DEVICES["H100"])

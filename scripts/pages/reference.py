@@ -8,15 +8,14 @@ from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.validation import ROLES
 from policygrad.training.base_trainer import TrainingResult
-from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
 
 PAGES = {
     "training": (
         "Training",
         "A run, its options, and what follows it. On the command line an option is its field with dashes, "
-        "`--learner.micro-tokens`; in a file of options a key in a table, `micro_batch_tokens` in `[learner]`.",
-        "train Run SamplingParams SamplerConfig LearnerConfig OptimizerConfig RewardConfig EvaluationConfig CheckpointConfig GuardConfig Result "
-        "get_algorithm Trainer Callback Tracker RunInfo evaluate collect",
+        "`--learner.micro-tokens`; in a file of options a key in a table, `micro_tokens` in `[learner]`.",
+        "train Run RunOptions SamplingParams SamplerConfig LearnerConfig OptimizerConfig RewardConfig EvaluationConfig "
+        "CheckpointConfig GuardConfig Result get_algorithm Trainer Callback Tracker RunInfo evaluate collect",
     ),
     "supervised": (
         "Fine-tuning and reward models",
@@ -46,8 +45,8 @@ PAGES = {
     ),
     "steps": (
         "Steps, critics, references",
-        "How the weights move, and the models beside the policy: `step`, `critic`, `reward_model`, `reference`.",
-        "step critic reward_model reference GradientProblem CurvatureProblem AdaptiveProblem",
+        "How the weights move, and the models besides the policy: `update_rule`, `critic`, `reward_model`, `reference`.",
+        "update_rule critic reward_model reference GradientProblem CurvatureProblem AdaptiveProblem",
     ),
     "roles": (
         "What a part may declare",
@@ -63,8 +62,8 @@ PAGES = {
     "models": (
         "Samplers and learners",
         "What draws completions, and what owns the weights. [One file each](../extending.md), if they are yours.",
-        "Sampler Request Generation LocalSampler EngineSampler PublishedWeights Learner LocalLearner make_local_learner load_reference "
-        "clone_model",
+        "Sampler Request Generation LocalSampler EngineSampler PublishedWeights Learner LocalLearner "
+        "make_local_learner load_reference clone_model",
     ),
     "errors": (
         "Errors",
@@ -74,7 +73,7 @@ PAGES = {
     ),
 }
 """File -> its title, what stands on top, and its names; a field of an algorithm stands for all parts that go into it."""
-OTHERS = {"Guard": GuardConfig, "SupervisedGuardConfig": SupervisedGuardConfig, "Result": TrainingResult}
+OTHERS = {"Result": TrainingResult}
 """What public names hold or return, by its own."""
 CONSTANTS = {"ALGORITHMS", *(name.upper() for name in ALGORITHMS)}
 """Public names with pages of their own."""

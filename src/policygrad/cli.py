@@ -1,4 +1,4 @@
-"""The command line. Help for `policygrad` itself needs no import; every subcommand imports what it uses."""
+"""The command line. `policygrad --help` imports nothing; every subcommand imports what it uses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ with interchangeable parts
 
   policygrad train [ALGORITHM] [options]  train; without options: DAPO, on a
                                           model and a task inside the package
-  policygrad train --resume RUN           go on with a run
-  policygrad train mine.py:MY_ALGORITHM   an algorithm of your own, from a file
-                                          or a module
+  policygrad train --resume RUN           resume a run
+  policygrad train mine.py:MY_ALGORITHM   your own algorithm, from a file or a
+                                          module
   policygrad train ... --dry-run          print the configuration and the
                                           equation; load no model
   policygrad sft --data FILE              supervised fine-tuning on
@@ -31,92 +31,94 @@ with interchangeable parts
   policygrad reward-model --data FILE     a reward model from preferences, for
                                           train ... --reward model:RUN
   policygrad eval RUN [MODEL ...]         mean@k, pass@k and maj@k on the run's
-                                          held-out problems; of several models
-                                          how far apart they are
-  policygrad engine ENGINE --model M      a server that draws completions:
-                                          starts it, or with --print says how
-  policygrad engine check URL --model M   whether a server draws from a model
-  policygrad export RUN                   the model of a run that was stopped
-  policygrad export RUN --merge           a trained adapter (--learner.lora) in
-                                          the weights of a whole model
+                                          evaluation problems; with several
+                                          models, their differences
+  policygrad engine ENGINE --model M      start a server that samples
+                                          completions; --print shows the command
+  policygrad engine check URL --model M   check that a server samples from a model
+  policygrad export RUN                   export the model of a stopped run
+  policygrad export RUN --merge           merge a trained adapter (--learner.lora)
+                                          into a full model
   policygrad export RUN --format gguf     one file for llama.cpp and Ollama
-  policygrad compare ROW ROW ...          algorithms against each other: seeds,
-                                          learning rates, curves, what can be
-                                          concluded
+  policygrad compare ROW ROW ...          compare algorithms: seeds, learning
+                                          rates, curves, what can be concluded
   policygrad plan [ALGORITHM] --model SHAPE --gpus H200:64
-                                          memory, seconds and cost of a run,
-                                          before it is begun; what to change
-                                          where it does not fit
-  policygrad report RUN ...               what runs have done, as a page:
-                                          curves, completions, costs; --watch
-                                          follows them
+                                          memory, time and cost of a run in
+                                          advance; what to change if it does
+                                          not fit
+  policygrad report RUN ...               an HTML page about runs: curves,
+                                          completions, costs; --watch follows
+                                          them live
   policygrad algorithms [--json]          the matrix of named algorithms
-  policygrad show                         what there is: the algorithms by
-                                          family, the parts by where they go
+  policygrad show                         list algorithms by family, and parts by
+                                          field
   policygrad show NAME                    an algorithm: its equation, parts,
                                           defaults with sources, what it fixes,
-                                          how it fails; or one part, such as
-                                          Clip; or your own, mine.py:NAME
-  policygrad lab                          gradient estimators measured against
-                                          the true gradient, on small problems
+                                          how it fails; or a part, such as Clip;
+                                          or your own, mine.py:NAME
+  policygrad lab                          measure gradient estimators against the
+                                          true gradient, on small problems
   policygrad lab control                  the same algorithms on Gymnasium
                                           environments
   policygrad completion bash|zsh|fish          a script for tab completion
   policygrad --version
 
 `policygrad COMMAND --help` lists a command's options.
-Exit codes: 0 done; 75 stopped by a signal or --time-limit, or one of several
-processes hung, and --resume goes on; 2 cannot be done, or failed, with the
-reason; 130 ended at once, by a second Ctrl-C; 1 a bug, with its traceback, or
-runs of compare that failed.
+Exit codes: 0 done; 75 stopped by a signal, by --time-limit or because one of
+several processes hung, and can be resumed; 2 invalid or failed, with the
+reason; 130 interrupted by a second Ctrl-C; 1 a bug, with its traceback, or
+failed runs of compare.
 Documentation: README.md and docs/.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. 0 = done; 75 = stopped by a signal, a time limit or a process that hung, resumably; 2 = cannot be done, or
-    failed, with the reason on standard error; 130 = interrupted. That nobody reads what a run prints changes none of these."""
-    # Waiting threads sleep instead of spinning: on a machine with any other load, spinning slows small models tenfold.
+    """Run one command and return its exit code.
+
+    0 = done; 75 = stopped by a signal, a time limit or a hung process, and can be resumed; 2 = invalid or failed, with the reason
+    on standard error; 130 = interrupted. A closed standard output changes none of these.
+    """
+    # Let waiting threads sleep instead of spin, which slows small models tenfold on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal gets ? for Ψ, not a traceback
     try:
-        with warnings.catch_warnings(), _ctrl_c():
-            warnings.showwarning = _warn
+        with warnings.catch_warnings(), _handle_sigint():
+            warnings.showwarning = _print_warning
             return _run(args)
-    except SystemExit as end:  # tyro's, after its help or its own error message
+    except SystemExit as end:  # by tyro, after its help or error message
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print_error("interrupted")
         return 130
     except BrokenPipeError:  # `policygrad algorithms | head -1`
         return 1
-    except PolicygradError as error:  # what is raised besides is a bug, and a bug shows its traceback
+    except PolicygradError as error:  # anything else is a bug and shows its traceback
         if os.environ.get("POLICYGRAD_DEBUG"):
             raise
-        _say(f"error: {error}")
+        _print_error(f"error: {error}")
         return error.code
     finally:
         _flush(sys.stdout)
         _flush(sys.stderr)
 
 
-def _ctrl_c() -> contextlib.AbstractContextManager[object]:
-    """Ctrl-C as Python has it, where nobody else handles it; but it ends no import in its midst."""
+def _handle_sigint() -> contextlib.AbstractContextManager[object]:
+    """Handle Ctrl-C as Python does, but not in the middle of an import, unless another handler is installed."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return contextlib.nullcontext()
     return SignalHandlers(signal.default_int_handler, (signal.SIGINT,))
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or there is no standard error at all
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # standard error is closed
         print(text, file=sys.stderr)
 
 
 def _flush(stream: TextIO) -> None:
-    """Python would complain, and exit with 120, of what it cannot write when it closes the stream."""
+    """Flush the stream; if it is closed, redirect it so that Python does not exit with code 120."""
     try:
         stream.flush()
     except (OSError, ValueError):
@@ -133,23 +135,23 @@ def _run(args: list[str]) -> int:
 
         print(f"policygrad {__version__}")
         return 0
-    for word in args:
-        if "\0" in word:
-            raise ConfigError(f"{word!r} holds a NUL character, which no name, address or number has: leave it out")
+    for arg in args:
+        if "\0" in arg:
+            raise ConfigError(f"{arg!r} contains a NUL character; remove it")
     return _command(args[0])(args[1:])
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"available: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
     return command
 
 
-def _warn(
+def _print_warning(
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -157,8 +159,8 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning in words, without the line of code that gave it."""
-    _say(f"warning: {message}")
+    """Print a warning without the line of code that raised it."""
+    _print_error(f"warning: {message}")
 
 
 if __name__ == "__main__":

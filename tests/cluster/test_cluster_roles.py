@@ -221,16 +221,16 @@ def test_other_versions_are_refused() -> None:
 def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str, str]]) -> None:
     code, _, said = run_command("train", "--cluster.samplers", "2", "--dry-run")
     assert code == 2
-    assert "--cluster.samplers is of a Ray cluster" in said
+    assert "--cluster.samplers needs a Ray cluster" in said
 
 
 @pytest.mark.parametrize(
     ("words", "way_out"),
     [
-        (("eval", "tiny", "--cluster", "auto"), "policygrad eval` measures on this machine, or .*--sampler.urls"),
-        (("sft", "--cluster=auto"), "policygrad sft` learns in several processes by --learner.world-size"),
-        (("reward-model", "--cluster.samplers", "2"), "policygrad reward-model` learns in several .*torchrun"),
-        (("compare", "grpo", "dapo", "--", "--cluster", "auto"), "policygrad compare` has .*--jobs"),
+        (("eval", "tiny", "--cluster", "auto"), "policygrad eval` runs on this machine, or .*--sampler.urls"),
+        (("sft", "--cluster=auto"), "policygrad sft` trains in several processes with --learner.world-size"),
+        (("reward-model", "--cluster.samplers", "2"), "policygrad reward-model` trains in several .*torchrun"),
+        (("compare", "grpo", "dapo", "--", "--cluster", "auto"), "policygrad compare` runs .*--jobs"),
     ],
 )
 def test_other_commands_refuse_a_cluster_by_name(
@@ -238,7 +238,7 @@ def test_other_commands_refuse_a_cluster_by_name(
 ) -> None:
     code, _, said = run_command(*words)
     assert code == 2
-    assert re.search(rf"^error: --cluster\S* is of `policygrad train`.*{way_out}", said)
+    assert re.search(rf"^error: --cluster\S* is an option of `policygrad train` only.*{way_out}", said)
 
 
 def test_the_cluster_is_no_part_of_the_run(run_command: Callable[..., tuple[int, str, str]]) -> None:

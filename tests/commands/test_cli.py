@@ -274,7 +274,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
     ("command", "says"),
     [
         ("trian", "did you mean 'train'"),
-        ("nosuch", "there are train, sft"),
+        ("nosuch", "available: train, sft"),
         ("train gprpo", "did you mean 'grpo'"),
         ("train --dry-run gprpo", "did you mean 'grpo'"),
         ("train grpo dapo", "one algorithm too many"),
@@ -340,11 +340,11 @@ def test_resume_refuses_what_it_would_ignore(run_command: Any, tmp_path: Path) -
     (tmp_path / "run.toml").write_text(f"steps = 3\noutput = {json.dumps(str(tmp_path))}\n")
     code, _, err = run_command("train", "--resume", str(tmp_path), "--model", "elsewhere")
     assert code == 2
-    assert "--model would mean nothing" in err
+    assert "--model has no effect" in err
     for flag, value in (("--task", "gcd"), ("--reward", "math"), ("--eval-data", "other.jsonl")):
         code, _, err = run_command("train", "--resume", str(tmp_path), flag, value)
         assert code == 2
-        assert f"another {flag} would compare before and after on different things" in err
+        assert f"with another {flag} would make evaluations before and after incomparable" in err
 
 
 def test_eval_of_an_unfinished_run(run_command: Any, tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ def test_several_models_get_the_same_problems_and_random_numbers(
     assert all(row["rewards"] == {small.reward[0]: row["reward"]} for row in rows)
     code, _, err = run_command("eval", *words)
     assert code == 2
-    assert "is not empty: choose another --output" in err
+    assert "is not empty; choose another --output" in err
 
 
 def test_options_are_those_of_train(trained: Path, small: pg.Run, leave: tuple[str, ...]) -> None:
     own = parse_options([str(trained), *leave])
     assert (own.task, own.reward, own.sampling, own.seed) == (small.task, small.reward, small.sampling, 3)
-    short = ("--problems", "3", "--samples", "2", "--device", "cpu", "--dtype", "bf16", "--budget", "7")
+    short = ("--problems", "3", "--samples", "2", "--device", "cpu", "--dtype", "bf16", "--timeout", "7")
     long = (
         "evaluation.problems",
         "evaluation.samples_per_prompt",
@@ -124,7 +124,7 @@ def test_what_only_python_has_is_to_be_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "run.toml").write_text(dump_config(run))
-    with pytest.raises(ConfigError, match=r"the task of the run .* was an object given in Python.*--task"):
+    with pytest.raises(ConfigError, match=r"the task of the run .* was a Python object.*--task"):
         parse_options([str(tmp_path), "--reward", "math"])
     with pytest.raises(ConfigError, match=r"the reward of the run .* --reward"):
         parse_options([str(tmp_path), "--task", "gcd"])
@@ -132,7 +132,7 @@ def test_what_only_python_has_is_to_be_named(tmp_path: Path) -> None:
 
 
 def test_one_model_twice_is_refused(run_command: Command) -> None:
-    assert "tiny is named twice" in run_command("eval", "tiny", "tiny", *FEW)[2]
+    assert "tiny is given twice" in run_command("eval", "tiny", "tiny", *FEW)[2]
 
 
 # --- the figures

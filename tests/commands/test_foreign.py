@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from policygrad.commands.foreign_options import LIBRARIES, SUPERVISED, look_up_option, reject_foreign_options
+from policygrad.commands.foreign_options import load_foreign_options, look_up_option, reject_foreign_options
 from policygrad.commands.supervised import list_supervised_flags as supervised_flags
 from policygrad.commands.train import list_train_flags
 from policygrad.errors import ConfigError
 from policygrad.training.config.serialization import list_parts
 from policygrad.training.config.supervised import SFTConfig
 
+LIBRARIES, SUPERVISED = load_foreign_options()
 NAMES = [(library, name) for library, names in LIBRARIES.items() for name in names]
 
 
@@ -64,22 +65,22 @@ def test_each_is_refused_by_name(ours: set[str]) -> None:
         ("train --num_generations=16", "here it is --samples-per-prompt 16"),
         ("train grpo --max-completion-length 64", "here it is --max-tokens 64"),
         ("train grpo --epsilon 0.1", "--algorithm.gate.low and --algorithm.gate.high"),
-        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.advantage.gae.gamma 0.9; the algorithm as it is has no part"),
+        ("train --gamma 0.9", "TRL and OpenRLHF's; here it is --algorithm.advantage.gae.gamma 0.9; the algorithm has no part"),
         ("train --bf16 true", "here it is --learner.dtype bf16 ("),
         ("train actor_rollout_ref.actor.clip_ratio_low=0.2", "here it is --algorithm.gate.low 0.2"),
         ("train grpo +actor_rollout_ref.rollout.n=5", "here it is --samples-per-prompt 5"),
-        ("train grpo trainer.project_name=x", "trainer.project_name is verl's, and there is no such option here"),
-        ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first word after `train`"),
+        ("train grpo trainer.project_name=x", "trainer.project_name is verl's; there is no such option here"),
+        ("train algorithm.adv_estimator=grpo", "here it is ALGORITHM, the first argument of `train`"),
         ("train --use-vllm", "--use-vllm is TRL's; here it is --sampler.engine (vllm or sglang"),
-        ("train grpo --load_in_4bit", "--load_in_4bit is TRL's; here it is --learner.lora bits=4 (the frozen weights"),
-        ("train grpo --log_completions", "--log_completions is TRL's, and there is no such option here (every completion is"),
-        ("train grpo --push_to_hub true", "there is no such option here (nothing is uploaded: the run's folder model/"),
+        ("train grpo --load_in_4bit", "--load_in_4bit is TRL's; here it is --learner.lora bits=4 (4-bit (NF4) frozen weights"),
+        ("train grpo --log_completions", "--log_completions is TRL's; there is no such option here (every completion is"),
+        ("train grpo --push_to_hub true", "there is no such option here (nothing is uploaded during training"),
         ("train --report_to wandb", "here it is --track (wandb, tensorboard"),
         ("train --n_samples_per_prompt 4 --eps_clip 0.2", "options of other libraries:\n  --n_samples_per_prompt is OpenRLHF's"),
         ("sft --data x --num-train-epochs 3", "here it is --epochs 3"),
         ("sft --data x --learning-rate 1e-5", "here it is --lr 1e-5"),
         ("reward-model --data x --train_batch_size 8", "OpenRLHF's; here it is --batch-size ("),
-        ("sft --data x --num-generations 4", "means nothing here: it is of reinforcement learning"),
+        ("sft --data x --num-generations 4", "has no meaning here: it belongs to reinforcement learning"),
     ],
 )  # fmt: skip
 def test_answers(run_command: Any, command: str, says: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from policygrad.commands.foreign_options import LIBRARIES
+from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.commands.train import parse_run
 from policygrad.core.kl_controllers import adapt_proportionally
 
@@ -506,7 +506,7 @@ BOUNDS = ("--algorithm.filters.drop-zero-variance.max-rounds",)
 
 
 def test_every_row_that_names_a_formula_has_a_numerical_check() -> None:
-    for library, names in LIBRARIES.items():
+    for library, names in load_foreign_options()[0].items():
         formulas = {
             name
             for name, answer in names.items()
@@ -520,16 +520,16 @@ NAMED = {
     ("TRL", "mask_truncated_completions"): "--algorithm.filters.mask-truncated.keep-in-statistics",
     ("verl", "algorithm.norm_adv_by_std_in_grpo"): "--algorithm.advantage.group-std.eps 1e-6",
     ("verl", "algorithm.use_kl_in_reward"): "--algorithm.shaping.kl-in-reward.level sequence",
-    ("OpenRLHF", "init_kl_coef"): "behind the baselines",
+    ("OpenRLHF", "init_kl_coef"): "after the baselines",
     ("OpenRLHF", "no_advantage_std_norm"): "without Whiten",
-    ("OpenRLHF", "vllm_is_truncated_threshold"): "are not raised here",
+    ("OpenRLHF", "vllm_is_truncated_threshold"): "are not raised",
 }
 """What a row has to say besides its option, for its check to be of what it says."""
 
 
 def test_a_row_names_what_its_check_is_of() -> None:
     for (library, name), words in NAMED.items():
-        assert words in LIBRARIES[library][name].note, name
+        assert words in load_foreign_options()[0][library][name].note, name
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def test_it_says_what_a_run_takes(run_command: Any) -> None:
         "Qwen3-1.7B with grpo on 8 × H100",
         "It fits",
         "Memory of one device, GiB",
-        "the policy, whole",
-        "keys and values, while drawing",
-        "drawing completions",
+        "full policy",
+        "keys and values, while sampling",
+        "sampling completions",
         "Other numbers of devices",
         "cost",
         "1,720,574,976 parameters (config.json of Qwen/Qwen3-1.7B)",
@@ -56,7 +56,7 @@ def test_as_json(run_command: Any) -> None:
     assert plan["gpu_hours"] == pytest.approx(8 * 10 * plan["seconds"]["step"] / 3600)
     assert [other["gpus"] for other in told["gpus"]] == [1, 2, 4, 8, 16, 32]
     assert plan in told["gpus"]
-    assert told["algorithm"]["scores"] == 1  # π_ref
+    assert told["algorithm"]["scoring_passes"] == 1  # π_ref
 
 
 def test_the_algorithm_is_the_first_word(run_command: Any) -> None:
@@ -88,7 +88,7 @@ def test_what_others_have_measured_can_be_planned_with_an_engine(run_command: An
         words += ("--samples-per-prompt", "32", "--completion", str(completion), "--gradient-checkpointing", "--engine")
         found = json.loads(run_command(*words, "--json")[1])["plan"]
         assert found["fits"], model
-        assert "the policy, whole" not in found["memory"]["learner"]["always"]
+        assert "full policy" not in found["memory"]["learner"]["static"]
     out = run_command(*words)[1]
     assert "this library's engines do neither yet" in " ".join(out.lower().split())
     assert not json.loads(run_command(*words[:-1], "--json")[1])["plan"]["fits"]
@@ -103,7 +103,7 @@ def test_samplers_apart(run_command: Any) -> None:
     assert fixed["layout"]["samplers"] == 2
     assert fixed["seconds"]["step"] >= told["seconds"]["step"]
     out = run_command("plan", *MODEST, "--max-staleness", "1")[1]
-    assert "devices draw" in out
+    assert "devices sample" in out
     assert "learners wait" in out
 
 
@@ -148,14 +148,14 @@ def test_a_page_with_plots(run_command: Any, tmp_path: Path) -> None:
         (("--model", "Qwen3-9B"), "did you mean 'Qwen3-8B'"),
         (("--gpus", "H20:8"), "did you mean H200"),
         (("--algorithm", "gpro"), "grpo"),
-        (("--algorithm", "trpo"), "counts gradient steps alone"),
+        (("--algorithm", "trpo"), "counts gradient steps"),
         (("--context", "256"), "no room for a completion"),
-        (("--completion", "9000"), "more than the 3840"),
-        (("grpo", "--algorithm", "ppo"), "named twice"),
+        (("--completion", "9000"), "more than the maximum of 3840"),
+        (("grpo", "--algorithm", "ppo"), "given twice"),
         (("gpro",), "grpo"),
-        (("--samplers", "8"), "leave none to learn"),
-        (("--tensor-parallel", "2"), "give --samplers or --max-staleness"),
-        (("--max-staleness", "1", "--samplers", "0"), "leave one of them out"),
+        (("--samplers", "8"), "leaves none to learn"),
+        (("--tensor-parallel", "2"), "Add --samplers, --max-staleness"),
+        (("--max-staleness", "1", "--samplers", "0"), "Omit one of them"),
         (("--gpus", "H100", "--max-staleness", "1"), "at least 2 devices"),
         (("--calibration", "nowhere.json"), "--calibrate` writes one"),
         (("--output", "nowhere/plan.html"), "there is no folder"),
@@ -205,7 +205,7 @@ def test_models_and_passes_of_the_matrix() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_planned_or_refused_with_the_reason(name: str) -> None:
     if type(ALGORITHMS[name].update_rule) is not pg.GradientSteps:
-        with pytest.raises(pg.ConfigError, match="counts gradient steps alone"):
+        with pytest.raises(pg.ConfigError, match="counts gradient steps"):
             compute_plannable_cost(ALGORITHMS[name])
         return
     found = compute_plannable_cost(ALGORITHMS[name])
@@ -215,9 +215,9 @@ def test_every_algorithm_is_planned_or_refused_with_the_reason(name: str) -> Non
 
 
 def test_what_is_drawn_besides_is_named() -> None:
-    assert any("in the place of those" in text for text in compute_algorithm_cost(pg.DAPO).uncounted)
+    assert any("in place of those" in text for text in compute_algorithm_cost(pg.DAPO).uncounted)
     assert any("greedy" in text for text in compute_algorithm_cost(pg.REMAX).uncounted)
-    assert any("from within answers" in text for text in compute_algorithm_cost(pg.VINEPPO).uncounted)
+    assert any("from within others" in text for text in compute_algorithm_cost(pg.VINEPPO).uncounted)
     assert compute_algorithm_cost(pg.GRPO).uncounted == ()
 
 

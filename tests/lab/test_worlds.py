@@ -13,7 +13,6 @@ from policygrad.lab.policies import Bigram, Experts, TabularPolicy, Transformer
 from policygrad.lab.sequences import (
     PrefixTree,
     World,
-    count_completions,
     derivative,
     perturb_policy,
     reward_min_length,
@@ -91,7 +90,7 @@ def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
     [
         (lambda: TabularMDP(*_parts(), gamma=1.0), "infinite horizon.*finite"),
         (lambda: TabularMDP(*_parts(), gamma=1.5), "gamma must be in"),
-        (lambda: TabularMDP(_parts()[0] * 2, *_parts()[1:]), "no probabilities.*sums to 2"),
+        (lambda: TabularMDP(_parts()[0] * 2, *_parts()[1:]), "must hold probabilities.*sums to 2"),
         (lambda: TabularMDP(_parts()[0][:1], *_parts()[1:]), r"expected \[2, 2, 2\]"),
         (lambda: random_mdp().with_horizon(0), "at least 1 step"),
         (lambda: PrefixTree(6, 6), "19531 completions.*6000"),
@@ -105,7 +104,7 @@ def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
         (lambda: mdp.penalty_constant(bandit(torch.ones(2)), torch.full((1, 2), 0.5).double()), "gamma below 1"),
     ],
 )
-def test_what_cannot_be_is_refused(make, words: str) -> None:
+def test_invalid_worlds_are_refused(make, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -127,14 +126,14 @@ def test_gamma_1_is_allowed_where_every_policy_ends() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "length"), [(2, 1), (3, 3), (5, 2), (2, 6), (4, 4)])
-def test_the_tree_holds_every_completion_once(vocabulary: int, length: int) -> None:
+def test_the_tree_contains_every_completion_once(vocabulary: int, length: int) -> None:
     tree = PrefixTree(vocabulary, length)
     brute = {
         tuple(itertools.takewhile(bool, word)) for word in itertools.product(range(vocabulary), repeat=length)
     }  # cut at the first EOS
-    assert len(tree.words) == len(set(tree.words)) == count_completions(vocabulary, length)
-    assert set(tree.words) == brute
-    for word, tokens, states, n in zip(tree.words, tree.tokens, tree.state, tree.lengths, strict=True):
+    assert len(tree.completions) == len(set(tree.completions)) == sum((vocabulary - 1) ** n for n in range(length + 1))
+    assert set(tree.completions) == brute
+    for word, tokens, states, n in zip(tree.completions, tree.tokens, tree.state, tree.lengths, strict=True):
         for t in range(int(n)):
             assert tree.prefixes[int(states[t])] == word[:t]
             assert int(tokens[t]) == (word[t] if t < len(word) else 0)
@@ -167,7 +166,7 @@ def test_values_are_expected_rewards_and_distances_are_kept() -> None:
     assert float(value[0]) == pytest.approx(float(after[1] * value[1] + after[2] * value[2]))
     assert float(world.kl(theta, perturb_policy(world, theta, 0.07))) == pytest.approx(0.07, rel=1e-6)
     torch.testing.assert_close(perturb_policy(world, theta, 0.0), theta)
-    with pytest.raises(ValueError, match="below 0"):
+    with pytest.raises(ValueError, match="at least 0 nats"):
         perturb_policy(world, theta, -1.0)
     with pytest.raises(ValueError, match="no step"):
         perturb_policy(world, theta, 0.1, direction=torch.ones_like(theta))

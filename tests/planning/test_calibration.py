@@ -38,7 +38,7 @@ def test_a_plan_of_what_was_measured_comes_out_as_measured(measured: tuple[Calib
     device, reached = found.apply(DEVICES["cpu"], "fp32")
     clock = TimeModel(TINY.shape, device, reached, ParallelLayout(1, dtype="fp32"))
     seconds, tokens = found.details["seconds"], TINY.workload.count_tokens()
-    assert clock.training_seconds(tokens, AlgorithmCost()) == pytest.approx(seconds["learning"])
+    assert clock.training_seconds(tokens, AlgorithmCost()) == pytest.approx(seconds["training"])
     assert clock.scoring_seconds(tokens) == pytest.approx(seconds["scoring"])
     assert device.fp32 > 0
     assert device.bf16 == DEVICES["cpu"].bf16  # not measured
@@ -52,7 +52,10 @@ def test_what_grows_with_completions_is_told_from_what_does_not() -> None:
     )
     speed = clock.sampler_speed(Workload(2, 2, 3, 5, 5))
     few, many = (speed.fixed + n * speed.per_completion for n in TINY.decode_rows)
-    assert fit_decoding(TINY, clock, few, many) == {"drawing": pytest.approx(0.5), "layer": pytest.approx(3e-3)}
+    assert fit_decoding(TINY, clock, few, many) == {
+        "sampling": pytest.approx(0.5),
+        "layer_overhead": pytest.approx(3e-3),
+    }
 
 
 def test_the_usual_trials_have_the_shape_that_they_say() -> None:
@@ -76,7 +79,7 @@ def test_it_is_written_and_read(measured: tuple[Calibration, list[str]], tmp_pat
 
 def test_it_is_of_one_device_and_one_precision(measured: tuple[Calibration, list[str]]) -> None:
     found, _ = measured
-    with pytest.raises(ConfigError, match="measured on cpu, and --gpus names H100"):
+    with pytest.raises(ConfigError, match="measured on cpu, but --gpus names H100"):
         found.apply(DEVICES["H100"], "fp32")
     with pytest.raises(ConfigError, match="calibrate with --dtype bf16"):
         found.apply(DEVICES["cpu"], "bf16")
@@ -85,10 +88,10 @@ def test_it_is_of_one_device_and_one_precision(measured: tuple[Calibration, list
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "else"}, "is not what `policygrad plan --calibrate` writes"),
-        ({"reached": {"learning": 0}}, "is damaged"),
-        ({"reached": {"other": 1}}, "is damaged"),
-        ({"reached": {"learning": "1"}}, "is damaged"),
+        ({"kind": "else"}, "is not a file of `policygrad plan --calibrate`"),
+        ({"efficiency": {"training": 0}}, "is damaged"),
+        ({"efficiency": {"other": 1}}, "is damaged"),
+        ({"efficiency": {"training": "1"}}, "is damaged"),
         ({"device": {}}, "is damaged"),
     ],
 )
@@ -119,10 +122,10 @@ def test_the_command_measures_this_machine_and_plans_with_it(tmp_path: Path) -> 
     done = subprocess.run([*program, "--calibrate", "--dtype", "fp32"], capture_output=True, text=True, check=True)
     assert done.stdout == f"{file}\n"
     found = load_calibration(file)
-    assert all(0.01 < getattr(found.efficiency, name) < 3 for name in ("learning", "scoring", "drawing"))
+    assert all(0.01 < getattr(found.efficiency, name) < 3 for name in ("training", "scoring", "sampling"))
     if found.device.name != "cpu":
         return
     words = ["--gpus", "cpu", "--model", "tiny", "--context", "64", "--prompt", "16", "--json"]
     told = json.loads(subprocess.run([*program, *words], capture_output=True, text=True, check=True).stdout)
-    assert told["reached"] == json.loads(file.read_text())["reached"]
+    assert told["efficiency"] == json.loads(file.read_text())["efficiency"]
     assert told["device"]["fp32"] == replace(found.device).fp32

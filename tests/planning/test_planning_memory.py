@@ -34,23 +34,23 @@ WORK = Workload(64, 8, 256, 1000, 3840)
 
 
 def test_models_and_what_moves_them_by_hand() -> None:
-    assert static_bytes(100, 2, trained=1, frozen=1) == {
+    assert static_bytes(100, 2, trained_models=1, frozen_models=1) == {
         "weights": 600,  # and their masters
         "gradients": 400,
-        "optimiser": 800,
+        "optimizer": 800,
         "copy of the state": 1200,
         "other models": 200,
     }
-    assert static_bytes(100, 2, trained=2, frozen=1, ranks=4) == {
+    assert static_bytes(100, 2, trained_models=2, frozen_models=1, ranks=4) == {
         "weights": 200,
         "gradients": 200,
-        "optimiser": 400,
+        "optimizer": 400,
         "copy of the state": 0,
         "other models": 100,
     }
     assert static_bytes(100, 4, 1, 0)["weights"] == 400
     assert static_bytes(2**27, 4, 1, 0)["copy of the state"] == 0  # of a large one none is kept
-    assert static_bytes(100, 4, 2, 0, adamw=False)["optimiser"] == 2400
+    assert static_bytes(100, 4, 2, 0, adamw=False)["optimizer"] == 2400
 
 
 def test_constants_are_those_of_the_library() -> None:
@@ -84,9 +84,9 @@ def test_eight_learners_by_hand() -> None:
     found = learner_memory(of, WORK, asks, ParallelLayout(8), H100)
     eighth = of.parameters / 8
     assert found.static["weights"] == found.static["gradients"] == found.static["other models"] == 4 * eighth
-    assert found.static["optimiser"] == 8 * eighth
+    assert found.static["optimizer"] == 8 * eighth
     assert found.static["gathered layers"] == 2 * (2 * of.layer_parameters + 2 * of.embedding_parameters)
-    assert found.static["the policy, whole"] == 2 * of.parameters
+    assert found.static["full policy"] == 2 * of.parameters
     assert found.training["activations"] == activation_bytes(of, ParallelLayout(8), 16384)
     assert (
         found.sampling["keys and values"] == 64 * 4096 * 2 * of.cache_numbers_per_token
@@ -115,7 +115,7 @@ def test_under_an_engine_no_learner_has_the_whole_policy() -> None:
         )
         assert sum(own.static.values()) - sum(engine.static.values()) == 2 * of.parameters
     in_turns = learner_memory(of, WORK, asks, ParallelLayout(8, tensor_parallel=2, keeps_full_policy=False), H100)
-    assert in_turns.sampling["the policy's share"] == 2 * of.parameters / 2
+    assert in_turns.sampling["policy shard"] == 2 * of.parameters / 2
     assert in_turns.sampling["keys and values"] == pytest.approx(
         128 * WORK.mean_attended_tokens * 2 * of.cache_numbers_per_token / 2
     )

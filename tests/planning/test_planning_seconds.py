@@ -36,7 +36,7 @@ def test_tokens_by_hand() -> None:
     work = Workload(prompts=2, samples_per_prompt=2, prompt_tokens=3, completion_tokens=5, max_completion_tokens=5)
     assert work.lengths == (5, 5, 5, 5)
     assert work.count_tokens() == TokenCounts(2 * 3 + 4 * 4, 2 * 6 + 16 * 3 + 4 * 10, 2 + 16)
-    assert work.count_tokens(shared=False) == TokenCounts(4 * 3 + 4 * 4, 4 * 6 + 16 * 3 + 4 * 10, 4 + 16)
+    assert work.count_tokens(shares_prompts=False) == TokenCounts(4 * 3 + 4 * 4, 4 * 6 + 16 * 3 + 4 * 10, 4 + 16)
     assert work.mean_attended_tokens == 3 + 2.5
 
 
@@ -204,10 +204,10 @@ def test_devices_by_name() -> None:
     assert parse_devices("l40s:2", mine) == (mine, 2)
     with pytest.raises(ConfigError, match="did you mean H200"):
         parse_devices("H20:8")
-    with pytest.raises(ConfigError, match="there are A100, H100"):
+    with pytest.raises(ConfigError, match="available: A100, H100"):
         parse_devices("MI300X:8")
     for wrong in ("H100:0", "H100:", ":8", "H100:x"):
-        with pytest.raises(ConfigError, match="a device and how many"):
+        with pytest.raises(ConfigError, match="a device and a count"):
             parse_devices(wrong)
 
 
@@ -215,10 +215,10 @@ def test_devices_by_name() -> None:
     ("values", "said"),
     [
         ({"gpus": 0}, "--gpus must be at least 1"),
-        ({"gpus": 4, "samplers": 4}, "leave none to learn: give at most 3"),
-        ({"gpus": 4, "samplers": 3, "tensor": 2}, "does not divide the 3 devices"),
+        ({"gpus": 4, "samplers": 4}, "leaves none to learn. Use at most 3"),
+        ({"gpus": 4, "samplers": 3, "tensor_parallel": 2}, "does not divide the 3 sampling devices"),
         ({"gpus": 1, "dtype": "fp8"}, "one of bf16, fp32"),
-        ({"gpus": 1, "staleness": -1}, "at least 0"),
+        ({"gpus": 1, "max_staleness": -1}, "at least 0"),
         ({"gpus": 1, "micro_tokens": 0}, "--micro-tokens must be at least 1"),
     ],
 )
@@ -228,7 +228,7 @@ def test_layouts_that_cannot_be(values: dict[str, object], said: str) -> None:
 
 
 def test_work_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="more than the 10 that one may have"):
+    with pytest.raises(ConfigError, match="more than the maximum of 10"):
         Workload(1, 1, 1, 11, 10)
     with pytest.raises(ConfigError, match="prompts must be at least 1"):
         Workload(0, 1, 1, 1, 10)

@@ -92,6 +92,6 @@ def test_where_nothing_is_enough_it_says_so() -> None:
     assert ways
     assert not any(way.plan.fits for way in ways)  # the policy whole is more than an H100 has
     told = next(table for table in plan_tables(found, [found], ways, 1000, None) if table.title == "What to change")
-    assert "Nothing of this is enough" in told.note
+    assert "None of these is enough" in told.note
     assert "It does not fit" in plan_summary(found, 1000, None)
-    assert any("whole in a learner" in text for text in list_assumptions(found))
+    assert any("keeps the full policy" in text for text in list_assumptions(found))

@@ -140,7 +140,7 @@ def test_what_is_no_run_in_a_glob_is_left_out_and_said(folders: list[Path], tmp_
     words = [str(path) for path in (*folders, begun, tmp_path / "notes.txt", tmp_path / "plots")]
     assert main(["report", *words, "--output", str(file)]) == 0
     assert (
-        capsys.readouterr().err == f"left out, for they are no runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
+        capsys.readouterr().err == f"skipped, not runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
     )
     assert "<h1>dapo and gspo</h1>" in file.read_text(encoding="utf-8")
 
@@ -179,7 +179,7 @@ def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_pa
         ([str(empty), str(empty / "run.toml")], "has no numbers yet"),
         ([str(tmp_path), str(file)], "is a run: give folders"),
         ([str(folders[0]), "--port", "1"], "add --watch"),
-        ([str(folders[0]), "--watch", "--output", "x.html"], "leave one of them out"),
+        ([str(folders[0]), "--watch", "--output", "x.html"], "give only one of them"),
         ([str(folders[0]), "--output", str(tmp_path / "no" / "x.html")], "make it first"),
     ):
         assert main(["report", *words]) == 2

@@ -81,7 +81,7 @@ EXTRACTED = {
 
 
 @pytest.mark.parametrize("name", EXTRACTED)
-def test_the_program_in_a_completion(name):
+def test_extract_program(name):
     completion, program = EXTRACTED[name]
     assert extract_program(completion) == program
 
@@ -112,11 +112,11 @@ def test_the_program_in_a_completion(name):
         ({"public_test_cases": "[]", "private_test_cases": None}, None),
     ],
 )
-def test_rows_of_data_sets(row, tests):
+def test_tests_are_built_from_dataset_rows(row, tests):
     assert build_tests("", row) == tests
 
 
-def test_a_row_of_humaneval_has_its_prompt_as_what_a_program_cannot_replace():
+def test_humaneval_prompt_is_setup_that_programs_cannot_replace():
     tests = build_tests(ADD, HUMANEVAL)
     assert tests == FunctionTests((f"{CHECK}\n\ncheck(add)",), setup=ADD, entry="add")
     assert complete_program(ADD, "    return a + b\n", tests) == ADD + "    return a + b\n"
@@ -146,12 +146,12 @@ def test_a_row_of_humaneval_has_its_prompt_as_what_a_program_cannot_replace():
         ({"tests": [1]}, "must be a list of texts"),
     ],
 )
-def test_rows_of_no_known_form(row, said):
+def test_unknown_row_formats_are_rejected(row, said):
     with pytest.raises(DataError, match=said):
         build_tests("", row)
 
 
-def test_options_by_name():
+def test_options():
     assert Code.from_options("timeout=20,memory=2GiB,share=yes") == Code(20.0, "2GiB", True)
     assert find_code("code:timeout=20") == ()
     for wrong, said in (
@@ -165,7 +165,7 @@ def test_options_by_name():
             Code.from_options(wrong)
 
 
-def test_it_is_refused_where_no_wall_stands(monkeypatch):
+def test_refused_without_a_working_sandbox(monkeypatch):
     monkeypatch.setattr("policygrad.sandbox.backends.find_bwrap", lambda: None)
     monkeypatch.setattr("policygrad.sandbox.landlock.get_abi_version", lambda: 0)
     find_backend.cache_clear()
@@ -247,7 +247,7 @@ FORMS = {  # of data sets: prompt, columns, a right program and a wrong one
 
 @needs_wall
 @pytest.mark.parametrize("name", FORMS)
-def test_right_and_wrong_programs_for_the_forms_of_data_sets(name):
+def test_programs_are_scored_in_every_dataset_format(name):
     prompt, row, right, wrong = FORMS[name]
     assert [Code().score(prompt, program, row) for program in (right, wrong)] == [1.0, 0.0]
 
@@ -284,13 +284,13 @@ def test_a_row_that_no_program_can_pass_is_named(row, said):
         "def f(g): return g(eval)",
     ],
 )
-def test_a_wrong_program_does_not_make_its_row_one_that_none_can_pass(program):
+def test_a_wrong_program_does_not_mark_its_row_unfit(program):
     row = {"tests": ["assert f(lambda x: x) == 1"]}
     assert Code().score("Write f.", program, row) == 0.0
 
 
 @needs_wall
-def test_rows_that_no_program_can_pass_are_counted_and_each_is_named_once():
+def test_unfit_rows_are_counted_and_named_once():
     rows = {"tests": [["assert f(1"], ["assert f(1"], ["assert f(2"], ["assert f(1) == 1"]], "id": [1, 1, 2, 3]}
     with RewardPool(["code"], num_workers=1) as pool:
         scores = pool.score([""] * 4, [FUNCTION] * 4, rows)
@@ -300,7 +300,7 @@ def test_rows_that_no_program_can_pass_are_counted_and_each_is_named_once():
 
 
 @needs_wall
-def test_without_shares_the_first_test_that_fails_is_the_last(monkeypatch):
+def test_without_share_tests_stop_at_the_first_failure(monkeypatch):
     dialogue = StdioTests((("1", "1"), ("2", "4"), ("3", "3")))
     assert run_stdio_tests("print(input())", dialogue).points == (1.0, 0.0, 1.0)
     assert run_stdio_tests("print(input())", dialogue, to_end=False).points == (1.0, 0.0, 0.0)
@@ -310,7 +310,7 @@ def test_without_shares_the_first_test_that_fails_is_the_last(monkeypatch):
 
 
 @needs_wall
-def test_programs_through_the_workers():
+def test_programs_run_in_reward_workers():
     """HumanEval's form, MBPP's and pairs; a row without tests has no reward, and no forged one is paid."""
     completions = ["    return a + b\n", "    return 3\n", "    import os\n    os._exit(0)\n", "    return a + b\n"]
     with RewardPool(["code"], num_workers=2) as pool:

@@ -74,7 +74,7 @@ def test_openrlhf(here: Path) -> None:
     assert total("openrlhf:from_openrlhf.py:as_tensor", ["2+2=", chat], ["", ""]) == [4.0, 9.0]
 
 
-def test_their_files_are_code_that_needs_leave(here: Path) -> None:
+def test_files_count_as_code(here: Path) -> None:
     assert find_code("verl:from_verl.py") == find_code("verl:from_verl.py:plain") == ("from_verl.py",)
     assert find_code("openrlhf:package.module.f*2") == ("package.module",)
     with pytest.raises(ConfigError, match="there is no function 'compute_score'"):

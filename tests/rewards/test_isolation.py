@@ -61,7 +61,7 @@ def everywhere(data: bytes) -> None:
 
 
 @linux
-def test_a_pickle_in_the_pipe_is_not_executed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_pickle_in_the_pipe_is_not_executed(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     bomb = pickle.dumps(Bomb(f"touch {mark}"))
 
@@ -80,7 +80,7 @@ def test_a_pickle_in_the_pipe_is_not_executed_and_the_run_goes_on(tmp_path: Path
     assert mark.exists()
 
 
-def test_bytes_without_an_end_do_not_hold_up_the_others() -> None:
+def test_endless_bytes_do_not_block_other_workers() -> None:
     def floods(prompts: Any, completions: Any, **_: Any) -> list[float]:
         while completions[0] == "flood":
             everywhere(b"\0" * 65536)
@@ -91,7 +91,7 @@ def test_bytes_without_an_end_do_not_hold_up_the_others() -> None:
     assert scores.failures == {"crashed": 1}
 
 
-def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
+def test_a_forged_reply_counts_for_its_own_call_only() -> None:
     """A function that has all of the worker's memory finds the nonce too; what it says twice, it says to the next call."""
 
     def forges(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -111,7 +111,7 @@ def test_an_answer_that_is_forged_is_one_for_its_own_call_only() -> None:
 
 
 @linux
-def test_programs_that_a_reward_starts_do_not_get_the_pipes() -> None:
+def test_child_programs_do_not_inherit_the_pipes() -> None:
     def looks(prompts: Any, completions: Any, **_: Any) -> list[float]:
         found = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
         own = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
@@ -121,7 +121,7 @@ def test_programs_that_a_reward_starts_do_not_get_the_pipes() -> None:
     assert 0 < score([looks], ["a"]).total[0] < 100
 
 
-def test_a_worker_that_says_nonsense_while_it_loads_is_named() -> None:
+def test_an_invalid_first_message_names_the_functions() -> None:
     @reward(prepare=lambda: everywhere(b"x" * 100))
     def loud(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [1.0]
@@ -133,7 +133,7 @@ def test_a_worker_that_says_nonsense_while_it_loads_is_named() -> None:
 # --- the environment
 
 
-def test_a_few_variables_are_given_and_others_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_variables_are_passed_and_others_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MY_API_KEY", "MY_PORT", "HF_TOKEN", "NVIDIA_API_KEY", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
 
@@ -145,7 +145,7 @@ def test_a_few_variables_are_given_and_others_by_name(monkeypatch: pytest.Monkey
     assert score([reads], names, environment=("MY_API_KEY", "HF_TOKEN")).total == [1, 0, 1, 0, 1, 1]
 
 
-def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_variable_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "secret")
 
     def needs(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -164,7 +164,7 @@ def test_a_missing_variable_is_said_with_the_way_out(monkeypatch: pytest.MonkeyP
         score([loads], ["a"])
 
 
-def test_names_of_variables() -> None:
+def test_variable_names() -> None:
     assert parse_names("A, B_C,") == ("A", "B_C")
     assert parse_names("none") == ()
     given = {"PATH": "/bin", "LC_ALL": "C"}
@@ -180,7 +180,7 @@ def test_names_of_variables() -> None:
         RewardPool(["format"], environment="A")
 
 
-def test_the_page_lists_what_is_given() -> None:
+def test_docs_list_the_passed_variables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
     listed_there = page.partition("<!-- given: begin -->")[2].partition("<!-- given: end -->")[0]
     assert re.findall(r"`(.+?)`", listed_there) == list(PASSED_VARIABLES)
@@ -200,17 +200,17 @@ def test_the_page_lists_what_is_given() -> None:
         ("none", None),
     ],
 )
-def test_sizes(text: str, count: int | None) -> None:
+def test_parse_size(text: str, count: int | None) -> None:
     assert parse_size(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "much", "4 potatoes", "-1GiB", "1e9", "5B", "0", "inf", "1" * 400, 4])
-def test_what_is_no_size(text: Any) -> None:
+def test_invalid_sizes(text: Any) -> None:
     with pytest.raises(ConfigError, match=r"not a size|not between|a text such as"):
         parse_size(text)
 
 
-def test_sizes_in_words() -> None:
+def test_format_size() -> None:
     assert [format_size(n) for n in (4 << 30, 64 << 20, 3 << 29)] == ["4 GiB", "64 MiB", "1.5 GiB"]
 
 
@@ -220,7 +220,7 @@ def leaks(prompts: Any, completions: Any, **_: Any) -> list[float]:
 
 
 @linux
-def test_a_worker_that_leaks_is_replaced_before_it_is_too_large() -> None:
+def test_a_leaking_worker_is_replaced() -> None:
     scores = score([leaks], [str(i) for i in range(12)], num_workers=2, memory="64MiB")
     assert scores.failures == {}
     calls = [scores.total.count(pid) for pid in set(scores.total)]
@@ -229,7 +229,7 @@ def test_a_worker_that_leaks_is_replaced_before_it_is_too_large() -> None:
 
 
 @linux
-def test_a_call_that_takes_too_much_fails_with_the_options_name() -> None:
+def test_a_call_beyond_the_memory_limit_names_the_option() -> None:
     def takes(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(len(bytearray(int(completions[0]) * MIB)))]
 
@@ -246,7 +246,7 @@ class Unspeakable(Exception):
         raise ValueError
 
 
-def test_errors_of_memory_by_other_names() -> None:
+def test_memory_errors_of_other_types() -> None:
     def refused(prompts: Any, completions: Any, **_: Any) -> list[float]:
         kinds = {"start": OSError(12, "Cannot allocate memory"), "torch": RuntimeError("Cpu: can't allocate memory: 5")}
         raise kinds.get(completions[0], OSError(2, "No such file"))
@@ -258,7 +258,7 @@ def test_errors_of_memory_by_other_names() -> None:
 
 
 @linux
-def test_a_reward_of_its_own_worker_has_no_limit_and_all_go_before_the_trainer() -> None:
+def test_dedicated_workers_have_no_limit_and_all_are_killed_before_the_trainer() -> None:
     def limit(prompts: Any, completions: Any, **_: Any) -> list[float]:
         import resource
 
@@ -316,7 +316,7 @@ def orphaned(prompts: Any, completions: Any, **_: Any) -> list[float]:
 
 @linux
 @pytest.mark.parametrize("function", [plain_daemon, hidden_daemon])
-def test_a_daemon_is_gone_with_the_pool(function: Callable[..., list[float]]) -> None:
+def test_daemons_end_with_the_pool(function: Callable[..., list[float]]) -> None:
     with RewardPool([function], num_workers=1) as pool:
         (pid,) = pool.score(["p"], ["c"], {}).total
         assert pid is not None
@@ -326,7 +326,7 @@ def test_a_daemon_is_gone_with_the_pool(function: Callable[..., list[float]]) ->
 
 
 @linux
-def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worker(
+def test_closing_many_workers_takes_one_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[int] = []
@@ -348,14 +348,14 @@ def test_a_pool_is_closed_by_as_many_looks_at_the_machine_s_processes_as_a_worke
 
 
 @linux
-def test_a_daemon_of_a_worker_that_has_died_is_gone_too() -> None:
+def test_daemons_of_a_dead_worker_are_killed() -> None:
     scores = score([orphaned], ["a", "die", "b"], num_workers=1)
     assert scores.failures == {"crashed": 1}
     assert all(_gone(int(pid)) for pid in scores.total if pid is not None)
 
 
 @linux
-def test_a_worker_full_of_ended_children_is_replaced() -> None:
+def test_a_worker_with_many_zombies_is_replaced() -> None:
     def leaves(prompts: Any, completions: Any, **_: Any) -> list[float]:
         ended = "import os\nfor _ in range(70):\n    if os.fork() == 0: os._exit(0)"  # adopted, and never waited for
         if completions[0] == "leave":

@@ -92,7 +92,7 @@ def test_each_failure_costs_its_sample_only(deed, reason, message):
     assert repr(deed) in said
 
 
-def test_prints_and_reads_do_not_touch_the_channel():
+def test_prints_and_reads_do_not_reach_the_pipes():
     scores = score([unruly], ["print", "fd", "read", "bool"], num_workers=1)
     assert scores.total == [1.0, 6.0, 0.0, 1.0]
     assert scores.failures == {}
@@ -114,7 +114,7 @@ def chatty(prompts, completions, **columns):
 
 
 @pytest.mark.parametrize("deed", ["raise", "exit", "hang"])
-def test_what_a_reward_prints_is_captured_and_the_last_lines_stand_in_its_failure(deed, capfd):
+def test_output_is_captured_and_ends_failure_messages(deed, capfd):
     scores = score([chatty], ["flood", "good", deed], num_workers=1, timeout=TIMEOUT if deed == "hang" else 60.0)
     assert scores.total == [1.0, 1.0, None]
     failed, note = scores.messages
@@ -125,7 +125,7 @@ def test_what_a_reward_prints_is_captured_and_the_last_lines_stand_in_its_failur
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_reward_prints_is_shown_on_demand(capfd):
+def test_show_output(capfd):
     scores = score([chatty], ["good", "raise"], num_workers=1, show_output=True)
     assert scores.total == [1.0, None]
     assert "printed last" not in scores.messages[0]
@@ -133,7 +133,7 @@ def test_what_a_reward_prints_is_shown_on_demand(capfd):
     assert "line 4 of good\n" in capfd.readouterr().err
 
 
-def test_the_note_about_prints_comes_once():
+def test_the_note_about_output_comes_once():
     with RewardPool([chatty], num_workers=1) as pool:
         first, second = (pool.score(["p"], ["good"], {}) for _ in range(2))
     assert (len(first.messages), second.messages) == (1, [])
@@ -156,7 +156,7 @@ def test_order_is_kept_when_workers_are_killed_in_the_middle():
     assert len(scores.messages) == 2
 
 
-def test_the_pool_goes_on_after_its_worker_died_between_calls():
+def test_a_worker_that_died_between_calls_is_replaced():
     with RewardPool([number], num_workers=1) as pool:
         assert pool.score(["p"], ["1"], {}).total == [1.0]
         process = pool._slots[0].worker
@@ -232,12 +232,12 @@ def test_batch_functions_get_everything_at_once():
     assert "(3 completions)" in hung.messages[0]
 
 
-def test_budget_of_a_function_counts_before_the_pools():
+def test_a_rewards_timeout_overrides_the_pools():
     patient = Reward("patient", lambda p, c, **_: time.sleep(2 * TIMEOUT) or [1.0], timeout=60.0)
     assert score([patient], ["a"], timeout=TIMEOUT).total == [1.0]
 
 
-def test_preparation_is_not_part_of_a_budget():
+def test_preparation_does_not_count_as_call_time():
     @reward(prepare=lambda: time.sleep(2 * TIMEOUT), timeout=TIMEOUT)
     def slow_to_load(prompts, completions, **_):
         return [1.0]
@@ -245,7 +245,7 @@ def test_preparation_is_not_part_of_a_budget():
     assert score([slow_to_load], ["a"]).total == [1.0]
 
 
-def test_what_cannot_be_pickled_runs_here_with_a_warning():
+def test_unpicklable_functions_run_in_process_with_a_warning():
     lock = threading.Lock()
 
     def locked(prompts, completions, **_):
@@ -333,7 +333,7 @@ def test_a_function_that_no_worker_can_load_is_named():
 
 
 @pytest.mark.parametrize("failing", [2, 9])
-def test_a_worker_that_ends_while_it_loads_is_tried_again_where_one_has_worked(tmp_path, failing):
+def test_a_worker_that_ends_while_loading_is_retried(tmp_path, failing):
     """As when the machine has no memory left for a while."""
     starts = tmp_path / "starts"
 
@@ -357,7 +357,7 @@ def test_a_worker_that_ends_while_it_loads_is_tried_again_where_one_has_worked(t
             score([dies_once], completions, num_workers=1)
 
 
-def test_impossible_pools_are_refused(monkeypatch):
+def test_invalid_pools_are_rejected(monkeypatch):
     monkeypatch.setattr(Dispatcher, "open", lambda self: None)  # were one not refused, it would start its workers
     with pytest.raises(ConfigError, match="at least one reward"):
         RewardPool([])
@@ -434,7 +434,7 @@ def test_a_busy_worker_dies_with_its_parent(tmp_path):
         assert script.stderr.read() == b""  # the end of the pipe: the worker, which held it too, is gone
 
 
-def test_a_pool_that_is_dropped_takes_its_workers_along():
+def test_a_garbage_collected_pool_kills_its_workers():
     gc.collect()  # what other tests have left warns now, and not below
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -49,7 +49,7 @@ def steps(problem: tuple[str, dict[str, Any]], text: str) -> list[tuple[str, flo
         (SUM, "", []),
     ],
 )
-def test_the_embedded_models_working(problem: Any, text: str, ends: list[tuple[str, float]]) -> None:
+def test_worked_steps_of_each_dataset(problem: Any, text: str, ends: list[tuple[str, float]]) -> None:
     found = steps(problem, text)
     assert [score for _, score in found] == [score for _, score in ends]
     for (upto, _), (end, _) in zip(found, ends, strict=True):
@@ -57,7 +57,7 @@ def test_the_embedded_models_working(problem: Any, text: str, ends: list[tuple[s
 
 
 @pytest.mark.parametrize("task", ["embedded", "embedded_steps"])
-def test_the_tasks_own_problems_have_the_steps_of_their_worked_answers(task: str) -> None:
+def test_demonstrations_score_one_at_every_step(task: str) -> None:
     """For what the task really hands out, the working of scripts/make_base_model.py scores 1 at every step."""
     problems = load_task(task)
     assert problems.steps == ("worked_steps",)
@@ -102,7 +102,7 @@ HACKS = {
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_a_hack_earns_less_than_the_working_and_useless_steps_never_pay(name: str) -> None:
+def test_hacks_earn_less_than_honest_work(name: str) -> None:
     """In a group with the honest answer and a guess, by the algorithm itself: Ψ of the first token."""
     texts = [HONEST, HACKS[name], "Probably <answer>74</answer>", "Probably <answer>75</answer>"]
     width = 9
@@ -126,7 +126,7 @@ def test_a_hack_earns_less_than_the_working_and_useless_steps_never_pay(name: st
     assert not (worth[useless] > 0).any()
 
 
-def test_a_text_made_to_backtrack_takes_no_time() -> None:
+def test_adversarial_text_is_scored_quickly() -> None:
     began = time.process_time()
     for text in ("1+" * 3000, "1 + " * 1500, "9" * 20_000, "a-" * 5000, "a=" * 5000, " " * 20_000 + "="):
         steps(SUM, text)
@@ -225,7 +225,7 @@ def test_a_failure_costs_its_sample_only(pool: RewardPool, deed: str, reason: st
 
 
 def test_a_process_reward_that_hangs_is_stopped() -> None:
-    with RewardPool([*functions()], num_workers=1, timeout=0.5) as pool:
+    with RewardPool([*functions()], num_workers=1, timeout=3.0) as pool:
         found = pool.score_steps(["p"] * 2, ["hang", "good"], {})
     assert found.steps == [None, ((2, 1.0), (4, 0.5))]
     assert found.failures == {"timeout": 1}
@@ -274,7 +274,7 @@ def chosen(task: str, names: tuple[str, ...], needs: frozenset[str] | None, step
     return [r.name for r in choose_rewards(load_task(task), names, needs, step_end)]
 
 
-def test_the_tasks_own_steps_are_used_only_when_asked_for(tmp_path: Any) -> None:
+def test_task_steps_are_used_only_when_needed(tmp_path: Any) -> None:
     (tmp_path / "f.py").write_text(
         "import policygrad as pg\n@pg.reward(process=True)\ndef f(prompts, completions, **c): return [()]\n"
     )
@@ -288,13 +288,13 @@ def test_the_tasks_own_steps_are_used_only_when_asked_for(tmp_path: Any) -> None
     assert chosen("embedded", (mine,), frozenset()) == ["reasoning_gym", mine]  # the outcome stays the task's
     assert chosen("embedded", (mine, "exact_match"), SCORED) == ["exact_match", mine]
     assert chosen("embedded", (), ENDS, r"\n") == ["reasoning_gym", "step_end"]
-    with pytest.raises(RunError, match="an evaluation is of outcomes"):
+    with pytest.raises(RunError, match="an evaluation scores outcomes"):
         chosen("embedded", (mine,), None)
-    with pytest.raises(RunError, match="both say where steps end"):
+    with pytest.raises(RunError, match="both mark where steps end"):
         chosen("embedded", (mine,), ENDS, r"\n")
 
 
-def test_without_steps_the_way_out_is_named(tmp_path: Any) -> None:
+def test_missing_steps_suggest_a_remedy(tmp_path: Any) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     task = str(tmp_path / "t.jsonl")
     with pytest.raises(RunError, match=r"--task embedded_steps.*process=True\)$"):
@@ -306,12 +306,12 @@ def test_without_steps_the_way_out_is_named(tmp_path: Any) -> None:
         chosen(task, ("worked_steps",), SCORED)
 
 
-def test_a_run_refuses_a_pattern_that_means_nothing() -> None:
+def test_a_run_rejects_a_useless_step_end() -> None:
     options = {"sampling": SamplingParams(max_tokens=8), "task": "embedded"}
     assert Run(algorithm=pg.VINEPPO, step_end=r"\n", **options).step_end == r"\n"
-    with pytest.raises(ConfigError, match="no part of grpo looks at steps"):
+    with pytest.raises(ConfigError, match="no part of grpo uses reasoning steps"):
         Run(algorithm=pg.GRPO, step_end=r"\n", **options)
-    with pytest.raises(ConfigError, match="needs to know what they are worth"):
+    with pytest.raises(ConfigError, match="also needs a reward for each"):
         Run(algorithm=pg.GRPO_PROCESS, step_end=r"\n", **options)
     with pytest.raises(ConfigError, match=r"not a regular expression: .*at position 1"):
         Run(algorithm=pg.VINEPPO, step_end="a(", **options)

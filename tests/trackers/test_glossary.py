@@ -73,7 +73,7 @@ def test_show_says_one(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "nats a token" in said
     assert "Moves" in said
-    with pytest.raises(pg.ConfigError, match="no algorithm, part or metric is called 'entropi'"):
+    with pytest.raises(pg.ConfigError, match="there is no algorithm, part or metric 'entropi'"):
         show(["entropi"])
 
 

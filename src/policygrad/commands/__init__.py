@@ -1,6 +1,6 @@
-"""The subcommands: from words to a configuration, and from results to words. One file each, imported when it is run."""
+"""The subcommands, one file each, imported when run."""
 
-COMMANDS = {  # the function of each, as module:name
+COMMANDS = {  # module:function
     "train": "policygrad.commands.train:train",
     "sft": "policygrad.commands.supervised:sft",
     "reward-model": "policygrad.commands.supervised:reward_model",
@@ -17,4 +17,4 @@ COMMANDS = {  # the function of each, as module:name
 }
 
 STOPPED = 75
-"""The exit code of what was stopped by a signal or a time limit and can be gone on with; sysexits.h calls it EX_TEMPFAIL."""
+"""Exit code of a run that was stopped by a signal or a time limit and can be resumed (EX_TEMPFAIL in sysexits.h)."""

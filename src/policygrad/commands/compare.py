@@ -1,4 +1,4 @@
-"""`policygrad compare`: algorithms against each other, every run an ordinary `policygrad train`."""
+"""`policygrad compare`: compare algorithms, each run being an ordinary `policygrad train`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands import render as words
 from policygrad.commands.options import reject_cluster_flags, reject_empty_values, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, wrap_paragraphs, wrap_styled
+from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_paragraphs, wrap_styled
 from policygrad.compare.plan import (
     FIRST_TUNING_SEED,
     LABEL_PATTERN,
@@ -56,14 +55,13 @@ if TYPE_CHECKING:
     from policygrad.compare.report import ComparisonReport
 
 
-# What `policygrad compare` was asked for, as rows: each one's words layered, tried by a dry run, and its facts noted.
+# What `policygrad compare` was request for, as rows: each one's argv layered, tried by a dry run, and its facts noted.
 
 RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
-"""Options of train that a comparison sets itself."""
+"""Options of train that only the comparison may set."""
 PROBLEMS, SAMPLES = 256, 2
 EVAL_FRACTION = 0.25
-"""Completions drawn for the curve, as a share of those that are trained on at least: some tenth of a run's seconds, for evaluating
-samples and does not train."""
+"""Maximum number of completions for evaluation, as a fraction of those for training: about a tenth of a run's time."""
 DEFAULT_OPTIONS = (
     "--evaluation.problems",
     f"{PROBLEMS}",
@@ -80,7 +78,7 @@ ALLOW, SENT_TO = "--allow-code", "--sampler.folder"
 
 @dataclass(frozen=True)
 class RowRequest:
-    """A row as it was spelled."""
+    """A row as given on the command line."""
 
     label: str
     argv: tuple[str, ...]
@@ -98,104 +96,102 @@ def build_rows(
     tokens: int,
     overrides: bool,
 ) -> tuple[ComparisonRow, ...]:
-    """The rows of a plan. Later layers win: the ladder's setting, an override, what all rows are given, the row, its options.
+    """Build the rows of a plan. Precedence: ladder setting < override < common options < the row < options of the row.
 
     Raises:
-        ConfigError: what train would refuse, with the row's name; a label twice; options for a row that there is not.
+        ConfigError: train would reject a row, a label occurs twice, or options name an unknown row.
     """
-    asked = [RowRequest(*rung) for rung in ladder.rows()] if ladder else []
-    asked += [_asked(spec) for spec in specs]
-    labels = [row.label for row in asked]
+    request = [RowRequest(*rung) for rung in ladder.rows()] if ladder else []
+    request += [_parse_row(spec) for spec in specs]
+    labels = [row.label for row in request]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ConfigError(f"two rows are called {twice[0]!r}: give one another name, 'LABEL={twice[0]} …'")
-    own = _own(options, labels)
+    row_options = _parse_row_options(options, labels)
     setting = ladder.setting if ladder else ()
     if "--lr" in option_names(common) and lr_grid:
-        raise ConfigError("--lr for all rows leaves nothing to choose from --lr-grid: leave one of the two out")
+        raise ConfigError("--lr for all rows leaves nothing for --lr-grid to choose; give only one of them")
     rows = []
-    for row in asked:
+    for row in request:
         override = (
             OVERRIDES.get(row.argv[0])
             if overrides and not {"--task", "--model"} & option_names([*common, *setting])
             else None
         )
-        layers = (setting, override.options if override else (), common, row.argv[1:], own.get(row.label, ()))
+        layers = (setting, override.options if override else (), common, row.argv[1:], row_options.get(row.label, ()))
         for layer in layers:
             if layer and not layer[0].startswith("--"):
                 raise ConfigError(
-                    f"the row {row.label}: {layer[0]!r} is no option; another row is another word of its own"
+                    f"the row {row.label}: {layer[0]!r} is no option; give another row as a separate argument"
                 )
-        words = merge_argv(row.argv[:1], *layers)
-        _check(row.label, words)
-        rows.append(_row(row, words, override.reason if override else "", lr_grid, delta_grid, tokens))
+        argv = merge_argv(row.argv[:1], *layers)
+        _check(row.label, argv)
+        rows.append(_row(row, argv, override.reason if override else "", lr_grid, delta_grid, tokens))
     return tuple(rows)
 
 
 def _row(
-    asked: RowRequest,
-    words: tuple[str, ...],
+    request: RowRequest,
+    argv: tuple[str, ...],
     reason: str,
     lr_grid: tuple[float, ...],
     delta_grid: tuple[float, ...],
     tokens: int,
 ) -> ComparisonRow:
-    """The row with its knob, how often it is evaluated, and its facts."""
-    words = merge_argv(words[:1], DEFAULT_OPTIONS, words[1:])
-    run = resolve_row(asked.label, words)
+    """Return the row with its tuned option, its evaluation interval and its settings."""
+    argv = merge_argv(argv[:1], DEFAULT_OPTIONS, argv[1:])
+    run = resolve_row(request.label, argv)
     if not run.evaluation.problems:
-        raise ConfigError(
-            f"the row {asked.label} has no held-out problems to be compared on: --evaluation.problems above 0"
-        )
+        raise ConfigError(f"the row {request.label} has no evaluation problems. Set --evaluation.problems above 0.")
     answers = run.prompts_per_step * run.effective_samples_per_prompt
     every = math.ceil(run.evaluation.problems * run.evaluation.samples_per_prompt / (EVAL_FRACTION * answers))
-    steps = max(MIN_STEPS, tokens // answers + 1)  # the tokens end a run, not its steps
-    words = merge_argv(words[:1], ("--evaluation.every", str(every), "--steps", str(steps)), words[1:])
-    knob, grid = _knob(run, words, lr_grid, delta_grid)
-    tried = resolve_row(asked.label, (*words, knob, f"{grid[0]:g}") if grid else words)
+    steps = max(MIN_STEPS, tokens // answers + 1)  # tokens end a run, not steps
+    argv = merge_argv(argv[:1], ("--evaluation.every", str(every), "--steps", str(steps)), argv[1:])
+    knob, grid = _knob(run, argv, lr_grid, delta_grid)
+    tried = resolve_row(request.label, (*argv, knob, f"{grid[0]:g}") if grid else argv)
     return ComparisonRow(
-        label=asked.label,
-        argv=words,
+        label=request.label,
+        argv=argv,
         algorithm=run.algorithm.name,
         tuned_option=knob,
         grid=grid,
         measure=describe_measurement(tried),
         settings={name: value for name, value in describe_settings(tried).items() if f"--{name}" != knob},
-        change=asked.change,
+        change=request.change,
         reason=reason,
     )
 
 
 def _knob(
-    run: Run, words: Sequence[str], lr_grid: tuple[float, ...], delta_grid: tuple[float, ...]
+    run: Run, argv: Sequence[str], lr_grid: tuple[float, ...], delta_grid: tuple[float, ...]
 ) -> tuple[str, tuple[float, ...]]:
-    """What is tuned of a row: its learning rate, or how far its trust region reaches; nothing that its words set."""
-    step, set_, (lr, delta) = run.algorithm.update_rule, option_names(words), TUNABLE_OPTIONS
+    """Return the option to tune (the learning rate, or the radius of a trust region) and its grid; none if the row sets it."""
+    step, set_, (lr, delta) = run.algorithm.update_rule, option_names(argv), TUNABLE_OPTIONS
     if step.uses_lr:
         return (lr, lr_grid) if lr not in set_ else ("", ())
     return (delta, delta_grid) if isinstance(step, TrustRegion) and delta not in set_ else ("", ())
 
 
-def resolve_row(label: str, words: Sequence[str]) -> Run:
-    """The run that `policygrad train WORDS` would be.
+def resolve_row(label: str, argv: Sequence[str]) -> Run:
+    """Return the resolved run of `policygrad train ARGV`.
 
     Raises:
-        ConfigError: it is refused; with the row's name.
+        ConfigError: the arguments are invalid; the message names the row.
     """
     from policygrad.commands.train import parse_run
 
     try:
-        run, _ = parse_run([*words])
+        run, _ = parse_run([*argv])
     except ConfigError as error:
         raise ConfigError(f"the row {label}: {error}") from error
     return run.resolve()
 
 
 def describe_measurement(run: Run) -> dict[str, Any]:
-    """What a held-out score of the run is of."""
+    """Return the settings that define a run's evaluation score."""
     return {
         "model": run.model,
         "task": run.task,
-        "eval/reward": run.eval_data or "",
+        "eval_data": run.eval_data or "",
         "reward": ", ".join(run.reward),
         "max_tokens": run.sampling.max_tokens,
         "temperature": run.sampling.temperature,
@@ -205,7 +201,7 @@ def describe_measurement(run: Run) -> dict[str, Any]:
 
 
 def describe_settings(run: Run) -> dict[str, Any]:
-    """What a reader has to know of the run besides its equation."""
+    """Return the settings of a run that matter besides its equation."""
     return {
         "updates_per_rollout": run.algorithm.update_rule.updates,
         "samples_per_prompt": run.effective_samples_per_prompt,
@@ -216,111 +212,111 @@ def describe_settings(run: Run) -> dict[str, Any]:
 
 
 def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> None:
-    """Refuse a plan read from `folder` whose rows have options that no row may have, or run code without permission.
+    """Check a plan read from `folder`: its rows may only have options that rows can have, and only run code with permission.
 
-    What a row says was typed on a command line once, but by whom a file cannot tell.
+    The file does not show who wrote it.
 
     Raises:
-        ConfigError: with what permits it.
+        ConfigError: the message names the flag that gives permission.
     """
     for row in plan.rows:
         _check(row.label, row.argv)
-        reject_cluster_flags(row.argv, "compare", "has runs side by side on this machine")
+        reject_cluster_flags(row.argv, "compare", "runs on this machine")
         if unknown := {name for name in option_names(row.argv) if name.partition(".")[0][2:] not in _options()}:
             raise ConfigError(
-                f"{folder / PLAN_FILE}: the row {row.label} has {min(unknown)}, which train has not: take it out"
+                f"{folder / PLAN_FILE}: the row {row.label} has {min(unknown)}, which is no option of train; remove it"
             )
     for job in plan.all_jobs():
         if not (folder / job.folder).resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}: remove the link")
-    words = [word for row in plan.rows for word in row.argv]
-    require_permissions(_missing(plan, folder, allowed), TRUST_FLAG in option_names(words), folder / PLAN_FILE, allowed)
+            raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}; remove it")
+    argv = [word for row in plan.rows for word in row.argv]
+    require_permissions(_missing(plan, folder, allowed), TRUST_FLAG in option_names(argv), folder / PLAN_FILE, allowed)
 
 
 def list_permission_flags(plan: ComparisonPlan, folder: Path) -> list[str]:
-    """The words that let `policygrad compare --resume` run what a plan in `folder` names; none where it needs no permission."""
+    """Return the flags with which `policygrad compare --resume` may run a plan in `folder`; empty if it needs none."""
     missing = _missing(plan, folder, CodePermissions(), new_process=True)
     asks = any(TRUST_FLAG in option_names(row.argv) for row in plan.rows)
     return [*([ALLOW, *missing] if missing else []), *([TRUST_FLAG] if asks else [])]
 
 
 def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, new_process: bool = False) -> list[str]:
-    """What the rows name and may not have, row by row, as a row's `--directory` is its own. A row's --allow-code allows nothing by
-    itself."""
-    found = set[str]()
+    """Return what the rows name without permission, row by row because each has its own `--directory`.
+
+    A row's own --allow-code grants nothing.
+    """
+    missing = set[str]()
     for row in plan.rows:
-        found |= set(option_values(row.argv, ALLOW)) - set(allowed.names)
-        found |= set(filter_unpermitted(code_in_argv(row.argv), folder / PLAN_FILE, allowed, new_process=new_process))
+        missing |= set(option_values(row.argv, ALLOW)) - set(allowed.names)
+        missing |= set(filter_unpermitted(code_in_argv(row.argv), folder / PLAN_FILE, allowed, new_process=new_process))
         for place in option_values(row.argv, SENT_TO):
-            found |= set(find_remote_targets({"sampler": {"folder": place}}, folder / PLAN_FILE, allowed))
-    return sorted(found)
+            missing |= set(find_remote_targets({"sampler": {"folder": place}}, folder / PLAN_FILE, allowed))
+    return sorted(missing)
 
 
 def _options() -> set[str]:
-    """The first words of train's options."""
+    """Return the names of train's options."""
     from policygrad.commands.train import TrainOptions
 
     return {f.name.replace("_", "-") for kind in (RunOptions, SamplingParams, TrainOptions) for f in fields(kind)}
 
 
-def _asked(spec: str) -> RowRequest:
-    """`grpo`, `LABEL=grpo`, `LABEL=grpo --options`, `mine.py:ALGORITHM`."""
-    words = _split_words(spec, f"the row {spec!r}")
-    if not words or words[0].startswith("-"):
-        raise ConfigError(f"a row is an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
-    label, equals, first = words[0].partition("=")
+def _parse_row(spec: str) -> RowRequest:
+    """Parse `grpo`, `LABEL=grpo`, `LABEL=grpo --options` or `mine.py:ALGORITHM`."""
+    argv = _split_words(spec, f"the row {spec!r}")
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError(f"a row must be an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
+    label, equals, first = argv[0].partition("=")
     if not equals:
-        label, first = words[0].rpartition(":")[2], words[0]
+        label, first = argv[0].rpartition(":")[2], argv[0]
     if not LABEL_PATTERN.fullmatch(label):
         raise ConfigError(
             f"the label {label!r} of the row {spec!r} names a folder: letters, digits and . _ + - make one"
         )
-    return RowRequest(label, (first, *words[1:]))
+    return RowRequest(label, (first, *argv[1:]))
 
 
 def _split_words(text: str, what: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(
-            f"{what}: {error}: close the quotation, or write \\ before a quote that stands alone"
-        ) from error
+        raise ConfigError(f"{what}: {error}. Close the quotation, or write \\ before a single quote.") from error
 
 
-def _own(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Options of single rows, by label."""
-    found: dict[str, tuple[str, ...]] = {}
+def _parse_row_options(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return the options of single rows by label."""
+    options_by_label: dict[str, tuple[str, ...]] = {}
     for spec in options:
         label, equals, text = spec.partition("=")
         if not equals or label not in labels:
             raise ConfigError(
                 f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
             )
-        found[label] = merge_argv(found.get(label, ()), _split_words(text, f"--options {spec!r}"))
-    return found
+        options_by_label[label] = merge_argv(options_by_label.get(label, ()), _split_words(text, f"--options {spec!r}"))
+    return options_by_label
 
 
-def _check(label: str, words: Sequence[str]) -> None:
-    if taken := [option for option in RESERVED_OPTIONS if option in option_names(words)]:
-        ways = {"--seed": "--seeds", "--tokens": "--tokens of compare", "--output": "--output of compare"}
+def _check(label: str, argv: Sequence[str]) -> None:
+    if reserved := [option for option in RESERVED_OPTIONS if option in option_names(argv)]:
+        ways = {"--seed": "use --seeds", "--tokens": "use --tokens of compare", "--output": "use --output of compare"}
         raise ConfigError(
-            f"the row {label} has {taken[0]}, which the comparison sets for every run: {ways.get(taken[0], 'leave it out')}"
+            f"the row {label} has {reserved[0]}, which the comparison sets for every run; {ways.get(reserved[0], 'omit it')}"
         )
 
 
 TOKENS = 250_000
 HELP = (
-    "Compare algorithms: learning curves with bootstrap bands, area under them, what it takes to reach a score, and which is above "
-    "which, at equal tokens, updates and seconds.",
+    "Compare algorithms: learning curves with bootstrap bands, area under them, effort to reach a score, and rankings at equal "
+    "tokens, updates and seconds.",
     "ROW is an algorithm that `policygrad train` takes, or, in quotes, LABEL=ALGORITHM with options of train: "
-    "'tight=grpo --algorithm.gate.high 0.1'. What follows a -- is given to every run: -- --task embedded_steps --max-tokens 24",
-    "Every run is a process of its own and lies in the comparison's folder with its log; Ctrl-C ends runs after the step at hand, "
-    "and --resume goes on. comparison.html, comparison.json and plan.json are beside them.",
+    "'tight=grpo --algorithm.gate.high 0.1'. Options after a -- apply to every run: -- --task embedded_steps --max-tokens 24",
+    "Every run is a process with its own log in the comparison's folder, next to comparison.html, comparison.json and plan.json. "
+    "Ctrl-C ends runs after the current step; --resume continues.",
 )
 
 
 PLAN_OPTIONS = ("tokens", "seeds", "lr_grid", "delta_grid", "tuning_seeds", "options", "no_overrides")
-"""Options that the plan holds: what is run."""
+"""Options that are part of the plan."""
 
 
 @dataclass(frozen=True)
@@ -330,41 +326,41 @@ class CompareOptions:
     rows: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[ROW ...]", help_behavior_hint="")
     ] = ()
-    """What is compared."""
+    """Rows to compare."""
     ladder: Annotated[str | None, optional_arg("|".join(LADDERS), "none")] = None
-    """A method taken apart: its parts as rows, added one at a time in its paper's order, on a task where they matter."""
+    """An ablation of a method: its parts added one at a time, in its paper's order, on a suitable task."""
     tokens: Annotated[int, tyro.conf.arg(aliases=["--budget-tokens"])] = TOKENS
-    """Sampled tokens of every run."""
+    """Sampled tokens per run."""
     seeds: int = 5
-    """How many are reported, from 0."""
+    """Number of seeds to report, starting at 0."""
     lr_grid: Annotated[str, optional_arg("FLOAT,FLOAT,…", "none: the default rate")] = ""
-    """Learning rates: each row runs all of them on tuning seeds and is reported at its best one."""
+    """Learning rates to try on tuning seeds; each row is reported with its best one."""
     delta_grid: Annotated[str, optional_arg("FLOAT,FLOAT,…", "none")] = ""
-    """The same for rows that have no learning rate but a trust region: step lengths δ, nats a token."""
+    """The same for rows with a trust region instead of a learning rate: radii δ in nats per token."""
     tuning_seeds: int = 2
-    """How many seeds the grids are compared on; never those that are reported."""
+    """Number of seeds for the grids, which are never reported."""
     options: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], optional_arg("LABEL='--…'", "none")] = ()
-    """Options of train for one row; may be given again for others."""
+    """Options of train for one row; can be repeated."""
     no_overrides: bool = False
-    """Leave named algorithms as they are on the embedded task too; without it vapo, say, gets an α for short answers."""
+    """Do not adapt named algorithms to the embedded task; by default vapo, for example, gets an α for short answers."""
     jobs: int = 1
-    """Runs at a time."""
-    threads: Annotated[int | None, optional_arg("INT", "the cores, shared by the jobs")] = None
-    """Threads of each run."""
+    """Concurrent runs."""
+    threads: Annotated[int | None, optional_arg("INT", "cores divided by jobs")] = None
+    """Threads per run."""
     threshold: float = 0.8
-    """What is to be reached, as a share of the way from the score before training to the best row's final one."""
+    """Score to reach, as a fraction of the way from the score before training to the best row's final score."""
     output: Annotated[str | None, optional_arg("DIR", "the next free comparisons/NAME-N")] = None
-    """The comparison's folder; one that holds the same comparison is gone on with."""
+    """Folder of the comparison; if it holds the same comparison, that is continued."""
     resume: Annotated[str | None, optional_arg("DIR", "none")] = None
-    """Go on with the comparison in this folder; runs that failed are tried again."""
+    """Continue the comparison in this folder; failed runs are retried."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
-    """With --resume: code that plan.json and the runs in the folder may name and have imported."""
+    """With --resume: code that plan.json and the runs in the folder may import."""
     trust_remote_code: bool = False
-    """With --resume: let Python code in a model's folder run, where plan.json asks for it."""
+    """With --resume: allow Python code in a model's folder to run if plan.json requests it."""
     json: bool = False
-    """Print the report as one JSON object in place of the table; comparison.json in the folder holds it too."""
+    """Print the report as one JSON object instead of a table; comparison.json holds it, too."""
     dry_run: bool = False
-    """Print every run's command; run nothing."""
+    """Print every run's command without running it."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "seeds", "jobs", "tuning_seeds"):
@@ -373,23 +369,19 @@ class CompareOptions:
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads must be at least 1, not {self.threads}")
         if self.seeds > FIRST_TUNING_SEED:
-            raise ConfigError(
-                f"--seeds must be at most {FIRST_TUNING_SEED}: learning rates are chosen on those from {FIRST_TUNING_SEED} on"
-            )
+            raise ConfigError(f"--seeds must be at most {FIRST_TUNING_SEED}; higher seeds are for tuning")
         if not 0 < self.threshold <= 1:
-            raise ConfigError(f"--threshold is a share of the way, above 0 and at most 1, not {self.threshold:g}")
+            raise ConfigError(f"--threshold must be above 0 and at most 1, not {self.threshold:g}")
         if self.ladder is not None and self.ladder not in LADDERS:
-            raise ConfigError(f"unknown ladder {self.ladder!r}: there is {', '.join(LADDERS)}")
+            raise ConfigError(f"unknown ladder {self.ladder!r}; available: {', '.join(LADDERS)}")
         if self.resume is None and (self.allow_code or self.trust_remote_code):
             flag = "--allow-code" if self.allow_code else TRUST_FLAG
-            raise ConfigError(
-                f"{flag} is for what --resume reads from plan.json: for the runs write it behind a --, -- {flag} …"
-            )
+            raise ConfigError(f"{flag} applies to --resume; for the runs write it after --: -- {flag} …")
 
 
 def compare(args: list[str]) -> int:
-    """`policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
-    reject_cluster_flags(args, "compare", "has runs side by side on this machine, --jobs N")
+    """Run `policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
+    reject_cluster_flags(args, "compare", "runs on this machine, several at a time with --jobs N")
     mine, common = _split(args)
     reject_empty_values(mine, "--allow-code")
     options = tyro.cli(
@@ -407,7 +399,7 @@ def compare(args: list[str]) -> int:
 
 
 def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) -> int:
-    """Runs what is missing, and reports."""
+    """Run the missing jobs, and report."""
     from policygrad.compare.page import render_comparison
     from policygrad.compare.report import build_report, too_few_seeds
     from policygrad.compare.runner import ComparisonRun, SubprocessRunner
@@ -425,28 +417,27 @@ def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) 
         results = ComparisonRun(
             plan, folder, SubprocessRunner(threads, allow=options.allow_code), options.jobs, _say
         ).run()
-        found = build_report(plan, results, options.threshold)
-        text = json.dumps(found.to_dict(), ensure_ascii=False) + "\n"
+        report = build_report(plan, results, options.threshold)
+        text = json.dumps(report.to_dict(), ensure_ascii=False) + "\n"
         write_text_file(folder / "comparison.json", text, "--output")
-        write_text_file(folder / "comparison.html", render_comparison(found), "--output")
-    _show(found, options.json, text)
+        write_text_file(folder / "comparison.html", render_comparison(report), "--output")
+    _show(report, options.json, text)
     _say(f"{folder / 'comparison.html'}")
     for job, error in results.failures.items():
         _say(f"failed: {job}: {error.splitlines()[-1]}")
     if results.stopped:
-        _say(
-            f"stopped; go on with: {shlex.join(['policygrad', 'compare', '--resume', str(folder), *list_permission_flags(plan, folder)])}"
-        )
+        resume = ["policygrad", "compare", "--resume", str(folder), *list_permission_flags(plan, folder)]
+        _say(f"stopped; continue with: {shlex.join(resume)}")
         return STOPPED
     return 1 if results.failures else 0
 
 
 def format_commands(plan: ComparisonPlan) -> str:
-    """Every run's command; those that are reported at what the tuning runs choose have the grid in the rate's place."""
+    """Return every run's command; reported runs of tuned rows show the grid instead of the chosen value."""
     from policygrad.compare.report import too_few_seeds
 
     lines = (
-        [f"# {len(plan.tuning_jobs())} runs to choose by, {len(plan.rows) * len(plan.seeds)} to report"]
+        [f"# {len(plan.tuning_jobs())} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report"]
         if plan.tuning_jobs()
         else []
     )
@@ -464,18 +455,16 @@ def format_commands(plan: ComparisonPlan) -> str:
 
 
 def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tuple[ComparisonPlan, Path]:
-    """The plan, and where it is carried out."""
+    """Return the plan and its folder."""
     if options.resume is not None:
         if options.rows or options.ladder or common or options.output:
-            raise ConfigError(
-                "--resume goes on with what plan.json in the folder says: give no rows, no --output and no options of train"
-            )
+            raise ConfigError("--resume continues plan.json in the folder; omit rows, --output and options of train")
         usual = CompareOptions()
-        if said := [name for name in PLAN_OPTIONS if getattr(options, name) != getattr(usual, name)]:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
+        if changed := [name for name in PLAN_OPTIONS if getattr(options, name) != getattr(usual, name)]:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in changed)
             raise ConfigError(
-                f"--resume goes on with what plan.json in the folder says, and {flags} would change it: leave that out, or "
-                "begin another comparison, in a folder of its own"
+                f"--resume continues plan.json in the folder, and {flags} would change it. Omit that, or start another "
+                "comparison in its own folder."
             )
         plan, folder = read_plan(Path(options.resume)), Path(options.resume)
         check_plan(plan, folder, CodePermissions(options.allow_code, options.trust_remote_code))
@@ -483,7 +472,7 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
     ladder = LADDERS[options.ladder] if options.ladder else None
     if not options.rows and ladder is None:
         raise ConfigError(
-            "nothing to compare: name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or --ladder dapo"
+            "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
         )
     from policygrad import __version__
 
@@ -513,7 +502,7 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(our words, those after `--`)."""
+    """(our argv, those after `--`)."""
     at = args.index("--") if "--" in args else len(args)
     return list(args[:at]), list(args[at + 1 :])
 
@@ -523,7 +512,7 @@ def _grid(text: str, option: str) -> tuple[float, ...]:
         values = sorted({float(word) for word in text.split(",") if word.strip()})
     except ValueError as error:
         raise ConfigError(
-            f"{option} takes numbers with commas between them, as in 1e-4,3e-4,1e-3, not {text!r}"
+            f"{option} must be numbers separated by commas, as in 1e-4,3e-4,1e-3, not {text!r}"
         ) from error
     if any(not 0 < value < float("inf") for value in values):
         raise ConfigError(f"{option}: every value must be above 0 and finite, not {text!r}")
@@ -538,38 +527,34 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _show(found: ComparisonReport, as_json: bool, text: str) -> None:
-    """On standard output the table, or the JSON where it was asked for."""
-
+def _show(report: ComparisonReport, as_json: bool, text: str) -> None:
     if as_json:
         print(text, end="")
         return
-    words.print_lines(format_comparison(found, shutil.get_terminal_size((100, 24)).columns))
+    print_lines(format_comparison(report, shutil.get_terminal_size((100, 24)).columns))
 
 
 if __name__ == "__main__":
     sys.exit(compare(sys.argv[1:]))
 
 
-# A comparison in the terminal: one row per algorithm, then what it is about, then what cannot be concluded.
-
 Column = tuple[str, Callable[[RowReport], str]]
 MISSING = "–"
 
 
-def format_comparison(found: ComparisonReport, width: int) -> list[StyledLine]:
-    """The whole report, no line longer than `width` where its columns allow."""
+def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
+    """Format the report for a terminal, within `width` if its columns allow."""
     text = max(40, min(width, 110))
     lines: list[StyledLine] = []
-    for number, kind in enumerate(found.kinds):
-        rows = [row for row in found.rows if row.kind == number]
-        lines += [*_heading(found, kind, width), *_columns(rows, _figures(found, rows), width), ()]
-        lines += [*_reach(found, kind, rows, width), *_above(found, rows, width)]
-    lines += _tuning(found, width)
+    for number, kind in enumerate(report.kinds):
+        rows = [row for row in report.rows if row.kind == number]
+        lines += [*_heading(report, kind, width), *_columns(rows, _figures(report, rows), width), ()]
+        lines += [*_reach(report, kind, rows, width), *_above(report, rows, width)]
+    lines += _tuning(report, width)
     for title, sentences in (
-        ("What it says", found.ranking),
-        ("What differs besides the algorithm", found.differences),
-        ("What cannot be concluded", found.caveats),
+        ("What it says", report.ranking),
+        ("What differs besides the algorithm", report.differences),
+        ("What cannot be concluded", report.caveats),
     ):
         if not sentences:
             continue
@@ -577,7 +562,7 @@ def format_comparison(found: ComparisonReport, width: int) -> list[StyledLine]:
         for sentence in sentences:
             lines += wrap_styled((("  · ", QUIET),), sentence, text)
         lines.append(())
-    for row in found.rows:
+    for row in report.rows:
         for failure in row.failed:
             at = "" if failure["value"] is None else f" at {failure['value']:g}"
             lines += wrap_styled(
@@ -588,18 +573,18 @@ def format_comparison(found: ComparisonReport, width: int) -> list[StyledLine]:
     return lines
 
 
-def _heading(found: ComparisonReport, kind: Kind, width: int) -> list[StyledLine]:
+def _heading(report: ComparisonReport, kind: Kind, width: int) -> list[StyledLine]:
     task, model = kind.measure.get("task", ""), kind.measure.get("model", "")
-    head = f"{task}, {model}: {found.tokens:,} tokens a run, {pluralise(len(found.seeds), 'seeds')}"
+    head = f"{task}, {model}: {report.tokens:,} tokens a run, {pluralise(len(report.seeds), 'seeds')}"
     says = (
-        "interquartile mean of held-out scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy, KL to "
-        "the reference (nats a token), length and share cut off: means over the last fifth of the steps"
+        "interquartile mean of evaluation scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy and KL "
+        "to the reference (nats per token), length and fraction truncated: means over the last fifth of the steps"
     )
     return [*wrap_styled((), head, width, HEAD), *wrap_styled((), says, width, QUIET)]
 
 
-def _figures(found: ComparisonReport, rows: Sequence[RowReport]) -> list[Column]:
-    """Columns of the table; a value, its interval and what it cost."""
+def _figures(report: ComparisonReport, rows: Sequence[RowReport]) -> list[Column]:
+    """Return the columns of the table."""
 
     def equal(axis: str) -> Callable[[RowReport], str]:
         return lambda row: _estimate(row.summary.equal[axis]) if row.summary else MISSING
@@ -624,34 +609,34 @@ def _figures(found: ComparisonReport, rows: Sequence[RowReport]) -> list[Column]
     return columns
 
 
-def _mean(name: str, told: Callable[[float], str] | None = None) -> Callable[[RowReport], str]:
-    told = told or _short
-    return lambda row: told(row.summary.means[name]) if row.summary and name in row.summary.means else MISSING
+def _mean(name: str, cell_text: Callable[[float], str] | None = None) -> Callable[[RowReport], str]:
+    cell_text = cell_text or _short
+    return lambda row: cell_text(row.summary.means[name]) if row.summary and name in row.summary.means else MISSING
 
 
 def _percent(name: str) -> Callable[[RowReport], str]:
     return lambda row: f"{row.summary.means[name]:.0%}" if row.summary and name in row.summary.means else MISSING
 
 
-def _reach(found: ComparisonReport, kind: Kind, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
-    """Tokens, updates and seconds to the threshold."""
+def _reach(report: ComparisonReport, kind: Kind, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
+    """Format tokens, updates and seconds to the threshold."""
     if not any(row.summary for row in rows):
         return []
     if kind.threshold is None:
-        return [*wrap_styled((), "No row's score rose: there is no threshold to reach.", width), ()]
+        return [*wrap_styled((), "No row's score rose, so there is no threshold to reach.", width), ()]
 
     def cell(axis: str) -> Callable[[RowReport], str]:
-        def told(row: RowReport) -> str:
+        def cell_text(row: RowReport) -> str:
             reach = row.summary.reach[axis] if row.summary else None
             if reach is None:
                 return MISSING
             return "not reached" if reach.median is None else _short(reach.median)
 
-        return told
+        return cell_text
 
     columns: list[Column] = [("", lambda row: row.label), *((axis, cell(axis)) for axis in AXES)]
     columns.append(("runs that reach it", lambda row: _share(row)))
-    head = f"To a score of {kind.threshold:.3f}, {found.share:.0%} of the way: median over seeds"
+    head = f"To a score of {kind.threshold:.3f}, {report.share:.0%} of the way: median over seeds"
     return [*wrap_styled((), head, width, HEAD), *_columns(rows, columns, width), ()]
 
 
@@ -662,57 +647,57 @@ def _share(row: RowReport) -> str:
     return f"{reach.num_reached} of {len(reach.each)}"
 
 
-def _above(found: ComparisonReport, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
-    """P(row above column) at equal tokens; a star where the interval leaves ½ out."""
+def _above(report: ComparisonReport, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
+    """Format P(row above column) at equal tokens, with a star if the interval excludes ½."""
     labels = [row.label for row in rows if row.summary]
     if len(labels) < 2:
         return []
     cells: dict[tuple[str, str], str] = {}
-    for pair in found.pairs:
+    for pair in report.pairs:
         p = pair.probability["tokens"]
         star = "*" * pair.separated["tokens"]
         cells[pair.first, pair.second] = f"{p.value:.2f}{star}"
         cells[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
     columns: list[Column] = [("", lambda row: row.label)]
     columns += [(label, lambda row, label=label: cells.get((row.label, label), MISSING)) for label in labels]  # type: ignore[misc]
-    head = "P(row above column) at equal tokens; * = told apart, the 95 % interval leaves ½ out"
+    head = "P(row above column) at equal tokens; * = cell_text apart, the 95 % interval leaves ½ out"
     return [*wrap_styled((), head, width, HEAD), *_columns([row for row in rows if row.summary], columns, width), ()]
 
 
-def _tuning(found: ComparisonReport, width: int) -> list[StyledLine]:
-    """Mean final score of every value on the tuning seeds."""
-    rows = [row for row in found.rows if row.tuning]
+def _tuning(report: ComparisonReport, width: int) -> list[StyledLine]:
+    """Format the mean final score of every value on the tuning seeds."""
+    rows = [row for row in report.rows if row.tuning]
     if not rows:
         return []
     values = sorted({tried.value for row in rows for tried in row.tuning})
 
     def cell(value: float) -> Callable[[RowReport], str]:
-        def told(row: RowReport) -> str:
+        def cell_text(row: RowReport) -> str:
             mean = next((tried.mean for tried in row.tuning if tried.value == value), None)
             return MISSING if mean is None else f"{mean:.3f}{'*' * (value == row.option_value)}"
 
-        return told
+        return cell_text
 
     columns: list[Column] = [("", lambda row: row.label), *((f"{value:g}", cell(value)) for value in values)]
-    head = f"Mean final score by value, seeds {', '.join(map(str, found.tuning_seeds))}; * = chosen"
+    head = f"Mean final score by value, seeds {', '.join(map(str, report.tuning_seeds))}; * = chosen"
     return [*wrap_styled((), head, width, HEAD), *_columns(rows, columns, width), ()]
 
 
 def _columns(rows: Sequence[RowReport], columns: Sequence[Column], width: int) -> list[StyledLine]:
-    """Rows in aligned columns; those that do not fit come below, each block with the labels."""
+    """Format aligned columns; those that do not fit follow below, each block with the labels."""
     cells = [[cell(row) for row in rows] for _, cell in columns]
     widths = [max(map(len, [head, *column])) for (head, _), column in zip(columns, cells, strict=True)]
     lines: list[StyledLine] = []
-    rest = list(range(1, len(columns)))
-    while rest:
-        block = [rest.pop(0)]
-        while rest and widths[0] + sum(widths[i] + 2 for i in [*block, rest[0]]) <= width:
-            block.append(rest.pop(0))
+    remaining = list(range(1, len(columns)))
+    while remaining:
+        block = [remaining.pop(0)]
+        while remaining and widths[0] + sum(widths[i] + 2 for i in [*block, remaining[0]]) <= width:
+            block.append(remaining.pop(0))
         head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
         lines.append(((head, HEAD),))
         for number in range(len(rows)):
-            told = "".join("  " + cells[i][number].rjust(widths[i]) for i in block)
-            lines.append(((cells[0][number].ljust(widths[0]), NAME), (told, "")))
+            cell_text = "".join("  " + cells[i][number].rjust(widths[i]) for i in block)
+            lines.append(((cells[0][number].ljust(widths[0]), NAME), (cell_text, "")))
     return lines
 
 
@@ -721,12 +706,12 @@ def _estimate(x: Estimate) -> str:
 
 
 def _fine(x: float) -> str:
-    """0.56, 0.0031: nats a token."""
+    """Format nats per token, as 0.56 or 0.0031."""
     return f"{x:.2g}"
 
 
 def _short(x: float) -> str:
-    """38, 1.2k, 250k."""
+    """Format a count as 38, 1.2k or 250k."""
     if x < 1000:
         return f"{x:.0f}" if x >= 10 else f"{x:.1f}"
     return f"{x / 1000:.3g}k" if x < 1e6 else f"{x / 1e6:.3g}M"

@@ -1,4 +1,4 @@
-"""`policygrad eval`: mean@k, the unbiased pass@k and maj@k of one model or several on the same held-out problems."""
+"""`policygrad eval`: mean@k, unbiased pass@k and maj@k of models on the same evaluation problems."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from policygrad.training.config.serialization import EVAL_OPTIONS, load_eval_opt
 from policygrad.training.config.trust import RUN_FILE, CodePermissions, code_in_argv
 
 HELP = (
-    "Held-out accuracy of a model: mean@k, the unbiased pass@k, and maj@k, what the most frequent answer is worth.",
-    "The folder of a run brings its own task, reward and lengths, which the options below change. Of several models the first "
-    "such folder's count for all: they get the same problems and random numbers, and the table says how far apart they are.",
+    "Measure models on evaluation problems: mean@k, unbiased pass@k, and maj@k, the score of the most frequent answer.",
+    "For a run's folder, its own task, reward and lengths are the defaults. Several models use those of the first run, the same "
+    "problems and the same random numbers, and the table shows their differences.",
 )
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_OWN = "the run's, or "
+_RUN_DEFAULT = "the run's, or "
 
 
 def _short(name: str, flag: str) -> object:
-    """The option as `train` calls it, and a shorter word for it."""
+    """Name an option as in `train`, with a shorter alias."""
     return tyro.conf.arg(name=name, aliases=[flag])
 
 
@@ -59,54 +59,54 @@ class EvalOptions:
     """Options of `policygrad eval`."""
 
     model: Annotated[tyro.conf.Positional[tuple[str, ...]], optional_arg("MODEL", "none")] = ()
-    """Directories or hub ids; tiny = the base model inside the package; a run's folder = the model it trained."""
+    """Folders or hub ids; tiny = the base model inside the package; a run's folder = the model it trained."""
     trust_remote_code: bool = False
-    """Let Python code in the model's folder or repository run; without it such a model is refused."""
+    """Allow Python code in the model's folder or repository to run; otherwise such a model is refused."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
-    """Code that the run's own run.toml may name and have imported; what the command names itself needs no leave."""
-    task: Annotated[str, optional_arg("NAME|FILE", f"{_OWN}embedded")] = ""
-    """Where problems come from: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
+    """Code that the run's own run.toml may import; code named on the command line needs no permission."""
+    task: Annotated[str, optional_arg("NAME|FILE", f"{_RUN_DEFAULT}embedded")] = ""
+    """Source of problems: embedded, a reasoning-gym name (gcd+2*chain_sum:max_terms=3), or data.
     Data is a .jsonl, .jsonl.gz, .parquet or .arrow file, a folder of `datasets`, or hf:REPOSITORY[:CONFIG[:SPLIT]]."""
-    row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_OWN}none")] = None
-    """A function that is given each row of the data, a dict, and returns the row to use, or None to leave it out: mine.py:f."""
+    row_map: Annotated[str | None, optional_arg("FILE:NAME", f"{_RUN_DEFAULT}none")] = None
+    """A function that maps each row, a dict, to the row to use, or to None to skip it: mine.py:f."""
     skip_bad_rows: Annotated[bool, tyro.conf.arg(name="task.skip-bad-rows")] = False
-    """Leave out rows that cannot be used, and say how many; without it the first is refused, with file and line."""
-    reward: Annotated[tuple[str, ...], optional_arg("NAME", f"{_OWN}the task's own")] = ()
+    """Skip invalid rows and report their number; otherwise the first one is an error, with file and line."""
+    reward: Annotated[tuple[str, ...], optional_arg("NAME", f"{_RUN_DEFAULT}the task's own")] = ()
     """Reward functions: names, dotted paths, path/to/file.py:function, or model:DIR for a reward model.
     Each may have a weight, bounds and gates (0.5*math within 0..1 if format)."""
-    environment: Annotated[str | None, optional_arg("FILE:NAME", f"{_OWN}the prompt and one answer")] = None
+    environment: Annotated[str | None, optional_arg("FILE:NAME", f"{_RUN_DEFAULT}the prompt and one answer")] = None
     """What episodes take place in: calculator, or a class or ToolUse of your own, mine.py:NAME.
     Others': gymnasium:ID, textarena:GAME, openenv:http://host:port, verifiers:ID."""
     environment_timeout: Annotated[float, tyro.conf.arg(name="environment.timeout")] = DEFAULT_TIMEOUT
-    """Seconds that one reset, step or close of the environment may take; what takes longer costs its episode."""
-    eval_data: Annotated[str | None, optional_arg("FILE", f"{_OWN}a sixteenth of the task")] = None
-    """Data of held-out problems, for a task that is data."""
+    """Seconds allowed for one reset, step or close of the environment; a slower one fails its episode."""
+    eval_data: Annotated[str | None, optional_arg("FILE", f"{_RUN_DEFAULT}a sixteenth of the task")] = None
+    """Data with the evaluation problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
-    """How many held-out problems."""
+    """Number of evaluation problems."""
     samples: Annotated[int, _short("evaluation.samples_per_prompt", "--samples")] = 8
     """k, completions per problem."""
     threshold: float = 1.0
     """A completion with at least this score is correct, for pass@k."""
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(default_factory=SamplingParams)
-    """The distribution completions are drawn from."""
+    """Sampling distribution."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    """What draws them: this process, or an engine's servers."""
+    """Sampler: this process, or an engine's servers."""
     seed: int = 0
-    """Of the samples."""
+    """Seed of the samples."""
     device: Annotated[str, _short("learner.device", "--device")] = "auto"
     """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
     dtype: Annotated[str, _short("learner.dtype", "--dtype")] = "fp32"
     """fp32 or bf16."""
-    reward_timeout: Annotated[float, _short("rewards.timeout", "--budget")] = 10.0
-    """Seconds per sample for a reward."""
+    reward_timeout: Annotated[float, _short("rewards.timeout", "--timeout")] = 10.0
+    """Seconds allowed per sample for a reward."""
     rewards: Isolation = field(default_factory=Isolation)
     """The reward workers."""
     show: int = 3
-    """How many problems to print with a completion."""
+    """Number of completions to print."""
     json: bool = False
-    """Print one JSON object instead."""
-    output: Annotated[str | None, optional_arg("DIR", "not written")] = None
-    """A new folder for eval.json, what --json prints, and samples.jsonl, a line for every completion."""
+    """Print one JSON object instead of a table."""
+    output: Annotated[str | None, optional_arg("DIR", "none")] = None
+    """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
     def __post_init__(self) -> None:
         for name in ("problems", "samples"):
@@ -114,7 +114,7 @@ class EvalOptions:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
         check_completion_count("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.reward_timeout < math.inf:
-            raise ConfigError(f"--budget must be above 0 seconds and finite, not {self.reward_timeout}")
+            raise ConfigError(f"--timeout must be above 0 seconds and finite, not {self.reward_timeout}")
         if not math.isfinite(self.threshold):
             raise ConfigError(f"--threshold must be finite, not {self.threshold}")
         check_seed(self.seed)
@@ -124,14 +124,14 @@ class EvalOptions:
 
 
 def evaluate(args: list[str]) -> int:
-    """`policygrad eval MODEL [MODEL …] --task …`."""
+    """Run `policygrad eval MODEL [MODEL …] [options]`."""
     options = parse_options(args)
     from policygrad.training.evaluation import evaluate as measure
 
     folder = None if options.output is None else make_output_folder(options.output)
-    found = {}
+    outcomes = {}
     for model in options.model:
-        found[model] = outcome = measure(
+        outcomes[model] = outcome = measure(
             _to_run_options(options, model),
             progress=_count(model if len(options.model) > 1 else ""),
             phase=_waits(),
@@ -141,10 +141,10 @@ def evaluate(args: list[str]) -> int:
             raise RewardError(
                 f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {said}"
             )
-    told = build_report(options.task, options.eval_data, options.samples, options.threshold, found)
+    report = build_report(options.task, options.eval_data, options.samples, options.threshold, outcomes)
     if folder is not None:
-        save_results(folder, told, found)
-    print_table(told, found, options.show, as_json=options.json)
+        save_results(folder, report, outcomes)
+    print_table(report, outcomes, options.show, as_json=options.json)
     return 0
 
 
@@ -161,14 +161,14 @@ def _to_run_options(options: EvalOptions, model: str) -> RunOptions:
 
 
 def parse_options(args: list[str]) -> EvalOptions:
-    """What `policygrad eval ARGS` would measure: the defaults < the run's own < the flags.
+    """Parse the arguments of `policygrad eval`. Precedence: defaults < the run's own options < flags.
 
     Raises:
-        ConfigError: what cannot be.
+        ConfigError: an option is invalid, or options contradict each other.
     """
     reject_empty_values(args, "--reward", "--allow-code")
     reject_cluster_flags(
-        args, "eval", "measures on this machine, or with what servers draw: --sampler.engine vllm --sampler.urls URL …"
+        args, "eval", "runs on this machine, or with an engine's servers: --sampler.engine vllm --sampler.urls URL …"
     )
     plain = _parse(EvalOptions(), [word for word in args if word not in ("-h", "--help")])
     run = next((Path(model) for model in plain.model if (Path(model) / RUN_FILE).is_file()), None)
@@ -180,20 +180,20 @@ def parse_options(args: list[str]) -> EvalOptions:
         _check_named(run, objects, plain)
         options = options if plain.reward else replace(options, reward=_of_outcomes(options.reward))
     if not options.model:
-        raise ConfigError("name a MODEL, or several: policygrad eval tiny, policygrad eval runs/dapo-1 tiny")
+        raise ConfigError("give one MODEL or several: policygrad eval tiny, policygrad eval runs/dapo-1 tiny")
     if twice := [model for model in options.model if options.model.count(model) > 1]:
-        raise ConfigError(f"{twice[0]} is named twice: its samples would be the same ones")
+        raise ConfigError(f"{twice[0]} is given twice; its samples would be the same")
     for folder in map(Path, options.model):
         if (folder / RUN_FILE).is_file() and not is_model_folder(folder / "model"):
             raise ConfigError(
-                f"the run in {folder} has no model yet: finish it first, policygrad train --resume {folder}, or name the folder "
-                f"that policygrad export {folder} makes of its last checkpoint"
+                f"the run in {folder} has no model so far. Finish it with policygrad train --resume {folder}, or evaluate the "
+                f"folder that policygrad export {folder} writes from its last checkpoint."
             )
     return replace(options, task=options.task or "embedded")
 
 
 def options_from_run(run: UncheckedRun) -> EvalOptions:
-    """The options that measure as the run itself did before and after."""
+    """Return the options with which the run evaluated itself."""
     asked = run.evaluation if run.evaluation.problems else UncheckedRun().evaluation
     isolated = {name: getattr(run.rewards, name) for name in ("memory", "environment", "sandbox", "show_output")}
     return EvalOptions(
@@ -208,24 +208,24 @@ def options_from_run(run: UncheckedRun) -> EvalOptions:
 
 
 def _of_another_task(options: EvalOptions, plain: EvalOptions) -> EvalOptions:
-    """What belongs to the run's own task is left out where another one is named. plain: what the flags alone say."""
+    """Drop the data options of the run's own task if the flags name another one. plain: the flags alone."""
     if not plain.task:
         return options
     return replace(options, eval_data=plain.eval_data, row_map=plain.row_map, skip_bad_rows=plain.skip_bad_rows)
 
 
 def _of_outcomes(rewards: tuple[str, ...]) -> tuple[str, ...]:
-    """A run's rewards without those of steps, which it was not measured by either."""
+    """Return a run's rewards without process rewards, which its own evaluations do not use."""
     return tuple(name for name in rewards if not resolve_reward(name).process_reward)
 
 
 def _check_named(run: Path, objects: tuple[str, ...], plain: EvalOptions) -> None:
-    """Raises ConfigError for what only Python has and the flags do not name."""
+    """Raise ConfigError for a Python object that the configuration cannot hold and no flag replaces."""
     for name in objects:
         if not getattr(plain, name) and (name in ("task", "reward") or not plain.task):
             raise ConfigError(
-                f"the {name.replace('_', ' ')} of the run in {run} was an object given in Python, which no file holds: name one, "
-                f"--{name.replace('_', '-')}, or measure from Python, pg.evaluate"
+                f"the {name.replace('_', ' ')} of the run in {run} was a Python object, which no file holds. Give one with "
+                f"--{name.replace('_', '-')}, or evaluate from Python with pg.evaluate."
             )
 
 
@@ -246,18 +246,18 @@ def _allowed(plain: EvalOptions, args: list[str]) -> CodePermissions:
 
 
 def list_eval_flags() -> list[str]:
-    """Every flag of `policygrad eval`, for tab completion."""
+    """Return every flag of `policygrad eval`."""
     return list_help_flags(lambda: _parse(EvalOptions(), ["--help"]))
 
 
 def _waits() -> Callable[[str, int, int], None]:
-    """Says on standard error what rewards are waited for, once each."""
+    """Return a callback that reports on standard error, once each, what rewards are waiting for."""
     said = {""}
 
     def tell(text: str, done: int, total: int) -> None:
         if text not in said:
             said.add(text)
-            print(f"{text}: {done} of {total} answers so far", file=sys.stderr, flush=True)
+            print(f"{text}: {done} of {total} results so far", file=sys.stderr, flush=True)
 
     return tell
 
@@ -271,26 +271,27 @@ def _count(model: str) -> Callable[[int, int], None]:
     return tell
 
 
-# What `policygrad eval` has measured: as one JSON object, as a table, and every completion as a line of a file.
-
 SAMPLES_FILE, REPORT_FILE = "samples.jsonl", "eval.json"
 _KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Outcomes = Mapping[str, EvaluationResult]
-"""By the model's name, in the order of the command; all of the same problems."""
+"""Results by model, in the order of the command, on the same problems."""
 
 
-def build_report(task: str, held_out: str | None, samples: int, threshold: float, found: Outcomes) -> dict[str, Any]:
-    """What --json prints: of one model its numbers; of several a list of those, and the first model less each other.
+def build_report(
+    task: str, eval_data: str | None, samples: int, threshold: float, outcomes: Outcomes
+) -> dict[str, Any]:
+    """Return the object that --json prints: one model's figures, or those of several with their differences from the first.
 
-    held_out: the file whose problems were measured; None = a part of the task itself."""
-    data = {"task": task, "eval/reward": held_out}
-    rows = [_row(model, data, samples, threshold, outcome) for model, outcome in found.items()]
-    if note := _unreachable_threshold(threshold, found):
+    eval_data: file with the problems; None = a part of the task itself.
+    """
+    data = {"task": task, "eval_data": eval_data}
+    rows = [_row(model, data, samples, threshold, outcome) for model, outcome in outcomes.items()]
+    if note := _unreachable_threshold(threshold, outcomes):
         rows[0]["notes"].append(note)
     if len(rows) == 1:
         return rows[0]
-    first, *others = found
-    differences = [_difference(first, other, samples, threshold, found) for other in others]
+    first, *remaining = outcomes
+    differences = [_difference(first, other, samples, threshold, outcomes) for other in remaining]
     return {"models": rows, "differences": differences, "level": LEVEL}
 
 
@@ -304,7 +305,7 @@ def _row(
         "samples": samples,
         "mean": outcome.mean,
         "stderr": outcome.standard_error(),
-        "pass": {str(k): outcome.pass_at(k, threshold) for k in _ks(samples)},
+        "pass": {str(k): outcome.pass_at(k, threshold) for k in _list_ks(samples)},
         "majority": outcome.majority,
         "failed": outcome.num_failed,
         "truncated": outcome.num_truncated,
@@ -313,55 +314,63 @@ def _row(
     }
 
 
-def _unreachable_threshold(threshold: float, found: Outcomes) -> str:
-    """A note where scores are positive but none reaches the threshold, as with a reward whose maximum lies below it; else ""."""
+def _unreachable_threshold(threshold: float, outcomes: Outcomes) -> str:
+    """Return a note if scores are positive but none reaches the threshold; else ""."""
     scores = [
-        s.score for outcome in found.values() for problem in outcome.problems for s in problem if s.score is not None
+        s.score for outcome in outcomes.values() for problem in outcome.problems for s in problem if s.score is not None
     ]
     highest = max(scores, default=0.0)
     if not 0 < highest < threshold:
         return ""
     return (
-        f"pass@k counts scores of at least {format_number(threshold)}, and the highest score was {format_number(highest)}: if the reward "
-        "cannot give more, pass@k is always 0. Set --threshold to the lowest score that counts as correct"
+        f"pass@k counts scores of at least {format_number(threshold)}, but the highest score was {format_number(highest)}. Set "
+        "--threshold to the lowest score that counts as correct."
     )
 
 
-def _difference(first: str, other: str, samples: int, threshold: float, found: Outcomes) -> dict[str, Any]:
-    a, b = found[first], found[other]
+def _difference(first: str, other: str, samples: int, threshold: float, outcomes: Outcomes) -> dict[str, Any]:
+    a, b = outcomes[first], outcomes[other]
     passes = {
-        str(k): _plain(paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold)))
-        for k in _ks(samples)
+        str(k): _interval_to_dict(
+            paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold))
+        )
+        for k in _list_ks(samples)
     }
     mean, majority = (
         paired_difference(a.mean_per_problem, b.mean_per_problem),
         paired_difference(a.majority_per_problem, b.majority_per_problem),
     )
-    return {"model": first, "less": other, "mean": _plain(mean), "pass": passes, "majority": _plain(majority)}
+    return {
+        "model": first,
+        "less": other,
+        "mean": _interval_to_dict(mean),
+        "pass": passes,
+        "majority": _interval_to_dict(majority),
+    }
 
 
-def _plain(found: Estimate) -> dict[str, float]:
-    return {"value": found.value, "low": found.low, "high": found.high}
+def _interval_to_dict(estimate: Estimate) -> dict[str, float]:
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
-def _ks(samples: int) -> list[int]:
+def _list_ks(samples: int) -> list[int]:
     return [k for k in _KS if k < samples] + [samples]
 
 
-def print_table(told: Mapping[str, Any], found: Outcomes, show: int, *, as_json: bool) -> None:
-    """The report on standard output, and what went wrong with rewards on standard error."""
+def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_json: bool) -> None:
+    """Print the report on standard output, and problems with rewards on standard error."""
     if as_json:
-        print(json.dumps(told, ensure_ascii=False))
+        print(json.dumps(report, ensure_ascii=False))
         return
-    rows = told.get("models", [told])
+    rows = report.get("models", [report])
     first = rows[0]
     names = ", ".join(row["model"] for row in rows)
-    data = first["eval/reward"] or first["task"]
+    data = first["eval_data"] or first["task"]
     print(f"{names} on {data}: {first['problems']} problems × {first['samples']} samples\n")
     if len(rows) == 1:
-        _print_one(first, found[first["model"]], show)
+        _print_one(first, outcomes[first["model"]], show)
     else:
-        _print_several(told, found, show)
+        _print_several(report, outcomes, show)
     for message in dict.fromkeys(note for row in rows for note in row["notes"]):
         print(f"note: {message}", file=sys.stderr)
 
@@ -371,36 +380,38 @@ def _print_one(row: Mapping[str, Any], outcome: EvaluationResult, show: int) -> 
     for k, value in row["pass"].items():
         print(f"  pass@{k:<4} {value:.4f}")
     print(f"  maj@{row['samples']:<5} {row['majority']:.4f}")
-    print(f"  {_lost(row)}")
+    print(f"  {_format_failures(row)}")
     if show > 0:
         print()
     for problem in outcome.problems[: max(0, show)]:
         print(f"  {format_number(problem[0].score):>5}  {to_one_line(problem[0].text, 70)}")
 
 
-def _print_several(told: Mapping[str, Any], found: Outcomes, show: int) -> None:
-    rows, differences = told["models"], told["differences"]
+def _print_several(report: Mapping[str, Any], outcomes: Outcomes, show: int) -> None:
+    rows, differences = report["models"], report["differences"]
     k, ks = rows[0]["samples"], list(rows[0]["pass"])
     lines = [["", f"mean@{k}", *(f"pass@{each}" for each in ks), f"maj@{k}"]]
     lines += [
         [row["model"], *(f"{x:.4f}" for x in (row["mean"], *row["pass"].values(), row["majority"]))] for row in rows
     ]
     _print_columns(lines)
-    for said in differences:
-        print(f"\n{said['model']} − {said['less']}, {told['level']:.0%} bootstrap intervals over the same problems:")
+    for difference in differences:
+        print(
+            f"\n{difference['model']} − {difference['less']}, {report['level']:.0%} bootstrap intervals over the same problems:"
+        )
         named = {
-            f"mean@{k}": said["mean"],
-            **{f"pass@{each}": said["pass"][each] for each in ks},
-            f"maj@{k}": said["majority"],
+            f"mean@{k}": difference["mean"],
+            **{f"pass@{each}": difference["pass"][each] for each in ks},
+            f"maj@{k}": difference["majority"],
         }
         for name, x in named.items():
-            apart = "" if x["low"] <= 0 <= x["high"] else "  apart from 0"
-            print(f"  {name:<9} {x['value']:+.4f} [{x['low']:+.4f}, {x['high']:+.4f}]{apart}")
+            separated = "" if x["low"] <= 0 <= x["high"] else "  excludes 0"
+            print(f"  {name:<9} {x['value']:+.4f} [{x['low']:+.4f}, {x['high']:+.4f}]{separated}")
     print()
     for row in rows:
-        print(f"  {row['model']}: {_lost(row)}")
+        print(f"  {row['model']}: {_format_failures(row)}")
     for i in range(max(0, show)):
-        for model, outcome in found.items():
+        for model, outcome in outcomes.items():
             for sample in outcome.problems[i][:1] if i < len(outcome.problems) else ():
                 print(f"  {format_number(sample.score):>5}  {to_one_line(model, 24)}: {to_one_line(sample.text, 60)}")
 
@@ -415,31 +426,31 @@ def _print_columns(lines: list[list[str]]) -> None:
         print("  " + "  ".join([name, *cells]).rstrip())
 
 
-def _lost(row: Mapping[str, Any]) -> str:
+def _format_failures(row: Mapping[str, Any]) -> str:
     total = row["problems"] * row["samples"]
-    return f"cut off by the budget {row['truncated']}, without a reward {row['failed']}, of {total} completions"
+    return f"{row['truncated']} truncated, {row['failed']} without a reward, of {total} completions"
 
 
 def make_output_folder(output: str) -> Path:
-    """The folder, made now so that it is said before the work and not after it. Raises ConfigError for one with files in it."""
+    """Create the folder before any work is done. Raises ConfigError if it is not empty."""
     folder = Path(output)
     with convert_write_errors(folder, folder):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty: choose another --output")
+            raise ConfigError(f"{folder} is not empty; choose another --output")
     return folder
 
 
-def save_results(folder: Path, told: Mapping[str, Any], found: Outcomes) -> None:
-    """The report, and one JSON line for every completion: model, problem, prompt, what it was worth by which reward.
+def save_results(folder: Path, report: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """Write the report, and one JSON line per completion with its reward.
 
     Raises:
-        RunError: what cannot be written.
+        RunError: a file cannot be written.
     """
     with convert_write_errors(folder / REPORT_FILE, folder):
-        (folder / REPORT_FILE).write_text(json.dumps(told, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        (folder / REPORT_FILE).write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         with (folder / SAMPLES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for model, outcome in found.items():
+            for model, outcome in outcomes.items():
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(model, outcome))
 
 

@@ -1,5 +1,4 @@
-"""`policygrad export`: a run's adapter merged into the model that it adapts, the model of a run that was stopped, either put on a
-hub, and any of them as one GGUF file."""
+"""`policygrad export`: merge an adapter, export a stopped run's model, push a model to a hub, or write a GGUF file."""
 
 from __future__ import annotations
 
@@ -17,12 +16,11 @@ from policygrad.models.lora_config import is_model_folder
 from policygrad.training.config.run import optional_arg
 
 HELP = (
-    "Write the adapter that a run with --learner.lora trained into the weights of the model that it adapts: a folder that loads "
-    "without peft.",
-    "RUN/model is the adapter itself, as PEFT and engines read it; nothing has to be done for those.",
-    "Without an option, of a run of train or sft that was stopped: RUN/model-step-N, what its last checkpoint holds. The run goes "
-    "on as before.",
-    "--push OWNER/NAME puts the folder on the hub, with its model card: what --merge wrote, or RUN/model as it is.",
+    "--merge adds the adapter of a run with --learner.lora to the weights of its base model: a folder that loads without peft. "
+    "RUN/model is the adapter itself, as PEFT and engines read it.",
+    "Without an option, write the model in the last checkpoint of a stopped run of train or sft to RUN/model-step-N. The run can "
+    "still be resumed.",
+    "--push OWNER/NAME uploads the folder with its model card to the hub: the one that --merge wrote, or RUN/model.",
     "--format gguf writes one file for llama.cpp, Ollama and LM Studio, with tokenizer and chat template: of a run, of a model's "
     "folder, or of a hub id.",
 )
@@ -35,25 +33,25 @@ class ExportOptions:
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|ADAPTER")]
     """A run's folder, or an adapter's; with --format gguf any model's."""
     merge: bool = False
-    """Merge, which makes a whole model of a small file."""
+    """Merge the adapter into a full model."""
     format: Annotated[str | None, optional_arg("gguf", "a folder, as transformers reads it")] = None
-    """gguf = one file with weights, tokenizer and chat template, an adapter merged."""
+    """gguf = one file with weights, merged adapter, tokenizer and chat template."""
     push: Annotated[str | None, optional_arg("OWNER/NAME", "nowhere")] = None
-    """Put the model on the hub, in a repository that only its owner sees where it is new."""
+    """Upload the model to the hub; a new repository is private."""
     public: bool = False
-    """With --push: a new repository is for everybody."""
+    """With --push: make a new repository public."""
     output: Annotated[str | None, optional_arg("FOLDER|FILE", "RUN/merged, or RUN/model.gguf")] = None
     """The new folder, or with --format gguf the file."""
-    dtype: Annotated[str | None, optional_arg("fp32|bf16", "what the run computed in")] = None
-    """Of the merged weights, which are added up in float32, or of the file's."""
+    dtype: Annotated[str | None, optional_arg("fp32|bf16", "the run's precision")] = None
+    """Precision of the written weights; adapters are merged in float32."""
     trust_remote_code: bool = False
-    """Let Python code in the model's folder or repository run."""
+    """Allow Python code in the model's folder or repository to run."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "fp32", "bf16"):
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
         if self.public and self.push is None:
-            raise ConfigError("--public is whom a repository on the hub is for: add --push OWNER/NAME")
+            raise ConfigError("--public applies to --push: add --push OWNER/NAME")
         if self.format not in (None, "gguf"):
             raise ConfigError(f"--format must be gguf, or left out for a folder, not {self.format!r}")
         if self.format and (self.merge or self.push):

@@ -1,4 +1,4 @@
-"""`policygrad lab`: every algorithm's gradient estimator measured against the true gradient, and the field's claims as numbers."""
+"""`policygrad lab`: measure gradient estimators against the true gradient, and run experiments on the field's claims."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands import render as words
 from policygrad.commands.options import check_writable, merge_repeated_flags, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, describe_command
+from policygrad.commands.render import (
+    HEAD,
+    NAME,
+    QUIET,
+    StyledLine,
+    build_matrix_row,
+    describe_command,
+    format_part,
+    print_lines,
+    wrap_styled,
+)
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES
@@ -36,48 +45,47 @@ if TYPE_CHECKING:
     from policygrad.lab.report import LabReport
 
 
-# What `policygrad lab` measures beside the named algorithms: algorithms and parts of one's own.
-
 PART_FIELDS = ("gate", "advantage", "ratio", "aggregation", "terms", "shaping", "filters", "corrections")
-"""Where a part is measured: what makes one gradient."""
+"""Fields whose parts can be measured: those that make one gradient."""
 
 
 def select_algorithms(names: Sequence[str]) -> dict[str, Algorithm]:
-    """By the name that each goes by; one's own under what it is composed of, numbered by its words where two are alike."""
-    found: dict[str, Algorithm] = {}
+    """Return algorithms by name; user-defined ones by their composition, or as given if two are alike."""
+    algorithms: dict[str, Algorithm] = {}
     for name in names:
         a = load_algorithm(name)
         label = name_run(a).name
-        found[name if label in found else label] = a
-    return found
+        algorithms[name if label in algorithms else label] = a
+    return algorithms
 
 
 @dataclass(frozen=True)
 class PartTrial:
-    """A part, or a chain of parts, in an algorithm."""
+    """A part, or a chain such as advantage=GroupMean,mine:Asym, to insert into `base` and compare with it.
+    Built-in or your own, mine:MyGate or mine.py:MyGate, with settings: 'mine:MyGate(eps=1)'. Several are measured one by one."""
 
     label: str
-    """What its row is called: the parts' names, with the settings that were given."""
+    """Row label: the parts' names with the given settings."""
     algorithm: Algorithm
     base: str
-    """The name of the algorithm that it was put into."""
+    """Name of the algorithm that it was inserted into."""
     field: str
-    """The field that holds it."""
+    """Field that holds it."""
     replaced: tuple[str, ...]
-    """The parts that stood there."""
+    """Names of the parts that it replaced."""
 
     @property
     def sentence(self) -> str:
-        """Which algorithm it is in, and in the place of what."""
-        instead = f"in place of {' and '.join(self.replaced)}" if self.replaced else "where there was none"
+        """Description of the algorithm and the replaced parts."""
+        instead = f"in place of {' and '.join(self.replaced)}" if self.replaced else "which was empty"
         return f"{self.label} is {self.base} with {self.field} = {self.label}, {instead}"
 
 
 def insert_part(base: Algorithm, spec: str) -> PartTrial:
-    """Put a part, `mine:Gate(width=0.3)`, or a chain of them, `psi=GroupMean,mine:Asym`, into an algorithm.
+    """Insert a part, `mine:Gate(width=0.3)`, or a chain of parts, `advantage=GroupMean,mine:Asym`, into an algorithm.
 
     Raises:
-        ConfigError: no such class, or one that cannot be built with these settings, or a field that there is not.
+        ConfigError: the class or field does not exist, or the class cannot be built with these settings.
     """
     place, items = _parsed(spec)
     path = ",".join(name for name, _ in items)
@@ -97,19 +105,19 @@ def insert_part(base: Algorithm, spec: str) -> PartTrial:
     several = isinstance(before, tuple)
     if len(kinds) > 1 and not several:
         raise ConfigError(
-            f"--part {spec}: {place} holds one part, not {len(kinds)}; several rows are --part A --part B"
+            f"--part {spec}: {place} holds one part, not {len(kinds)}; for several rows write --part A --part B"
         )
     for kind in kinds:
         check_part_field(kind, "command line", f"algorithm.{place}")
     parts, labels = list[Any](), list[str]()
     for kind, (name, source) in zip(kinds, items, strict=True):
         settings = _settings(kind, source, spec)
-        taken = {k: "none" if v is None else list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-        parts.append(parse_part(None, {"part": name, **taken}, f"--part {spec}", f"algorithm.{place}"))
+        values = {k: "none" if v is None else list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+        parts.append(parse_part(None, {"part": name, **values}, f"--part {spec}", f"algorithm.{place}"))
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         labels.append(f"{kind.__name__}({given})" if given else kind.__name__)
     changes: dict[str, Any] = {place: tuple(parts) if several else parts[0]}
-    if place == "gate" and getattr(parts[0], "on_policy", False):  # of no role yet
+    if place == "gate" and getattr(parts[0], "on_policy", False):  # before the role is known
         changes["ratio"] = None
     label = "+".join(labels)
     replaced = tuple(type(part).__name__ for part in (before if several else (before,)) if part is not None)
@@ -126,20 +134,19 @@ def _parsed(spec: str) -> tuple[str, list[tuple[str, str]]]:
             items.append("")
         else:
             items[-1] += letter
-    found = [re.fullmatch(r"(.*?\w)\s*(?:\((.*)\))?", item.strip(), re.DOTALL) for item in items]
-    if not all(found):
+    matches = [re.fullmatch(r"(.*?\w)\s*(?:\((.*)\))?", item.strip(), re.DOTALL) for item in items]
+    if not all(matches):
         raise ConfigError(
-            f"--part {spec!r} cannot be read: write [FIELD=]PART[,PART], each with its settings in brackets where it has some, "
-            "mine:Gate(width=0.3)"
+            f"--part {spec!r} is invalid. Write [FIELD=]PART[,PART], with settings in parentheses: mine:Gate(width=0.3)"
         )
-    return place or "", [(item[1], item[2] or "") for item in found if item]
+    return place or "", [(item[1], item[2] or "") for item in matches if item]
 
 
 def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
-    """The settings `eps=1, mode='all'` by name: literals alone, so that nothing of the text is run.
+    """Parse settings such as `eps=1, mode='all'`. Only literals are accepted, so nothing in the text is executed.
 
     Raises:
-        ConfigError: what is no literal, more than the part has, or less than it needs.
+        ConfigError: a setting is not a literal, is unknown, or is missing.
     """
     names = [f.name for f in fields(kind) if f.init]
     try:
@@ -150,26 +157,26 @@ def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
         by_name = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(
-            f"--part {spec}: {kind.__name__}({source}) has settings that are no literals: write numbers, text in quotes, True, "
+            f"--part {spec}: {kind.__name__}({source}) has settings that are not literals. Write numbers, quoted text, True, "
             f"False or None, as in {kind.__name__}({names[0] if names else 'name'}=1)"
         ) from error
     if len(by_place) > len(names):
         raise ConfigError(f"--part {spec}: {kind.__name__} takes {len(names)} settings, not {len(by_place)}")
     given = dict(zip(names, by_place, strict=False))
     if twice := given.keys() & by_name.keys():
-        raise ConfigError(f"--part {spec}: {kind.__name__} is given {', '.join(sorted(twice))} twice")
+        raise ConfigError(f"--part {spec}: {kind.__name__} has {', '.join(sorted(twice))} twice")
     given |= by_name
     needed = [p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
     if missing := [name for name in needed if name not in given]:
         raise ConfigError(
-            f"--part {spec}: {kind.__name__} needs {', '.join(missing)}: give it, {kind.__name__}({missing[0]}=…), or give its "
-            "fields defaults"
+            f"--part {spec}: {kind.__name__} needs {', '.join(missing)}. Write {kind.__name__}({missing[0]}=…), or give its "
+            "fields defaults."
         )
     return given
 
 
 def _field(kind: type) -> str:
-    """The field that a class goes into by its role; of one without a role by what it has, "" where that says nothing."""
+    """Return the field for a class, from its base or else its methods; "" if that is not clear."""
     for place in PART_FIELDS:
         if issubclass(kind, ROLES[place].bases):
             return place
@@ -178,26 +185,26 @@ def _field(kind: type) -> str:
 
 
 def try_part(trial: PartTrial, spec: str, size: int) -> None:
-    """Measures it in a world of seven completions, so that a part that fails is named with its line, before the work.
+    """Measure the part in a world of seven completions, to find errors in it before the full measurement.
 
     Raises:
-        ConfigError: what the part raised that is no refusal in words.
+        ConfigError: the part raised an exception; the message has file and line.
     """
     from policygrad.lab.estimators import enumerate_steps
     from policygrad.lab.measurement import measure_algorithm
     from policygrad.lab.worlds import one_prompt
 
-    own, setting = trial.algorithm, one_prompt(2)
+    algorithm, setting = trial.algorithm, one_prompt(2)
     try:
-        measure_algorithm(own, replace(setting, old=setting.theta), enumerate_steps(setting, min(size, 4)))
+        measure_algorithm(algorithm, replace(setting, old=setting.theta), enumerate_steps(setting, min(size, 4)))
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)
-        kinds = [type(part) for part in own.parts()]
+        kinds = [type(part) for part in algorithm.parts()]
         files = {inspect.getfile(kind) for kind in kinds if not kind.__module__.startswith("policygrad.")}
-        mine = [frame for frame in at if frame.filename in files]
-        if isinstance(error, PolicygradError) and not mine:
-            raise  # the library's own refusal
-        where = (mine or at)[-1]
+        custom = [frame for frame in at if frame.filename in files]
+        if isinstance(error, PolicygradError) and not custom:
+            raise  # the library's own error message
+        where = (custom or at)[-1]
         raise ConfigError(
             f"--part {spec}: {type(error).__name__}: {error} ({where.filename}, line {where.lineno}, in {where.name})"
         ) from error
@@ -217,33 +224,31 @@ DETAIL = (
 
 @dataclass(frozen=True)
 class LabOptions:
-    """Measures gradient estimators exactly, on problems small enough to enumerate."""
+    """Measure gradient estimators exactly, on problems small enough to enumerate."""
 
     algorithm: Annotated[tuple[str, ...], optional_arg("NAME", "all of them")] = ()
-    """Which algorithms; several are allowed, your own too: mine.py:NAME, mine:NAME."""
+    """Algorithms to measure, including your own: mine.py:NAME, mine:NAME."""
     part: Annotated[tuple[str, ...], optional_arg("[FIELD=]PART[,PART]", "none")] = ()
     """A part, or a chain of them, psi=GroupMean,mine:Asym, measured in `base` and compared with it.
     Yours, mine:MyGate or mine.py:MyGate, or ours; with settings, 'mine:MyGate(eps=1)'. Several are allowed, each measured alone."""
     base: str = "dr_grpo"
-    """The algorithm that a part is put into."""
+    """Algorithm to insert a part into."""
     all: bool = False
-    """With `part`: measure all algorithms and run all experiments beside it, as without one."""
+    """With `part`: also measure all algorithms and run all experiments."""
     group_size: int = 4
     """G, completions per group."""
     kl: float = 0.05
-    """Nats a completion between the policy that sampled and the one that learns, off-policy."""
-    experiment: Annotated[
-        tuple[str, ...], optional_arg("NAME", "all of them, with a part none; none = only the table")
-    ] = ()
-    """Which experiments; several are allowed."""
+    """Off-policy distance between sampling and learning policy, in nats per completion."""
+    experiment: Annotated[tuple[str, ...], optional_arg("NAME", "all, or none with a part; none = only the table")] = ()
+    """Experiments to run."""
     list_experiments: bool = False
-    """Print the experiments' names and what each measures, and end."""
+    """List the experiments and exit."""
     seed: int = 0
-    """Of the worlds and of what is sampled."""
+    """Seed of worlds and samples."""
     json: bool = False
-    """Print one JSON object with everything in place of the table."""
+    """Print one JSON object instead of the table."""
     output: Annotated[Path | None, optional_arg("FILE.html", "a table in the terminal")] = None
-    """Write one page with interactive plots that needs no network."""
+    """Write one self-contained page with interactive plots."""
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
@@ -253,22 +258,20 @@ class LabOptions:
             raise ConfigError(f"--kl must be above 0 nats and below 100, not {self.kl:g}")
         if self.all and self.algorithm:
             raise ConfigError(
-                f"--all measures every algorithm, and --algorithm names {', '.join(self.algorithm)}: leave one out"
+                f"--all measures every algorithm, but --algorithm names {', '.join(self.algorithm)}; give only one of them"
             )
         if self.base != "dr_grpo" and not self.part:
-            raise ConfigError(
-                f"--base {self.base} is what a part of your own is put into: name one, --part MODULE:CLASS"
-            )
+            raise ConfigError(f"--base {self.base} needs a part to insert: --part MODULE:CLASS")
 
 
 def lab(args: list[str]) -> int:
-    """`policygrad lab`, and `policygrad lab control`."""
+    """Run `policygrad lab` or `policygrad lab control`."""
     if args[:1] == ["control"]:
         return control(args[1:])
     args = merge_repeated_flags(args, "--algorithm", "--part", "--experiment")
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
     if options.list_experiments:
-        words.print_lines(_experiments(shutil.get_terminal_size((100, 24)).columns))
+        print_lines(_experiments(shutil.get_terminal_size((100, 24)).columns))
         return 0
     if options.output is not None:
         check_writable(options.output, "--output")
@@ -287,102 +290,103 @@ def lab(args: list[str]) -> int:
     from policygrad.lab.report import build_lab_report
 
     names = () if options.experiment == ("none",) or (alone and not options.experiment) else options.experiment or None
-    found = build_lab_report(chosen, options.group_size, options.kl, options.seed, names)
-    found = replace(found, parts=tuple(trial.sentence for trial in trials.values()))
+    result = build_lab_report(chosen, options.group_size, options.kl, options.seed, names)
+    result = replace(result, parts=tuple(trial.sentence for trial in trials.values()))
     if options.output is not None:
-        write_text_file(options.output, render_lab_page(found, chosen), "--output")
+        write_text_file(options.output, build_lab_page(result, chosen), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps(found.to_dict(), ensure_ascii=False))
+        print(json.dumps(result.to_dict(), ensure_ascii=False))
     elif options.output is None:
         pairs = [((base, chosen[base]), (name, trial.algorithm)) for name, trial in trials.items()]
-        words.print_lines(format_lab_report(found, shutil.get_terminal_size((100, 24)).columns, pairs, brief=alone))
+        print_lines(format_lab_report(result, shutil.get_terminal_size((100, 24)).columns, pairs, brief=alone))
     return 0
 
 
 def _experiments(width: int) -> list[StyledLine]:
-    """Each experiment's name, and what it measures."""
+    """List the experiments with what they measure."""
     from policygrad.lab.report import EXPERIMENTS
 
     longest = max(map(len, EXPERIMENTS))
     return [
         line
         for name, experiment in EXPERIMENTS.items()
-        for line in words.wrap_styled(
+        for line in wrap_styled(
             ((name.ljust(longest + 2), NAME),), (inspect.getdoc(experiment) or "").split("\n\n")[0], width
         )
     ]
 
 
 def _all(group_size: int) -> dict[str, Algorithm]:
-    """Every row; one that needs a larger group, or has no step here, is left out, which is said. Groups of one are refused, as
-    most rows are."""
+    """Return every algorithm that can be measured, and report the others on standard error."""
     from policygrad.lab.setting import supported_algorithms, unsupported_reason
 
     for row in ALGORITHMS.values():
         if why := unsupported_reason(row, group_size):
-            print(f"{row.name} is left out: {why}", file=sys.stderr)
+            print(f"{row.name} is omitted: {why}", file=sys.stderr)
     return supported_algorithms(ALGORITHMS, group_size)
 
 
-def render_lab_page(found: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
-    """The report as one page."""
+def build_lab_page(report: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
+    """Render the report as one HTML page."""
     from policygrad.lab.page import render_lab_page
 
-    return render_lab_page(found, algorithms, {name: _parts(a) for name, a in algorithms.items()})
+    return render_lab_page(report, algorithms, {name: _parts(a) for name, a in algorithms.items()})
 
 
 def _parts(a: Algorithm) -> dict[str, tuple[str, ...]]:
-    """A row of the matrix, its last columns in one."""
-    row = words.build_matrix_row(a, changed=True)
+    """Return a row of the matrix with its last columns merged."""
+    row = build_matrix_row(a, changed=True)
     del row["also"]
-    step = () if a.update_rule == GradientSteps() else (words.format_part(a.update_rule, changed=True),)
+    step = () if a.update_rule == GradientSteps() else (format_part(a.update_rule, changed=True),)
     return row | {"and more": row.pop("shaping") + row.pop("filters") + step}
 
 
 Row = tuple[str, Algorithm]
-"""The name of a row, and what it measures."""
+"""Name and algorithm of a row."""
 
 
 def format_lab_report(
-    found: LabReport, width: int, pairs: Sequence[tuple[Row, Row]] = (), brief: bool = False
+    report: LabReport, width: int, pairs: Sequence[tuple[Row, Row]] = (), brief: bool = False
 ) -> list[StyledLine]:
-    """The table and the findings.
+    """Format the table and the findings for a terminal.
 
-    pairs: (base, the same with a part in it), whose differences are listed. brief: without the table by difficulty and length.
+    Args:
+        pairs: (base, the same with a part inserted), whose differences are listed.
+        brief: omit the table by difficulty and length.
     """
     text = max(40, min(width, 110))
-    lines: list[StyledLine] = [((f"Gradient estimators, groups of {found.group_size}", HEAD),)]
-    lines += words.wrap_styled((("  ", ""),), found.world + ".", text, QUIET)
-    for sentence in found.parts:
-        lines += words.wrap_styled((("  ", ""),), sentence + " (--base NAME takes another algorithm).", text)
-    lines += [(), *_table(found, width), *words.wrap_styled((("  ", ""),), LEGEND, text, QUIET)]
-    for base, own in pairs:
-        lines += [(), *_differences(found, base, own, text)]
+    lines: list[StyledLine] = [((f"Gradient estimators, groups of {report.group_size}", HEAD),)]
+    lines += wrap_styled((("  ", ""),), report.world + ".", text, QUIET)
+    for sentence in report.parts:
+        lines += wrap_styled((("  ", ""),), sentence + " (--base NAME takes another algorithm).", text)
+    lines += [(), *_table(report, width), *wrap_styled((("  ", ""),), LEGEND, text, QUIET)]
+    for base, changed in pairs:
+        lines += [(), *_differences(report, base, changed, text)]
     if not brief:
-        lines += [(), (("By difficulty and length, on-policy", HEAD),), *_detail(found, width)]
+        lines += [(), (("By difficulty and length, on-policy", HEAD),), *_detail(report, width)]
     if pairs or not brief:
-        lines += words.wrap_styled((("  ", ""),), DETAIL, text, QUIET)
-    if found.findings:
+        lines += wrap_styled((("  ", ""),), DETAIL, text, QUIET)
+    if report.findings:
         lines += [(), (("Findings", HEAD),)]
-    for finding in found.findings:
+    for finding in report.findings:
         mark = "✓ " if finding.holds else "✗ "
-        lines += [(), *words.wrap_styled(((mark, HEAD),), finding.claim, text, NAME)]
+        lines += [(), *wrap_styled(((mark, HEAD),), finding.claim, text, NAME)]
         error = "" if finding.error is None else f" (standard error {finding.error:.2g})"
-        lines += words.wrap_styled((("  ", ""),), finding.sentence + error, text)
+        lines += wrap_styled((("  ", ""),), finding.sentence + error, text)
     return lines
 
 
-def _table(found: LabReport, width: int) -> list[StyledLine]:
-    """On- and off-policy side by side where there is room, else one after the other."""
-    name = max(len(on.name) for on, _ in found.rows) + 2
-    heads = ("on-policy", f"off-policy, {found.kl:g} nats away")
+def _table(report: LabReport, width: int) -> list[StyledLine]:
+    """Format on- and off-policy figures side by side if there is room, else one below the other."""
+    name = max(len(on.name) for on, _ in report.rows) + 2
+    heads = ("on-policy", f"off-policy, {report.kl:g} nats away")
     sides = [
-        [[*_cells(m.figures, m.exact), "" if m.exact else "~"] for m in side] for side in zip(*found.rows, strict=True)
+        [[*_cells(m.figures, m.exact), "" if m.exact else "~"] for m in side] for side in zip(*report.rows, strict=True)
     ]
     cell = 9
     block = cell * len(COLUMNS) + 1
-    names = [on.name for on, _ in found.rows]
+    names = [on.name for on, _ in report.rows]
     groups = [(0, 1)] if width >= name + 2 * block + 2 else [(0,), (1,)]
     lines: list[StyledLine] = []
     for group in groups:
@@ -392,69 +396,69 @@ def _table(found: LabReport, width: int) -> list[StyledLine]:
             cells = "  ".join(_row(sides[i][row][:-1], cell) + (sides[i][row][-1] or " ") for i in group)
             lines.append(((label.ljust(name), NAME), (cells, "")))
         lines.append(())
-    if not all(m.exact for pair in found.rows for m in pair):
-        lines += words.wrap_styled(
-            (("  ", ""),), f"~ sampled: {_sampled(found)} steps; standard errors are in the JSON.", 100, QUIET
+    if steps := next((m.steps for pair in report.rows for m in pair if not m.exact), 0):
+        lines += wrap_styled(
+            (("  ", ""),),
+            f"~ sampled: {steps} steps; standard errors are in the JSON.",
+            100,
+            QUIET,
         )
     return lines
 
 
-def _detail(found: LabReport, width: int) -> list[StyledLine]:
-    """On-policy: how long E g is along ∇J on each prompt, and what a token's ∇log π is multiplied by, by length."""
-    first = found.rows[0][0]
+def _detail(report: LabReport, width: int) -> list[StyledLine]:
+    """Format, on-policy, the length of E g along ∇J per prompt, and the factor of a token's ∇log π per length."""
+    first = report.rows[0][0]
     ps = [f"p={row['p']:.2f}" for row in first.difficulty]
     lengths = [(key, row["length"]) for key in ("right", "wrong") for row in first.length if key in row]
-    name = max(len(on.name) for on, _ in found.rows) + 2
+    name = max(len(on.name) for on, _ in report.rows) + 2
     heads = [*ps, *(f"{key} {n:g}" for key, n in lengths)]
     room = max(1, (width - name) // 9)
     lines = list[StyledLine]()
     for part in (slice(start, start + room) for start in range(0, len(heads), room)):
         lines.append(((" " * name + _row(heads[part], 9), HEAD),))
-        for on, _ in found.rows:
+        for on, _ in report.rows:
             weight = {(key, row["length"]): row[key] for row in on.length for key in ("right", "wrong") if key in row}
             values = [row["scale"] for row in on.difficulty] + [weight[key] for key in lengths]
             lines.append(((on.name.ljust(name), NAME), (_row([_figure(x) for x in values[part]], 9), "")))
     return lines
 
 
-_KEPT = "\u00a0"
-"""A space that no line is broken at."""
+_NO_BREAK = "\u00a0"
+"""A space at which lines are not broken."""
 
 
-def _differences(found: LabReport, base: Row, own: Row, width: int) -> list[StyledLine]:
-    """Where a part makes an algorithm another: in the equation, and in each figure that reads otherwise."""
-    (before, old), (after, new) = base, own
+def _differences(report: LabReport, base: Row, changed: Row, width: int) -> list[StyledLine]:
+    """List where a part changes an algorithm: in the equation, and in the displayed figures."""
+    (before, old), (after, new) = base, changed
     lines: list[StyledLine] = [((f"Where {after} differs from {before}", HEAD),)]
     symbols = dict.fromkeys([*old.equation(), *new.equation()])
-    told = [(name, old.equation().get(name, "–"), new.equation().get(name, "–")) for name in symbols]
-    rows = {on.name: (on, off) for on, off in found.rows}
+    equations = [(name, old.equation().get(name, "–"), new.equation().get(name, "–")) for name in symbols]
+    rows = {on.name: (on, off) for on, off in report.rows}
     sides = [
-        (side, _told(rows[before][i]), _told(rows[after][i])) for i, side in enumerate(("on-policy", "off-policy"))
+        (side, _format_figures(rows[before][i]), _format_figures(rows[after][i]))
+        for i, side in enumerate(("on-policy", "off-policy"))
     ]
-    for name, was, now in told:
+    for name, was, now in equations:
         if was != now:
-            lines += words.wrap_styled(((f"  {name:<11}", NAME),), f"{was}  →  {now}", width)
+            lines += wrap_styled(((f"  {name:<11}", NAME),), f"{was}  →  {now}", width)
     for side, was_of, now_of in sides:
-        changed = [f"{k} {was_of.get(k, '–')} → {v}" for k, v in now_of.items() if v != was_of.get(k)]
-        text = ", ".join(item.replace(" ", _KEPT) for item in changed) or "nowhere, in the decimals shown"
-        for line in words.wrap_styled(((f"  {side:<11}", NAME),), text, width):
-            lines.append(tuple((piece.replace(_KEPT, " "), style) for piece, style in line))
+        changes = [f"{k} {was_of.get(k, '–')} → {v}" for k, v in now_of.items() if v != was_of.get(k)]
+        text = ", ".join(item.replace(" ", _NO_BREAK) for item in changes) or "nowhere, in the decimals shown"
+        for line in wrap_styled(((f"  {side:<11}", NAME),), text, width):
+            lines.append(tuple((piece.replace(_NO_BREAK, " "), style) for piece, style in line))
     return lines
 
 
-def _told(m: Measurement) -> dict[str, str]:
-    """Each figure by its column, as it is shown."""
+def _format_figures(m: Measurement) -> dict[str, str]:
+    """Return each figure as displayed, by column."""
     by_length = {f"{key} {row['length']:g}": row[key] for key in ("right", "wrong") for row in m.length if key in row}
     details = {f"p={row['p']:.2f}": row["scale"] for row in m.difficulty} | by_length
     return dict(zip(COLUMNS, _cells(m.figures, m.exact), strict=True)) | {k: _figure(v) for k, v in details.items()}
 
 
-def _sampled(found: LabReport) -> int:
-    return next(m.steps for pair in found.rows for m in pair if not m.exact)
-
-
 def _cells(f: Figures, exact: bool) -> list[str]:
-    """A sampled bias is never said to be exactly 0, though what its sample's size adds is taken off and may leave that."""
+    """Format the figures; only an exact bias is shown as 0, even if the estimate of a sampled one is 0."""
     values = (f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse)
     return [
         "exact 0" if name == "bias" and exact and x < 1e-9 else _figure(x)
@@ -474,44 +478,42 @@ if __name__ == "__main__":
     sys.exit(lab(sys.argv[1:]))
 
 
-# `policygrad lab control`: the library's algorithms on Gymnasium environments.
-
 LINES = 150
-"""Progress lines of a run, at most."""
+"""Maximum number of progress lines."""
 
 
 @dataclass(frozen=True)
 class ControlOptions:
-    """Trains a small policy on a Gymnasium environment with the library's own gates, advantages, critic and steps."""
+    """Train a small policy on a Gymnasium environment with the library's own gates, advantages, critic and update rules."""
 
     env: str = "CartPole-v1"
-    """The environment's name in Gymnasium's registry; MODULE:NAME imports the module first."""
+    """Environment in Gymnasium's registry; MODULE:NAME imports the module first."""
     algorithm: str = "ppo"
     """ppo, trpo, a2c or reinforce; also ppo_penalty and natural."""
     steps: int = 150_000
-    """Environment steps, of all environments together."""
+    """Environment steps in total."""
     seed: int = 0
-    """Of weights, actions and environments: the same seed, the same run."""
+    """Seed of weights, actions and environments."""
     num_envs: Annotated[int | None, optional_arg("N", "the algorithm's own: 8")] = None
-    """Environments stepped together."""
+    """Number of parallel environments."""
     rollout: Annotated[int | None, optional_arg("STEPS", "the algorithm's own")] = None
-    """Steps of each environment per rollout."""
+    """Steps per environment and rollout."""
     lr: Annotated[float | None, optional_arg("RATE", "the algorithm's own")] = None
-    """The policy's learning rate to begin with; it falls to 0 along a line."""
+    """Initial learning rate of the policy; it decays linearly to 0."""
     gamma: Annotated[float | None, optional_arg("GAMMA", "the algorithm's own: 0.99")] = None
-    """The discount γ of advantages and of the critic's targets."""
+    """Discount γ of advantages and critic targets."""
     normalise: bool = False
-    """Normalise observations by the mean and standard deviation of what was seen so far."""
+    """Normalise observations by their running mean and standard deviation."""
     max_episode_steps: Annotated[int | None, optional_arg("STEPS", "the environment's own")] = None
-    """Another time limit."""
+    """Time limit of an episode."""
     episodes: int = 100
-    """Fresh episodes of the final evaluation."""
+    """Episodes of the final evaluation."""
     greedy: bool = False
-    """Evaluate the most probable actions; without it, actions drawn from the policy."""
+    """Evaluate the most probable actions instead of sampled ones."""
     json: bool = False
-    """Print one JSON object instead of lines: settings, training curve and evaluation."""
+    """Print one JSON object instead of lines, with settings, training curve and evaluation."""
     output: Annotated[Path | None, optional_arg("FILE", "not written")] = None
-    """Write that object to a file."""
+    """Write the JSON object to a file."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -522,7 +524,7 @@ class ControlOptions:
 
 
 def control(args: list[str]) -> int:
-    """`policygrad lab control`."""
+    """Run `policygrad lab control`."""
     options = tyro.cli(
         ControlOptions,
         args=args,
@@ -543,12 +545,12 @@ def control(args: list[str]) -> int:
             RunInfo(title, algorithm.equation(), options.steps, step_unit="environment step", config=asdict(settings))
         )
         watch = lambda update: trackers.log(update.steps, update_metrics(update))  # noqa: E731
-        trained = train_control(environments, algorithm, settings, steps=options.steps, seed=options.seed, watch=watch)
+        trained = train_control(environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=watch)
         fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
-        found = evaluate_control(
+        episodes = evaluate_control(
             trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy
         )
-        trackers.finish({f"mean return of {len(found.returns)} fresh episodes": _evaluated(found)})
+        trackers.finish({f"mean return of {len(episodes.returns)} fresh episodes": _evaluated(episodes)})
     record: dict[str, Any] = {
         "env": options.env,
         "algorithm": algorithm.name,
@@ -557,7 +559,7 @@ def control(args: list[str]) -> int:
         "seed": options.seed,
         "steps": options.steps,
         "curve": [asdict(update) for update in trained.curve],
-        "evaluation": found.to_dict(),
+        "evaluation": episodes.to_dict(),
     }
     if options.json:
         print(json.dumps(record, ensure_ascii=False))
@@ -567,24 +569,22 @@ def control(args: list[str]) -> int:
 
 
 def resolve_control(options: ControlOptions) -> tuple[Algorithm, Settings]:
-    """The algorithm's preset with what the options change.
+    """Return the preset of an algorithm with the options applied.
 
     Raises:
-        ConfigError: a learning rate where none is used; an algorithm that is not one of those here; a γ where nothing discounts.
+        ConfigError: the algorithm is not supported, or uses no learning rate or discount.
     """
-    found = find_preset(options.algorithm)
-    algorithm, settings = found.algorithm, found.settings
+    control_preset = find_preset(options.algorithm)
+    algorithm, settings = control_preset.algorithm, control_preset.settings
     if options.lr is not None and not algorithm.update_rule.uses_lr:
-        raise ConfigError(
-            f"--lr: {algorithm.name} sets its step's length by a KL, not by a learning rate: leave it out"
-        )
+        raise ConfigError(f"--lr: {algorithm.name} sets its step length by a KL, not by a learning rate; omit it")
     changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
     settings = replace(settings, normalise=options.normalise, **{n: v for n, v in changes.items() if v is not None})
     return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
 
 
 def update_metrics(u: Update) -> dict[str, float]:
-    """An update as metrics, for trackers."""
+    """Return an update as metrics for trackers."""
     values = {
         "return": u.mean_return,
         "entropy": u.entropy,
@@ -597,7 +597,7 @@ def update_metrics(u: Update) -> dict[str, float]:
 
 
 class ControlLines(Tracker):
-    """A line per update, or per so many of them that there are not too many."""
+    """Print at most `LINES` progress lines."""
 
     def start(self, info: RunInfo) -> None:
         self.steps, self.next_line = info.steps, 0.0
@@ -608,12 +608,12 @@ class ControlLines(Tracker):
         if step < min(self.next_line, self.steps):
             return
         self.next_line = step + self.steps / LINES * 0.99
-        found = f"return {metrics['return']:8.2f}" if "return" in metrics else "no episode yet"
-        said = f"{step:8d}  {found}  entropy {metrics['entropy']:6.3f}  kl {metrics['kl']:.5f}"
+        score = f"return {metrics['return']:8.2f}" if "return" in metrics else "no episode yet"
+        line = f"{step:8d}  {score}  entropy {metrics['entropy']:6.3f}  kl {metrics['kl']:.5f}"
         if "explained_variance" in metrics:
-            said += f"  explained {metrics['explained_variance']:6.3f}"
+            line += f"  explained {metrics['explained_variance']:6.3f}"
         refused = "  no step taken" * (metrics.get("updates/taken") == 0)
-        print(f"{said}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
+        print(f"{line}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
 
     def note(self, text: str) -> None:
         print(f"note: {text}", flush=True)
@@ -623,10 +623,10 @@ class ControlLines(Tracker):
             print(f"{name}: {value}", flush=True)
 
 
-def _evaluated(found: EvalEpisodes) -> str:
-    error = "" if found.error is None else f" ± {found.error:.2f} (standard error)"
-    policy = "the most probable actions" if found.greedy else "actions drawn from the policy"
-    return f"{found.mean:.2f}{error}, {policy}"
+def _evaluated(episodes: EvalEpisodes) -> str:
+    error = "" if episodes.error is None else f" ± {episodes.error:.2f} (standard error)"
+    policy = "the most probable actions" if episodes.greedy else "sampled actions"
+    return f"{episodes.mean:.2f}{error}, {policy}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""An algorithm's parts as options: another part by `--algorithm.FIELD Part`, a part's field by `--algorithm.FIELD.NAME`."""
+"""Command-line parsing that several commands share, and an algorithm's parts as options.
+
+`--algorithm.FIELD Part` puts another part in a field; `--algorithm.FIELD.NAME` sets a field of a part.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,10 @@ SWITCHES = (
     "--learner.gradient-checkpointing",
     "--learner.routing-replay",
 )
-"""Flags that take no value."""
-_NUMBERS = ("name", "samples_per_prompt")
-_NO_PARTS = (*_NUMBERS, "old_policy")  # which is chosen as parts are, by a word
-_OWN = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
+"""Flags without a value."""
+_NO_PART_FLAG = ("name", "samples_per_prompt")
+_NO_PART_OPTIONS = (*_NO_PART_FLAG, "old_policy")  # selected like a part, but a plain word
+_CUSTOM_NAME = re.compile(r"[\w./~-]*\w:[A-Za-z_]\w*")
 
 TYRO_REGISTRY = tyro.constructors.ConstructorRegistry()
 
@@ -46,31 +49,31 @@ class CommandOptions:
     """Options of the command that are not part of the run itself."""
 
     config: Annotated[str | None, optional_arg("FILE", "none")] = None
-    """A TOML file of options, such as the one in a run's folder; flags given here win over it."""
+    """A TOML file of options, such as the one in a run's folder; flags take precedence over it."""
     resume: Annotated[str | None, optional_arg("RUN", "none")] = None
-    """Go on with the run in this folder, from its newest intact checkpoint; with another --output in a copy there."""
+    """Resume the run in this folder from its newest intact checkpoint; with another --output, in a copy there."""
     stop_after: Annotated[int | None, optional_arg("INT", "none")] = None
-    """Stop, resumably, after so many steps."""
+    """Stop after this many steps; the run can be resumed."""
     time_limit: Annotated[str | None, optional_arg("TIME", "none")] = None
-    """Be stopped, resumably, before so much time has passed, such as 23h50m of a cluster's 24 hours."""
+    """Stop before this much time has passed, such as 23h50m of a cluster's 24 hours; the run can be resumed."""
     overwrite: bool = False
-    """Begin anew where --output names the folder of a run that has ended, which is deleted once the new one begins."""
+    """Replace the finished run in --output, which is deleted once the new one starts."""
     dry_run: bool = False
-    """Print what would be done, as TOML that --config reads; load no model."""
+    """Print the configuration as TOML for --config, without loading a model."""
     plain: bool = False
-    """Plain lines, also on a terminal."""
+    """Print plain lines, even on a terminal."""
 
     def __post_init__(self) -> None:
         if self.overwrite and self.resume is not None:
-            raise ConfigError("--resume goes on with a run and --overwrite begins anew: leave one of them out")
+            raise ConfigError("--resume continues a run and --overwrite replaces it; give only one of them")
         if self.stop_after is not None and self.stop_after < 1:
-            raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}; --dry-run takes no step at all")
+            raise ConfigError(f"--stop-after must be at least 1, not {self.stop_after}. --dry-run takes no step.")
         if self.time_limit is not None:
             parse_duration(self.time_limit, "--time-limit")
 
 
 def list_help_flags(parse_help: Callable[[], object]) -> list[str]:
-    """Every flag that a command's help lists, for tab completion."""
+    """Return every flag that a command's help lists, for tab completion."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         parse_help()
@@ -79,52 +82,56 @@ def list_help_flags(parse_help: Callable[[], object]) -> list[str]:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raises ConfigError where no file can be written, or a run would lose one: before the work and not after it."""
+    """Raise ConfigError if the file cannot be written or belongs to a run, before any work is done."""
     try:
         check_no_run_file(path, option)
         if path.is_dir():
-            raise ConfigError(f"{option} {path} is a folder: name a file in it")
+            raise ConfigError(f"{option} {path} is a folder; name a file in it")
         if not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}: make it first")
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"{option} {path}: it may not be written there: take another place")
-    except OSError as error:  # a name of more bytes than a file system takes
-        raise ConfigError(f"{option} {path}: {error.strerror}: take another name") from error
+            raise ConfigError(f"{option} {path}: no permission to write there; choose another path")
+    except OSError as error:  # a name that is too long
+        raise ConfigError(f"{option} {path}: {error.strerror}; choose another name") from error
     except ConfigError:
         raise
     except ValueError as error:  # a NUL, half a surrogate pair
-        raise ConfigError(f"{option} {str(path)!r} is a name that no file system takes: take another name") from error
+        raise ConfigError(f"{option} {str(path)!r} is not a valid file name; choose another one") from error
 
 
 def write_text_file(path: Path, text: str, option: str) -> None:
-    """Raises RunError when the file cannot be written after all, on a full disk, say."""
+    """Write the file. Raises RunError if that fails, for example on a full disk."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"{option} {path} was not written: {error.strerror}; take another place") from error
+        raise RunError(f"{option} {path} was not written: {error.strerror}; choose another path") from error
 
 
 def drop_trust_flag(base: UncheckedRun | SupervisedConfig, args: list[str]) -> list[str]:
-    """The arguments without the flag that has given a file its leave: what is on already has no flag to turn it on."""
+    """Remove --trust-remote-code if a file has set it already: tyro has no flag for a switch that is on."""
     return [word for word in args if word != TRUST_FLAG] if base.trust_remote_code else args
 
 
 @TYRO_REGISTRY.primitive_rule
 def _choice(info: Any) -> Any:
-    """Choices are named in the help, and the part itself refuses what is none of them: it knows the reason."""
+    """List choices in the help, but leave checking to the part, whose message gives the reason."""
     if get_origin(info.type) is not Literal:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=f"{{{','.join(get_args(info.type))}}}",
-        instance_from_str=lambda words: words[0],
+        instance_from_str=lambda values: values[0],
         is_instance=lambda value: isinstance(value, str),
         str_from_instance=lambda value: [value],
     )
 
 
 def pop_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
-    """(ALGORITHM, the other arguments): the first word, a known name or mine:NAME among later ones, or `--algorithm NAME`."""
+    """Return (algorithm, remaining arguments).
+
+    The algorithm is the first argument, or `--algorithm NAME`, or a later argument that is a known name or looks like
+    mine:NAME.
+    """
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
     for i, word in enumerate(args):
@@ -133,67 +140,63 @@ def pop_algorithm(args: list[str]) -> tuple[str | None, list[str]]:
         if word == "--algorithm" and i + 1 < len(args):
             return args[i + 1], args[:i] + args[i + 2 :]
         before = args[i - 1].replace("_", "-")
+        last_flag = next((w for w in reversed(args[:i]) if w.startswith("--")), "")
+        follows_list = last_flag.partition("=")[0] in ("--reward", "--allow-code")  # whose values may be files, too
         is_value = before.startswith("--") and "=" not in before and before not in SWITCHES
         if word.lower().replace("-", "_") in ALGORITHMS and not is_value:
             return word, args[:i] + args[i + 1 :]
-        if _OWN.fullmatch(word) and not is_value and not _of_rewards(args[:i]):
+        if _CUSTOM_NAME.fullmatch(word) and not is_value and not follows_list:
             return word, args[:i] + args[i + 1 :]
     return None, args
 
 
-def _of_rewards(before: list[str]) -> bool:
-    """Whether a word after these is one more reward, or one more to allow: they too are files, any number of them."""
-    flag = next((word for word in reversed(before) if word.startswith("--")), "")
-    return flag.partition("=")[0] in ("--reward", "--allow-code")
-
-
 def merge_repeated_flags(args: list[str], *flags: str) -> list[str]:
-    """The arguments with each of these flags once and all its values behind it: given again, it adds to what it had."""
-    found: dict[str, list[str]] = {}
-    rest: list[str] = []
-    into = rest
+    """Return the arguments with each of these flags once, followed by all its values, at the end."""
+    values: dict[str, list[str]] = {}
+    remaining: list[str] = []
+    target = remaining
     for word in args:
         flag, equals, value = word.partition("=")
         if flag in flags:
-            into = found.setdefault(flag, [])
-            into += [value] if equals else []
+            target = values.setdefault(flag, [])
+            target += [value] if equals else []
         elif word.startswith("-") and word != "-":
-            into = rest
-            rest.append(word)
+            target = remaining
+            remaining.append(word)
         else:
-            into.append(word)
-    return [*rest, *(word for flag, values in found.items() for word in (flag, *values))]
+            target.append(word)
+    return [*remaining, *(word for flag in values for word in (flag, *values[flag]))]
 
 
 def choose_parts(base: Algorithm, args: list[str]) -> tuple[Algorithm, list[str]]:
-    """Takes `--algorithm.FIELD Part[,Part…]` out of the arguments: another part in its place, `none` for no part."""
-    rest: list[str] = []
+    """Apply and remove every `--algorithm.FIELD Part[,Part…]`; `none` leaves a field empty."""
+    remaining: list[str] = []
     changes: dict[str, Any] = {}
-    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NUMBERS}
-    words = iter(args)
-    for word in words:
+    names = {f.name: getattr(base, f.name) for f in fields(Algorithm) if f.name not in _NO_PART_FLAG}
+    pending = iter(args)
+    for word in pending:
         flag, _, value = word.partition("=")
         key = flag.removeprefix("--algorithm.").replace("-", "_")
         if not flag.startswith("--algorithm.") or key not in names:
-            rest.append(word)
+            remaining.append(word)
             continue
-        value = value or next(words, "")
+        value = value or next(pending, "")
         if not value or value.startswith("-"):
-            raise ConfigError(f"{flag} needs the name of a part, or 'none'")
+            raise ConfigError(f"{flag} needs the name of a part, or none")
         several = isinstance(names[key], tuple)
         parts = [] if several and value == "none" else value.split(",")
         changes[key] = [{"part": p} for p in parts] if several else value
     if changes:
         base = from_dict({"algorithm": changes}, UncheckedRun(algorithm=base), "command line").algorithm
-    return base, rest
+    return base, remaining
 
 
 def build_option_type(chosen: Algorithm) -> type:
-    """A dataclass of this algorithm's parts, so that every field of every part is an option with its own type and help."""
+    """Build a dataclass of an algorithm's parts, so that every field of every part becomes an option with its type and help."""
     columns: list[tuple[str, Any, Any]] = []
     for f in fields(Algorithm):
         value = getattr(chosen, f.name)
-        if f.name in _NO_PARTS:
+        if f.name in _NO_PART_OPTIONS:
             continue
         if isinstance(value, tuple):
             members = [_column(name, part) for name, part in _named(value) if _has_fields(part)]
@@ -206,7 +209,7 @@ def build_option_type(chosen: Algorithm) -> type:
 
 
 def list_part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
-    """The flags of `build_option_type`'s fields as the help lists them, without asking for it: completion has every algorithm's."""
+    """Yield the flags of a type from `build_option_type`, as the help lists them."""
     hints = get_type_hints(kind)
     for f in fields(kind):
         flag = f"{prefix}.{f.name.replace('_', '-')}"
@@ -217,34 +220,34 @@ def list_part_flags(kind: type, prefix: str = "--algorithm") -> Iterator[str]:
             yield from list_part_flags(type(default), flag)
         elif not any(
             isinstance(k, type) and issubclass(k, Part) for k in get_args(hints[f.name])
-        ):  # an open part is no flag
+        ):  # an optional part that is None has no flag
             yield flag if default is not True else f"{prefix}.no-{f.name.replace('_', '-')}"
 
 
 def apply_options(chosen: Algorithm, options: Any) -> Algorithm:
-    """The algorithm with the fields that `build_option_type`'s instance holds."""
+    """Return the algorithm with the values in an instance of `build_option_type`."""
     changes: dict[str, Any] = {}
     for f in fields(options):
-        there, new = getattr(chosen, f.name), getattr(options, f.name)
-        if isinstance(there, tuple):
-            changes[f.name] = tuple(getattr(new, name, part) for name, part in _named(there))
+        current, new = getattr(chosen, f.name), getattr(options, f.name)
+        if isinstance(current, tuple):
+            changes[f.name] = tuple(getattr(new, name, part) for name, part in _named(current))
         else:
             changes[f.name] = new
     return replace(chosen, **changes)
 
 
 def reopen_lengths(a: Algorithm, budget: int) -> Algorithm:
-    """Lengths that a resolved configuration took from its budget are open again, so that they follow --max-tokens."""
+    """Reset lengths that equal the budget, so that they follow --max-tokens again."""
 
-    def reopened(part: Any) -> Any:
-        own = part.aggregation if isinstance(part, ObjectiveTerm) else None
-        part = part if own is None else replace(part, aggregation=reopened(own))
+    def reopen(part: Any) -> Any:
+        aggregation = part.aggregation if isinstance(part, ObjectiveTerm) else None
+        part = part if aggregation is None else replace(part, aggregation=reopen(aggregation))
         return replace(part, length=None) if part.length == budget else part
 
     changes: dict[str, Any] = {}
     for name in {key.partition(".")[0] for key, _ in a.named_parts()}:
         value = getattr(a, name)
-        changes[name] = tuple(map(reopened, value)) if isinstance(value, tuple) else reopened(value)
+        changes[name] = tuple(map(reopen, value)) if isinstance(value, tuple) else reopen(value)
     return replace(a, **changes)
 
 
@@ -255,7 +258,7 @@ def _column(name: str, part: Any) -> tuple[str, Any, Any]:
 
 
 def _named(parts: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """(option, part): the class in snake case, numbered where a class occurs again."""
+    """Yield (option, part); the option is the class name in snake case, numbered if a class occurs again."""
     seen: dict[str, int] = {}
     for part in parts:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(part).__name__).lower()
@@ -267,21 +270,17 @@ def _has_fields(value: Any) -> bool:
     return value is not None and bool(fields(value))
 
 
-# What is wrong with a command line before its options are read.
-
-
 def reject_empty_values(args: Sequence[str], *flags: str) -> None:
-    """Raises ConfigError for a flag of several values that has none: it would be taken for one that was not given."""
+    """Raise ConfigError for a flag of several values that has none, which would otherwise look like one that was not given."""
     for word, after in zip(args, [*args[1:], "-"], strict=False):
         flag, equals, value = word.partition("=")
         if flag in flags and not (value.strip() if equals else after.strip() and not after.startswith("-")):
-            raise ConfigError(f"{flag} needs a value, or several: leave it away for the default")
+            raise ConfigError(f"{flag} needs at least one value; omit it for the default")
 
 
 def reject_cluster_flags(args: Sequence[str], command: str, hint: str) -> None:
-    """Raises ConfigError for `--cluster` and what belongs to it, which `policygrad train` alone has."""
-    if odd := [word for word in args if word.partition("=")[0].partition(".")[0] == "--cluster"]:
-        raise ConfigError(
-            f"{odd[0].partition('=')[0]} is of `policygrad train`, whose work a Ray cluster can do; `policygrad {command}` "
-            f"{hint}"
-        )
+    """Raise ConfigError for `--cluster` options, which only `policygrad train` has."""
+    for word in args:
+        flag = word.partition("=")[0]
+        if flag.partition(".")[0] == "--cluster":
+            raise ConfigError(f"{flag} is an option of `policygrad train` only; `policygrad {command}` {hint}")

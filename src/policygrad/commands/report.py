@@ -1,4 +1,4 @@
-"""`policygrad report`: what runs have done, as a page to look at; --watch follows them."""
+"""`policygrad report`: an HTML page about runs; --watch follows them live."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.run import optional_arg
 
 HELP = (
-    "What runs have done, as one HTML page that needs no network: curves, completions, costs. Runs that differ in their seed alone "
-    "are one line with a band; others are lines of their own.",
-    "RUN is a folder of train, sft or reward-model, finished or not, or one of compare, for the runs that it reports. "
-    "Of several, as runs/* names them, those that are no run are left out. --watch serves the page as the runs go, at an address "
-    "on this machine that holds a token; Ctrl-C ends it.",
+    "Write one self-contained HTML page with curves, completions and costs of runs. Runs that differ only in their seed share a "
+    "line with a band.",
+    "RUN is a folder of train, sft or reward-model, finished or not, or of compare. If several folders are given, as by runs/*, "
+    "those that are not runs are skipped. --watch serves a live page on this machine, at an address with a token, until Ctrl-C.",
 )
 
 
@@ -31,44 +30,44 @@ class ReportOptions:
     """Options of `policygrad report`."""
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")] = ()
-    """The folders of runs."""
+    """Folders of runs."""
     output: Annotated[Path | None, optional_arg("REPORT.html", "report.html in the first run's folder")] = None
-    """Where the page is written."""
+    """File to write."""
     watch: bool = False
-    """Serve the page on this machine and renew it as the runs go, instead of writing it."""
+    """Serve a live page on this machine instead of writing a file."""
     port: Annotated[int | None, optional_arg("PORT", "a free one")] = None
-    """Of --watch."""
-    host: Annotated[str | None, optional_arg("HOST-OR-ADDRESS", "127.0.0.1: this machine alone")] = None
-    """Of --watch: the address to listen at. Others need the token, and http is not encrypted."""
+    """Port of --watch."""
+    host: Annotated[str | None, optional_arg("HOST-OR-ADDRESS", "127.0.0.1, this machine only")] = None
+    """Address that --watch listens on. Clients need the token; http is not encrypted."""
 
     def __post_init__(self) -> None:
         if not self.runs:
             raise ConfigError("name the folder of a run, or several: policygrad report runs/dapo-1")
         if not self.watch and (self.port is not None or self.host is not None):
-            raise ConfigError("--port and --host are where --watch serves the page: add --watch")
+            raise ConfigError("--port and --host apply to --watch: add --watch")
         if self.watch and self.output is not None:
-            raise ConfigError("--watch serves the page and --output writes it: leave one of them out")
+            raise ConfigError("--watch serves the page and --output writes it; give only one of them")
         if self.port is not None and not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be from 0 to 65535, not {self.port}")
 
 
 def report(args: list[str]) -> int:
-    """`policygrad report RUN... [--output FILE | --watch]`."""
+    """Run `policygrad report RUN... [--output FILE | --watch]`."""
     config = (tyro.conf.FlagCreatePairsOff,)
     options = tyro.cli(
         ReportOptions, args=args, prog="policygrad report", description=wrap_paragraphs(*HELP), config=config
     )
-    named = tuple(dict.fromkeys(Path(run) for run in options.runs))
-    folders = find_runs(named)
+    folders_given = tuple(dict.fromkeys(Path(run) for run in options.runs))
+    folders = find_runs(folders_given)
     if options.watch:
-        return _watch(folders, options)
+        return _serve(folders, options)
     from policygrad.report.data import read_run
     from policygrad.report.page import render_report
 
     runs = [read_run(folder, empty=len(folders) > 1) for folder in folders]
     if not any(run.metrics for run in runs):
-        read_run(folders[0])  # which refuses it, as all of them
-    path = options.output or (named[0] if _is_comparison(named[0]) else folders[0]) / "report.html"
+        read_run(folders[0])  # raises, as for all of them
+    path = options.output or (folders_given[0] if _is_comparison(folders_given[0]) else folders[0]) / "report.html"
     check_writable(path, "--output")
     write_text_file(path, render_report(runs), "--output")
     print(path)
@@ -80,35 +79,35 @@ def _is_comparison(folder: Path) -> bool:
 
 
 def find_runs(named: Sequence[Path]) -> tuple[Path, ...]:
-    """The runs in these folders: a run itself, and of a comparison those that it reports, row by row.
+    """Return the runs in these folders: runs themselves, and the reported runs of comparisons, row by row.
 
-    What is neither is left out with a line on standard error, as `runs/*` names files and other folders too; alone, or where there
-    is nothing at all, it is kept for `read` to refuse.
+    Other folders are skipped with a line on standard error, because `runs/*` matches them too; a single one is kept, so that
+    reading it raises the error.
 
     Raises:
-        RunError: none of several is a run; a comparison without any run yet, or whose plan cannot be read.
+        RunError: none of several folders is a run, or a comparison has no runs or an unreadable plan.
     """
     from policygrad.report.data import is_run
 
-    found, left_out = list[Path](), list[str]()
+    runs, skipped = list[Path](), list[str]()
     for folder in named:
         if _is_comparison(folder):
-            found += _compared(folder)
+            runs += _list_comparison_runs(folder)
         elif is_run(folder) or len(named) == 1 or not folder.exists():
-            found.append(folder)
+            runs.append(folder)
         else:
-            left_out.append(str(folder))
-    if not found:
+            skipped.append(str(folder))
+    if not runs:
         raise RunError(
-            f"none of {', '.join(left_out)} is a run: give folders that --output of train, sft or reward-model named"
+            f"none of {', '.join(skipped)} is a run. Give the folder of a run of train, sft or reward-model."
         )
-    if left_out:
-        print(f"left out, for they are no runs: {', '.join(left_out)}", file=sys.stderr)
-    return tuple(dict.fromkeys(found))
+    if skipped:
+        print(f"skipped, not runs: {', '.join(skipped)}", file=sys.stderr)
+    return tuple(dict.fromkeys(runs))
 
 
-def _compared(folder: Path) -> list[Path]:
-    """The runs of a comparison that it reports; not those that its learning rates were chosen by."""
+def _list_comparison_runs(folder: Path) -> list[Path]:
+    """Return the runs that a comparison reports, without those for tuning."""
     from policygrad.compare.plan import read_plan
     from policygrad.report.data import is_run
 
@@ -117,13 +116,13 @@ def _compared(folder: Path) -> list[Path]:
     found = [run for place in places for seed in plan.seeds if is_run(run := place / f"seed-{seed}")]
     if not found:
         raise RunError(
-            f"{folder} is a comparison without a run yet: wait for its first, or begin it by policygrad compare --resume {folder}"
+            f"{folder} is a comparison without runs so far. Start it with policygrad compare --resume {folder}"
         )
     return found
 
 
-def _watch(folders: tuple[Path, ...], options: ReportOptions) -> int:
-    """Until Ctrl-C."""
+def _serve(folders: tuple[Path, ...], options: ReportOptions) -> int:
+    """Serve the page until Ctrl-C."""
     from policygrad.report.server import DEFAULT_HOST, create_server
 
     with create_server(folders, options.host or DEFAULT_HOST, options.port or 0) as serving:

@@ -1,4 +1,4 @@
-"""`policygrad algorithms` and `policygrad show`: what there is, and what each of it is."""
+"""`policygrad algorithms` and `policygrad show`: list algorithms and parts, and explain each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ import tyro
 import policygrad
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.catalog import CATALOG
-from policygrad.commands import render as words
 from policygrad.commands.render import (
+    EQUATION,
     EQUATION_COLUMNS,
     HEAD,
     NAME,
     QUIET,
     StyledLine,
+    build_matrix_row,
+    describe_algorithm,
+    describe_command,
     format_part,
+    get_page_width,
+    print_lines,
     shorten_number,
     summarise_docstring,
     wrap_styled,
@@ -49,8 +54,6 @@ from policygrad.training.config.serialization import (
 )
 from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
-# The rows of the matrix by kind, so that many can be read: what they learn credit from, and how they look at old samples.
-
 FAMILIES = (
     "one sample at a time",
     "values of every token: a critic, or sampled",
@@ -62,7 +65,7 @@ FAMILIES = (
 
 
 def classify_family(a: Algorithm) -> str:
-    """Which of them, by what it is composed of."""
+    """Return the family of an algorithm, from its parts: where it takes credit from and how it weighs old samples."""
     single, values, group, clipped, gated, completion = FAMILIES
     if a.critic is not None or any(link.samples_values or isinstance(link, Vine) for link in a.advantage):
         return values
@@ -76,31 +79,31 @@ def classify_family(a: Algorithm) -> str:
 
 
 def group_by_family() -> dict[str, list[str]]:
-    """Family -> names of the matrix, in its order; none is empty."""
-    found: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    """Return the names of the matrix by family, without empty families."""
+    result: dict[str, list[str]] = {name: [] for name in FAMILIES}
     for name, a in ALGORITHMS.items():
-        found[classify_family(a)].append(name)
-    return {name: members for name, members in found.items() if members}
+        result[classify_family(a)].append(name)
+    return {name: members for name, members in result.items() if members}
 
-
-# The matrix for a terminal: one line per algorithm where there is room, else a few labelled lines each.
 
 _TIED = "\u00a0"
-"""Between words of one part, which stay on a line where they can."""
+"""Separator of the words of one part, which stay on one line if possible."""
 Cells = dict[str, tuple[str, ...]]
-"""Column -> the cell's parts."""
+"""Column -> parts in the cell."""
 
 
 def format_matrix(width: int | None) -> list[StyledLine]:
-    """The table in the most telling form that fits: one line per algorithm, then without values that are a part's defaults, then
-    one line per part, then a few lines per algorithm with each cell named. Algorithms of one family stand together.
+    """Format the matrix in the most detailed form that fits, grouped by family.
 
-    width None: one line per algorithm however long, for grep and spreadsheets.
+    The forms are: one line per algorithm; without values that are defaults; one line per part; a few labelled lines per algorithm.
+
+    Args:
+        width: None = one line per algorithm of any length, for grep and spreadsheets.
     """
     grouped = group_by_family()
     names = [name for members in grouped.values() for name in members]
-    full = {name: words.build_matrix_row(ALGORITHMS[name]) for name in names}
-    short = {name: words.build_matrix_row(ALGORITHMS[name], changed=True) for name in names}
+    full = {name: build_matrix_row(ALGORITHMS[name]) for name in names}
+    short = {name: build_matrix_row(ALGORITHMS[name], changed=True) for name in names}
     if width is None:
         return _table(_joined(full), {})
     for rows in (_joined(full), _joined(short), short):
@@ -110,24 +113,27 @@ def format_matrix(width: int | None) -> list[StyledLine]:
 
 
 def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[StyledLine]:
-    """`grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, broken between cells; empty cells are left out."""
+    """Format lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells."""
     lead = max(map(len, rows)) + 2 if width >= 72 else 4
     labels = [column.split() for column in next(iter(rows.values()))]
     legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
-    lines = [*words.wrap_styled((("", ""),), legend, width, QUIET)]
+    lines = [*wrap_styled((("", ""),), legend, width, QUIET)]
     for family, names in grouped.items():
-        lines += [(), *words.wrap_styled((("", ""),), family, width, HEAD)]
+        lines += [(), *wrap_styled((("", ""),), family, width, HEAD)]
         for name in names:
             named = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
             cells = [
-                " ".join([f"{symbol} {parts[0]}".replace(" ", _TIED), *_tied(parts[1:])]) for symbol, parts in named
+                " ".join(
+                    [f"{symbol} {parts[0]}".replace(" ", _TIED), *(part.replace(" ", _TIED) for part in parts[1:])]
+                )
+                for symbol, parts in named
             ]
             lines += _packed(name, cells, lead, width)
     return lines
 
 
 def _packed(name: str, cells: list[str], lead: int, width: int) -> list[StyledLine]:
-    """Cells one after the other, as many on a line as fit; one that is longer than a line breaks between parts, then words."""
+    """Cells one after the other, as many on a line as fit; one that is longer than a line breaks between parts, then"""
     first = max(lead, len(name) + 2)
     lines, row, indent = list[StyledLine](), "", first
     for cell in cells:
@@ -135,19 +141,14 @@ def _packed(name: str, cells: list[str], lead: int, width: int) -> list[StyledLi
             lines.append(_line(name if not lines else "", indent, row))
             row, indent = "", lead
         row = f"{row}   {cell}" if row else cell
-        while indent + len(row) > width and (cut := _cut(row[: width - indent + 1])) > 0:
+        while indent + len(row) > width:
+            head = row[: width - indent + 1]
+            cut = at if (at := head.rfind(" ")) > 0 else head.rfind(_TIED)
+            if cut <= 0:
+                break
             lines.append(_line(name if not lines else "", indent, row[:cut]))
             row, indent = row[cut + 1 :], lead + 2
     return [*lines, _line(name if not lines else "", indent, row)]
-
-
-def _cut(row: str) -> int:
-    """Where a row that is too long ends: between parts, else between words; -1 where there is one word."""
-    return found if (found := row.rfind(" ")) > 0 else row.rfind(_TIED)
-
-
-def _tied(parts: tuple[str, ...]) -> list[str]:
-    return [part.replace(" ", _TIED) for part in parts]
 
 
 def _line(name: str, indent: int, text: str) -> StyledLine:
@@ -155,7 +156,7 @@ def _line(name: str, indent: int, text: str) -> StyledLine:
 
 
 def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:
-    """Each cell on one line."""
+    """Put each cell on one line."""
     return {name: {k: (" ".join(v),) if v else () for k, v in row.items()} for name, row in rows.items()}
 
 
@@ -171,7 +172,7 @@ def _size(rows: dict[str, Cells]) -> int:
 
 
 def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[StyledLine]:
-    """Columns; a family's name above its first row."""
+    """Format aligned columns, with a family's name above its first row."""
     widths = _widths(rows)
     columns = ["", *next(iter(rows.values()))]
     heads = {names[0]: family for family, names in grouped.items()}
@@ -190,13 +191,11 @@ def _row(cells: list[str], widths: list[int], style: str) -> StyledLine:
     return ((padded[0], style or NAME), ("  " + "  ".join(padded[1:]).rstrip(), style))
 
 
-# `policygrad show PART`: one part's settings, equation, text and place in the code; and the list of all of them.
-
 _SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}
 
 
 def describe_part(part: Any, width: int = 80) -> list[StyledLine]:
-    """A part, or its class: its settings, its equation, its docstring whole, where its code stands and what has it."""
+    """Describe a part or its class: settings, equation, docstring, location of the code, algorithms that use it."""
     kind: type = part if isinstance(part, type) else type(part)
     built = _built(kind) if isinstance(part, type) else part
     lines: list[StyledLine] = [((kind.__name__ if built is None else format_part(built, names=True), NAME),)]
@@ -211,7 +210,7 @@ def describe_part(part: Any, width: int = 80) -> list[StyledLine]:
 
 
 def list_everything(width: int = 80) -> list[StyledLine]:
-    """Every algorithm by family and every part by the field it goes into, with what it does."""
+    """List every algorithm by family, and every part by its field with a summary."""
     lines: list[StyledLine] = [(("Algorithms", HEAD), ("  policygrad show NAME", QUIET))]
     for family, names in group_by_family().items():
         lines += [((f"  {family}", ""),), *wrap_styled((("    ", ""),), ", ".join(names), width, NAME)]
@@ -222,38 +221,38 @@ def list_everything(width: int = 80) -> list[StyledLine]:
         lines += [((f"  {place}", HEAD), (f"  {role.noun}{', ' * bool(symbol)}{symbol}", QUIET))]
         for name in list_parts(place):
             lines += wrap_styled(((f"    {name:<{longest}}", NAME),), _first(getattr(policygrad, name)), width)
-    own = "your own: policygrad show mine.py:PART, or mine:PART"
-    return [*lines, (), ((own, QUIET),)]
+    hint = "user-defined parts: policygrad show mine.py:PART, or mine:PART"
+    return [*lines, (), ((hint, QUIET),)]
 
 
 def read_field_docs(kind: type) -> dict[str, str]:
-    """Setting -> the text below it in the class, or in the class that it inherits it from."""
-    found: dict[str, str] = {}
+    """Return the docstrings of a class's fields, including inherited ones."""
+    result: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # a builtin, or a class without a file
+        except (OSError, TypeError):  # a built-in, or a class without a file
             continue
         if not (tree.body and isinstance(tree.body[0], ast.ClassDef)):
             continue
         for node, after in pairwise(tree.body[0].body):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 text = after.value if isinstance(after, ast.Expr) else None
-                said = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
-                found[node.target.id] = " ".join(said.split())
-    return found
+                doc = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+                result[node.target.id] = " ".join(doc.split())
+    return result
 
 
 def _built(kind: type) -> Any:
-    """The part with its defaults; None where a setting has none."""
+    """Return the part with its defaults; None if a setting has none."""
     needed = [f for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
     return None if needed else kind()
 
 
 def _place(kind: type, width: int) -> Iterator[StyledLine]:
-    """What it is, how it is named on the command line, and where its code stands."""
-    known = kind.__name__ in list_parts() and getattr(policygrad, kind.__name__) is kind
-    name = kind.__name__ if known else import_path(kind)
+    """Yield the role, the command-line option and the location of the code."""
+    is_named = kind.__name__ in list_parts() and getattr(policygrad, kind.__name__) is kind
+    name = kind.__name__ if is_named else import_path(kind)
     for place, role in ROLES.items():
         if issubclass(kind, role.bases):
             yield from wrap_styled((("  ", ""),), f"{role.noun}: --algorithm.{place} {name}", width)
@@ -289,10 +288,10 @@ def _equation(part: Any, width: int) -> Iterator[StyledLine]:
 
 
 def _text(kind: type, width: int) -> Iterator[StyledLine]:
-    """The docstring, paragraph by paragraph."""
+    """Yield the docstring, paragraph by paragraph."""
     for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
         rows = paragraph.split("\n")
-        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # a table stays a table
+        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # keep tables as they are
             yield from (((f"  {row}", ""),) for row in rows)
         else:
             yield from wrap_styled((("  ", ""),), " ".join(rows), width)
@@ -300,19 +299,19 @@ def _text(kind: type, width: int) -> Iterator[StyledLine]:
 
 
 def _first(kind: type) -> str:
-    """The first sentence of what it does."""
+    """Return the first sentence of a summary."""
     text = summarise_docstring(kind)[0]
     return re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".") if text else ""
 
 
 @dataclass(frozen=True)
 class MatrixOptions:
-    """The matrix: one row per named algorithm, one column per part of the equation."""
+    """List the named algorithms as a matrix, with one column per part of the equation."""
 
     json: bool = False
-    """One JSON object, every part with its fields."""
-    width: Annotated[int | None, optional_arg("COLUMNS", "the terminal's; in a pipe one line each")] = None
-    """Columns to fit in, such as 80."""
+    """Print one JSON object, with every part's fields."""
+    width: Annotated[int | None, optional_arg("COLUMNS", "the terminal's; in a pipe one line per algorithm")] = None
+    """Maximum width in columns, such as 80."""
 
     def __post_init__(self) -> None:
         if self.width is not None and self.width < 40:
@@ -320,7 +319,7 @@ class MatrixOptions:
 
 
 def algorithms(args: list[str]) -> int:
-    """`policygrad algorithms [--json]`."""
+    """Run `policygrad algorithms [--json]`."""
     options = tyro.cli(MatrixOptions, args=args, prog="policygrad algorithms", config=(tyro.conf.FlagCreatePairsOff,))
     if options.json:
         rows = {
@@ -331,69 +330,66 @@ def algorithms(args: list[str]) -> int:
         return 0
     width = options.width or (shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None)
     if width is None:
-        words.print_lines(format_matrix(None))
+        print_lines(format_matrix(None))
     else:
-        more = (("policygrad show NAME", NAME), (" explains one; what a cell leaves out is the default", QUIET))
-        words.print_lines([((words.EQUATION, HEAD),), (), *format_matrix(width), (), more])
+        more = (("policygrad show NAME", NAME), (" explains one; cells omit defaults", QUIET))
+        print_lines([((EQUATION, HEAD),), (), *format_matrix(width), (), more])
     return 0
 
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """An algorithm's equation, parts, defaults with sources, what it fixes and how it fails; or one part, such as Clip: its
-    settings, equation, text and place in the code; or a metric, such as kl. Without a name: what there is."""
+    """Explain an algorithm (equation, parts, defaults with sources, what it fixes, how it fails), a part such as Clip (settings,
+    equation, docstring, location), or a metric such as kl. Without a name, list everything."""
 
     name: Annotated[tyro.conf.Positional[str | None], optional_arg("NAME", "lists all")] = None
-    """One of `policygrad algorithms`, or a part's class, or your own: mine.py:NAME, mine:NAME, or a metric."""
+    """An algorithm, a part, a metric, or your own part or algorithm as mine.py:NAME or mine:NAME."""
 
 
 def show(args: list[str]) -> int:
-    """`policygrad show [NAME]`."""
-    name = tyro.cli(
-        ShowOptions, args=args, prog="policygrad show", description=words.describe_command(ShowOptions)
-    ).name
-    width = words.get_page_width()
+    """Run `policygrad show [NAME]`."""
+    name = tyro.cli(ShowOptions, args=args, prog="policygrad show", description=describe_command(ShowOptions)).name
+    width = get_page_width()
     if name is None:
-        words.print_lines(list_everything(width))
+        print_lines(list_everything(width))
     elif is_user_reference(name):
-        words.print_lines(_own(name, width))
+        print_lines(_describe_custom(name, width))
     elif name in list_parts():
-        words.print_lines(describe_part(load_part_class(name, "show", "part"), width))
+        print_lines(describe_part(load_part_class(name, "show", "part"), width))
     elif name.lower().replace("-", "_") in ALGORITHMS:
-        words.print_lines(words.describe_algorithm(get_algorithm(name), width))
+        print_lines(describe_algorithm(get_algorithm(name), width))
     elif (metric := find_metric_doc(name)) is not None:
-        words.print_lines(_metric(name, metric, width))
+        print_lines(_metric(name, metric, width))
     else:
         hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
-        hint = hint if hint.startswith("did") else "`policygrad show` lists them; your own is mine.py:NAME"
-        raise ConfigError(f"no algorithm, part or metric is called {name!r}: {hint}")
+        hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
+        raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
     return 0
 
 
 def _metric(name: str, metric: MetricDoc, width: int) -> list[StyledLine]:
-    """What stands under this name in metrics.jsonl."""
     lines: list[StyledLine] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
-    lines += words.wrap_styled((("Is     ", HEAD),), metric.text, width)
+    lines += wrap_styled((("Is     ", HEAD),), metric.text, width)
     return [
         *lines,
-        *(words.wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()),
+        *(wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()),
     ]
 
 
-def _own(name: str, width: int) -> list[StyledLine]:
-    """An algorithm or a part of a module or a file."""
-    found = load_object(name, f"show {name}", (Algorithm, type))
-    if isinstance(found, Algorithm):
+def _describe_custom(name: str, width: int) -> list[StyledLine]:
+    """Describe an algorithm or part from a user's module or file."""
+    result = load_object(name, f"show {name}", (Algorithm, type))
+    if isinstance(result, Algorithm):
         return [
-            *words.describe_algorithm(load_algorithm(name), width),
+            *describe_algorithm(load_algorithm(name), width),
             (),
             (("Code  ", HEAD), (find_assignment(name), QUIET)),
         ]
-    if not (isinstance(found, type) or is_dataclass(found)):
+    if not (isinstance(result, type) or is_dataclass(result)):
         raise ConfigError(
-            f"show {name}: {type(found).__name__} is neither an algorithm nor a part, which is a dataclass: "
-            "policygrad.Algorithm(…), or @dataclass(frozen=True) above the class"
+            f"show {name}: {type(result).__name__} is neither an algorithm nor a part. An algorithm is a "
+            "policygrad.Algorithm(…); a part is a class with @dataclass(frozen=True)."
         )
-    if problem := frozen_problem(found if isinstance(found, type) else type(found)):
+    if problem := frozen_problem(result if isinstance(result, type) else type(result)):
         raise ConfigError(f"show {name}: {problem}")
-    return describe_part(found, width)
+    return describe_part(result, width)

@@ -1,4 +1,4 @@
-"""What `policygrad sft` and `policygrad reward-model` share: defaults < the run to resume < a TOML file < flags."""
+"""`policygrad sft` and `policygrad reward-model`. Precedence of options: defaults < resumed run < TOML file < flags."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ from policygrad.training.run_folder import check_resumable
 AnyConfig = TypeVar("AnyConfig", bound=SupervisedConfig)
 _FLAT = tyro.conf.arg(name="")
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-_FIXED = ("data", "map", "skip_bad_rows", "eval/reward", "model", "epochs", "batch_size", "seed")
-"""What a resumed run cannot change: its rows, their order, its weights, its folder."""
+_FIXED = ("data", "row_map", "skip_bad_rows", "eval_data", "model", "epochs", "batch_size", "seed")
+"""Options that a resumed run cannot change: rows, their order, weights."""
 
 
 def parse_supervised(
-    kind: type[AnyConfig], args: list[str], words: tuple[str, ...]
+    kind: type[AnyConfig], args: list[str], help_texts: tuple[str, ...]
 ) -> tuple[AnyConfig, CommandOptions]:
-    """The resolved configuration, and the command's own options.
+    """Return the resolved configuration and the command's own options.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown key, a flag that a resumed run would ignore.
+        ConfigError: a file cannot be read, a key is unknown, or a flag would have no effect on a resumed run.
     """
     reject_cluster_flags(
-        args, kind.kind, "learns in several processes by --learner.world-size N or torchrun (docs/many-processes.md)"
+        args, kind.kind, "trains in several processes with --learner.world-size N or torchrun (docs/many-processes.md)"
     )
     reject_foreign_options(args, lambda: list_supervised_flags(kind), supervised=True)
-    _, command = _parse(kind(), args, words)  # which files to read first
+    _, command = _parse(kind(), args, help_texts)  # to find the configuration files
     base, allowed = kind(), CodePermissions(tuple(code_in_argv(args)), TRUST_FLAG in args)
     if command.resume is not None:
         base = load_config(check_resumable(Path(command.resume), kind.kind) / f"{kind.kind}.toml", base, allowed)
     if command.config is not None:
         base = load_config(command.config, base, allowed)
         if is_own_config(base, Path(command.config)):
-            base = replace(base, output=None)  # a run's own file: do it again, in a folder of its own
-    config, command = _parse(base, drop_trust_flag(base, args), words)
+            base = replace(base, output=None)  # a finished run's own file starts a new run in a new folder
+    config, command = _parse(base, drop_trust_flag(base, args), help_texts)
     if command.resume is not None:
         _check_resumable(base, config, command.resume)
         config = config if "output" in find_changed_options(base, config) else replace(config, output=command.resume)
     return config.resolve(), command
 
 
-def run_supervised(kind: type[AnyConfig], args: list[str], words: tuple[str, ...], trainer: str) -> int:
-    """Reads the options and calls the function `trainer` (module:function), which is imported only then."""
-    config, options = parse_supervised(kind, args, words)
-    if (found := torchrun_rank()) is not None:
+def run_supervised(kind: type[AnyConfig], args: list[str], help_texts: tuple[str, ...], trainer: str) -> int:
+    """Parse the options and call `trainer` (module:function), which is imported only then."""
+    config, options = parse_supervised(kind, args, help_texts)
+    if (rank_and_size := torchrun_rank()) is not None:
         config = replace(
             config, learner=replace(config.learner, world_size=resolve_world_size(config.learner.world_size))
         )
-        if found[0] > 0:
+        if rank_and_size[0] > 0:
             return 0 if options.dry_run else _follow()
     if options.dry_run:
         print(dump_config(config).rstrip())
@@ -85,25 +85,25 @@ def run_supervised(kind: type[AnyConfig], args: list[str], words: tuple[str, ...
 
 
 def _follow() -> int:
-    """One of torchrun's processes above rank 0, which does what that one says."""
+    """Serve as a torchrun process above rank 0, which executes the commands of rank 0."""
     from policygrad.learners.fsdp.worker import join_torchrun
 
     return join_torchrun()
 
 
 def list_supervised_flags(kind: type[SupervisedConfig]) -> list[str]:
-    """Every flag of the command, for tab completion."""
+    """Return every flag of the command."""
     return list_help_flags(lambda: _parse(kind(), ["--help"], ()))
 
 
-def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:
+def _parse(base: AnyConfig, args: list[str], help_texts: tuple[str, ...]) -> tuple[AnyConfig, CommandOptions]:
     columns = [("command", Annotated[CommandOptions, _FLAT]), ("run", Annotated[type(base), _FLAT])]
     shape: Any = make_dataclass("Command", columns, frozen=True)
     parsed = tyro.cli(
         shape,
         args=args,
         prog=f"policygrad {base.kind}",
-        description=wrap_paragraphs(*words),
+        description=wrap_paragraphs(*help_texts),
         default=shape(CommandOptions(), base),
         config=_CONFIG,
     )
@@ -111,30 +111,26 @@ def _parse(base: AnyConfig, args: list[str], words: tuple[str, ...]) -> tuple[An
 
 
 def _check_resumable(before: SupervisedConfig, config: SupervisedConfig, folder: str) -> None:
-    others = find_changed_options(before, config)
+    changed = find_changed_options(before, config)
     for f in fields(before):
-        if f.name in _FIXED and f.name in others:
+        if f.name in _FIXED and f.name in changed:
             raise ConfigError(
-                f"--resume {folder} goes on with the run's own weights and rows, so another "
-                f"--{f.name.replace('_', '-')} would not be what the run began with: leave it out, or train anew with "
+                f"--resume {folder} continues with the run's own weights and rows, so --{f.name.replace('_', '-')} cannot change. "
+                f"Omit it, or start a new run with "
                 f"--config {folder}/{config.kind}.toml --output DIR"
             )
 
 
-# `policygrad sft`: supervised fine-tuning on demonstrations.
-
 SFT_HELP = (
     "Fine-tune a causal language model on demonstrations: a .jsonl file whose lines have `prompt` and `completion`, or "
-    "`messages` of a chat, of which the assistant's turns are learnt.",
+    "`messages` of a chat, whose assistant turns are learned.",
 )
 
 
 def sft(args: list[str]) -> int:
-    """`policygrad sft --data FILE [options]`."""
+    """Run `policygrad sft --data FILE [options]`."""
     return run_supervised(SFTConfig, args, SFT_HELP, "policygrad.training.sft:sft")
 
-
-# `policygrad reward-model`: a reward model from preferences.
 
 REWARD_MODEL_HELP = (
     "Train a reward model on preferences: a .jsonl file whose lines have `prompt`, `chosen` and `rejected`.",
@@ -143,7 +139,7 @@ REWARD_MODEL_HELP = (
 
 
 def reward_model(args: list[str]) -> int:
-    """`policygrad reward-model --data FILE [options]`."""
+    """Run `policygrad reward-model --data FILE [options]`."""
     return run_supervised(
         RewardModelConfig, args, REWARD_MODEL_HELP, "policygrad.training.reward_model:train_reward_model"
     )

@@ -1,4 +1,4 @@
-"""`policygrad train`: defaults < the run to resume < a TOML file < the algorithm named < flags."""
+"""`policygrad train`. Precedence of options: defaults < resumed run < TOML file < named algorithm < flags."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ HELP = (
     "Train a causal language model by policy gradient.",
     "ALGORITHM is a name that `policygrad algorithms` lists (`policygrad show NAME` explains it), or one of your own: "
     "mine.py:NAME, mine:NAME.",
-    "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] puts other parts in "
-    "their place: --algorithm.gate ClippedImportance, --algorithm.advantage GroupMean, --algorithm.terms none. "
-    "--algorithm.old-policy sampler takes what the sampler says for π_old, also where it is behind the weights.",
+    "Every field of the algorithm's parts is an option, listed last. --algorithm.FIELD Part[,Part] replaces parts: "
+    "--algorithm.gate ClippedImportance, --algorithm.advantage GroupMean, --algorithm.terms none. "
+    "--algorithm.old-policy sampler uses the sampler's log-probabilities as π_old, even if its weights are older.",
 )
 _FLAT = tyro.conf.arg(name="")
 _NAMES = {"skip_bad_rows": "task.skip-bad-rows", "decontaminate": "task.decontaminate"}
-"""Flags that are called otherwise than their option."""
+"""Flags with a name other than their field's."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands, tyro.conf.SuppressFixed)
 
 
@@ -59,62 +59,60 @@ class TrainOptions(CommandOptions):
     """Options of `policygrad train` that are not part of the run itself."""
 
     algorithm: Annotated[tyro.conf.Positional[str | None], optional_arg("[ALGORITHM]", "dapo")] = None
-    """The method: a name, or one of your own, module:NAME or path/to/file.py:NAME."""
+    """Algorithm: a name, or your own as module:NAME or path/to/file.py:NAME."""
     allow_code: Annotated[tuple[str, ...], optional_arg("MODULE|FILE", "what is in the current folder")] = ()
-    """Code that the file of --resume or --config may name and have imported; what the command names itself needs no leave."""
+    """Code that the file of --resume or --config may import; code named on the command line needs no permission."""
     teacher: Annotated[str | None, optional_arg("ID|DIR", "none")] = None
-    """A model to learn from (distill needs one), short for --algorithm.reference.model: a folder, a hub id, a run's folder."""
+    """Model to learn from (required by distill): a folder, a hub id or a run's folder. Short for --algorithm.reference.model."""
     cluster: Annotated[str | None, optional_arg("ADDRESS", "none")] = None
-    """Let actors of a Ray cluster do the work: ray://HOST:PORT, HOST:PORT, auto or local (docs/ray.md)."""
+    """Run on actors of a Ray cluster: ray://HOST:PORT, HOST:PORT, auto or local (docs/ray.md)."""
     cluster_samplers: Annotated[
         int | None,
-        tyro.conf.arg(name="cluster.samplers", metavar="INT", help_behavior_hint="(default: 1; beside an engine 0)"),
+        tyro.conf.arg(name="cluster.samplers", metavar="INT", help_behavior_hint="(default: 1; with an engine 0)"),
     ] = ClusterConfig.samplers
-    """Actors that draw completions; 0 = those that learn do."""
+    """Actors that sample; 0 = the learners sample."""
     cluster_rewards: Annotated[int, tyro.conf.arg(name="cluster.rewards")] = ClusterConfig.rewards
-    """Actors that judge, each with --rewards.num-workers processes; 0 = rank 0's machine does."""
+    """Actors that compute rewards, each with --rewards.num-workers processes; 0 = rank 0's machine computes them."""
     cluster_environments: Annotated[int, tyro.conf.arg(name="cluster.environments")] = ClusterConfig.environments
-    """Actors that episodes of --environment take place in; 0 = rank 0's process."""
+    """Actors that run episodes of --environment; 0 = rank 0's process runs them."""
     cluster_cpus: Annotated[float, tyro.conf.arg(name="cluster.cpus")] = ClusterConfig.cpus
-    """CPUs that Ray sets aside for each actor."""
+    """CPUs that Ray reserves for each actor."""
     cluster_restarts: Annotated[int, tyro.conf.arg(name="cluster.restarts")] = ClusterConfig.restarts
-    """Times that Ray starts an actor again which has died, before the run ends."""
+    """Restarts of each failed actor before the run fails."""
     cluster_timeout: Annotated[float, tyro.conf.arg(name="cluster.timeout")] = ClusterConfig.timeout
-    """Seconds that a cluster may take to have room for all actors, or an actor to come back."""
+    """Seconds to wait until the cluster has room for all actors, or until a failed actor is back."""
 
     def build_cluster_config(self) -> ClusterConfig | None:
-        """The cluster's options. Raises ConfigError for some without --cluster."""
+        """Return the cluster options; None without --cluster. Raises ConfigError if one is given without --cluster."""
         given = {name: getattr(self, f"cluster_{name}") for name in CLUSTER_OPTIONS}
         if self.cluster is not None:
             return ClusterConfig(self.cluster, **given)
-        if odd := [name for name, value in given.items() if value != getattr(ClusterConfig, name)]:
-            raise ConfigError(
-                f"--cluster.{odd[0]} is of a Ray cluster, and none is named: --cluster ADDRESS, or leave it away"
-            )
+        if extra := [name for name, value in given.items() if value != getattr(ClusterConfig, name)]:
+            raise ConfigError(f"--cluster.{extra[0]} needs a Ray cluster: add --cluster ADDRESS, or omit it")
         return None
 
 
 def train(args: list[str]) -> int:
-    """`policygrad train [ALGORITHM] [options]`."""
+    """Run `policygrad train [ALGORITHM] [options]`."""
     run, command = parse_run(args)
     cluster = command.build_cluster_config()
-    if (found := torchrun_rank()) is not None:
+    if (rank_and_size := torchrun_rank()) is not None:
         if cluster is not None:
             raise ConfigError(
-                "torchrun has started several processes, and --cluster has Ray start them: let one process run "
-                "`policygrad train --cluster …`"
+                "--cluster lets Ray start the processes, but torchrun has already started several. Run `policygrad train "
+                "--cluster …` as one process."
             )
         run = replace(run, learner=replace(run.learner, world_size=resolve_world_size(run.learner.world_size)))
-        if found[0] > 0:
+        if rank_and_size[0] > 0:
             return 0 if command.dry_run else _follow()
     if command.dry_run:
         print(format_configuration(run))
         print(format_memory_note(run))
         return 0
     if cluster is not None:
-        from policygrad.cluster.launch import train_on_cluster as on_cluster
+        from policygrad.cluster.launch import train_on_cluster
 
-        done = on_cluster(
+        done = train_on_cluster(
             run,
             cluster,
             resume=command.resume,
@@ -140,7 +138,7 @@ def train(args: list[str]) -> int:
 
 
 def _follow() -> int:
-    """One of torchrun's processes above rank 0, which does what that one says."""
+    """Serve as a torchrun process above rank 0, which executes the commands of rank 0."""
     from policygrad.learners.fsdp.processes import WorkerGroup
     from policygrad.learners.fsdp.worker import serve_controller
 
@@ -148,10 +146,10 @@ def _follow() -> int:
 
 
 def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
-    """What `policygrad train ARGS` would do.
+    """Parse the arguments of `policygrad train`.
 
     Raises:
-        ConfigError: what cannot be.
+        ConfigError: an option is invalid, or options contradict each other.
     """
     reject_foreign_options(
         args, lambda: list_train_flags(pop_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "dapo")
@@ -169,7 +167,7 @@ def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
 
 
 def rename_custom_algorithm(run: Run, base: Algorithm) -> Run:
-    """With the name of what an algorithm of one's own was changed into: no row of the matrix tells later that it was changed."""
+    """Give a changed user-defined algorithm a name that says so; for named algorithms the comparison is made when displaying."""
     if base.name in ALGORITHMS:
         return run
     name = name_run(run.algorithm, run.sampling.max_tokens, base).name
@@ -177,29 +175,29 @@ def rename_custom_algorithm(run: Run, base: Algorithm) -> Run:
 
 
 def format_configuration(run: Run) -> str:
-    """What would be done, as TOML that --config reads; the equation stands above it as comments."""
-    said = [run.minibatch_warning, ""] if run.minibatch_warning else []
+    """Return the configuration as TOML for --config, with the equation in comments above it."""
+    warning = [run.minibatch_warning, ""] if run.minibatch_warning else []
     run = run.resolve()
-    described = describe_algorithm(run.algorithm, get_page_width() - 2, run.sampling.max_tokens)
-    lines = ["".join(text for text, _ in line) for line in described]
+    description = describe_algorithm(run.algorithm, get_page_width() - 2, run.sampling.max_tokens)
+    lines = ["".join(text for text, _ in line) for line in description]
     for text in describe_idle_schedules(run):
         lines += ["", *textwrap.wrap(f"Note: {text}", get_page_width() - 2)]
-    return "\n".join([*(f"# {line}".rstrip() for line in [*said, *lines]), "", dump_config(run).rstrip()])
+    return "\n".join([*(f"# {line}".rstrip() for line in [*warning, *lines]), "", dump_config(run).rstrip()])
 
 
 def format_memory_note(run: Run) -> str:
-    """About how much it would take, as a comment; or why that cannot be said."""
+    """Return the estimated memory as a comment, or the reason why there is no estimate."""
     from policygrad.training.cost_estimate import estimate_memory
 
     try:
-        said = str(estimate_memory(run.resolve()))
-    except Exception as error:  # a model that cannot be read, in whatever way; the run itself will say so
-        said = f"memory: not known, {error}"
-    return "\n".join(f"# {line}" for line in textwrap.wrap(said, get_page_width() - 2))
+        note = str(estimate_memory(run.resolve()))
+    except Exception as error:  # any failure to read the model, which the run itself would report
+        note = f"memory: unknown, {error}"
+    return "\n".join(f"# {line}" for line in textwrap.wrap(note, get_page_width() - 2))
 
 
 def list_train_flags(name: str) -> list[str]:
-    """Every flag of `policygrad train ALGORITHM`, for tab completion."""
+    """Return every flag of `policygrad train ALGORITHM`."""
     return list_help_flags(lambda: _parse(UncheckedRun(algorithm=load_algorithm(name)), ["--help"]))
 
 
@@ -225,35 +223,35 @@ def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
         registry=TYRO_REGISTRY,
     )
     if parsed.command.algorithm is not None:
-        load_algorithm(parsed.command.algorithm)  # unknown: it says which is near
-        raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many: give one")
+        load_algorithm(parsed.command.algorithm)  # raises for an unknown name, with the nearest
+        raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many; give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(RunOptions)}
     chosen = set_teacher(apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher)
     return Run(**options, algorithm=chosen), parsed.command
 
 
 def set_teacher(algorithm: Algorithm, name: str | None) -> Algorithm:
-    """The algorithm with this model for its reference."""
+    """Return the algorithm with this model as its reference."""
     if name is None:
         return algorithm
     if algorithm.reference is None:
-        raise ConfigError(f"--teacher {name} is a reference, and algorithm.reference is none: leave one of them away")
+        raise ConfigError(f"--teacher {name} sets a reference, but algorithm.reference is none; omit one of them")
     return replace(algorithm, reference=replace(algorithm.reference, model=name))
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:
-    """The value of a flag that has to be known before the others can be read."""
-    found = None
+    """Return the value of a flag that is needed before the others can be parsed."""
+    value = None
     for i, word in enumerate(args):
         if word == name and i + 1 < len(args):
-            found = args[i + 1]
+            value = args[i + 1]
         elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def _base(name: str | None, args: Sequence[str]) -> UncheckedRun:
-    """Defaults < the run to resume < the TOML file < the algorithm named."""
+    """Return the configuration before flags: defaults < resumed run < TOML file < named algorithm."""
     run = UncheckedRun()
     resumed, config = _flag(args, "--resume"), _flag(args, "--config")
     if resumed is not None:
@@ -261,33 +259,38 @@ def _base(name: str | None, args: Sequence[str]) -> UncheckedRun:
     if config is not None:
         run = load_config(config, run, _allowed(args))
         if is_own_config(run, Path(config)):
-            run = replace(run, output=None)  # a run's own run.toml: do it again, in a folder of its own
+            run = replace(run, output=None)  # a finished run's run.toml starts a new run in a new folder
     return run if name is None else replace(run, algorithm=load_algorithm(name))
 
 
 def _allowed(args: Sequence[str]) -> CodePermissions:
-    """What the flags let a file have imported."""
-    words = merge_repeated_flags(list(args), "--allow-code")
-    names = words[words.index("--allow-code") + 1 :] if "--allow-code" in words else []
+    """Return the permissions that the flags give to a configuration file."""
+    merged = merge_repeated_flags(list(args), "--allow-code")
+    names = merged[merged.index("--allow-code") + 1 :] if "--allow-code" in merged else []
     return CodePermissions((*names, *code_in_argv(args)), TRUST_FLAG in args, overridden_in_argv(args))
 
 
 def _check_resumable(before: UncheckedRun, run: UncheckedRun, folder: str) -> None:
-    """Refuses flags that a resumed run would ignore, as its weights are the checkpoint's, and those that make it another run.
-
-    Raises:
-        ConfigError: with the way to start a new run from the model.
-    """
-    others = find_changed_options(before, run)
-    if "model" in others:
+    """Raise ConfigError for options that a resumed run would ignore, or that would make its metrics incomparable."""
+    changed = find_changed_options(before, run)
+    if "model" in changed:
         raise ConfigError(
-            f"--resume {folder} goes on with the run's own weights, so --model would mean nothing: leave it out, or train anew "
-            f"with --config {folder}/run.toml --model {folder}/model --output DIR"
+            f"--resume {folder} continues with the run's own weights, so --model has no effect. Omit it, or start a new run "
+            f"with  --config {folder}/run.toml --model {folder}/model --output DIR"
         )
-    for name in ("tokenizer", "task", "map", "skip_bad_rows", "decontaminate", "eval/reward", "reward", "environment"):
-        if name in others:
+    for name in (
+        "tokenizer",
+        "task",
+        "row_map",
+        "skip_bad_rows",
+        "decontaminate",
+        "eval_data",
+        "reward",
+        "environment",
+    ):
+        if name in changed:
             flag = _NAMES.get(name, name.replace("_", "-"))
             raise ConfigError(
-                f"--resume {folder} with another --{flag} would compare before and after on different things: leave it out, or "
-                f"train anew with --config {folder}/run.toml --model {folder}/model --output DIR"
+                f"--resume {folder} with another --{flag} would make evaluations before and after incomparable. Omit it, or start "
+                f"a new run with --config {folder}/run.toml --model {folder}/model --output DIR"
             )

@@ -1,4 +1,4 @@
-"""How training goes wrong: short runs whose every move is the exact expectation of the algorithm's own updates (see `drift`)."""
+"""How training fails: short runs in which θ moves by the exact expectation of the algorithm's updates over all groups."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ from policygrad.lab.sequences import PrefixTree, World
 from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
-# Where training goes in expectation: θ moved by the mean, over every group that could be drawn, of a rollout's updates.
-
 TrackedQuantities = Mapping[str, Callable[[Tensor], Tensor]]
 """Quantities of θ by name."""
 
 
 @dataclass(frozen=True)
 class ExpectedTrajectory:
-    """What was watched, before the first rollout and after each."""
+    """The tracked quantities before the first rollout and after each."""
 
     columns: Mapping[str, tuple[float, ...]]
 
@@ -50,7 +48,7 @@ class ExpectedTrajectory:
         return self.columns[name]
 
     def interpolate(self, name: str, level: float, over: str) -> float:
-        """`name` where `over` first reaches `level`, between two rollouts by a straight line; its last value if it never does."""
+        """Return `name` where `over` first reaches `level`, interpolated between rollouts; its last value if it never does."""
         x, y = self.columns[over], self.columns[name]
         for i in range(1, len(x)):
             if x[i] >= level:
@@ -59,89 +57,84 @@ class ExpectedTrajectory:
 
 
 def train_in_expectation(
-    algorithm: Algorithm, setting: LabSetting, size: int, lr: float, rollouts: int, watch: TrackedQuantities
+    algorithm: Algorithm, setting: LabSetting, size: int, lr: float, rollouts: int, track: TrackedQuantities
 ) -> ExpectedTrajectory:
-    """`rollouts` expected steps of plain gradient ascent from `setting.theta`.
+    """Take `rollouts` expected steps of plain gradient ascent from `setting.theta`.
 
-    In each, every group of G completions is formed, with its probability under the θ that starts the rollout; the algorithm
-    makes K = `algorithm.update_rule.updates` updates on that group alone, as training does; θ moves by their mean.
+    In each, all groups of G completions are formed, with their probability under the θ that starts the rollout; the algorithm
+    makes K = `algorithm.update_rule.updates` updates on each group separately, as in training; θ moves by their mean.
 
     Raises:
-        ConfigError: more than one prompt, a policy that is no table, or a step that is no plain gradient step.
+        ConfigError: More than one prompt, a policy that is not a table, or an update rule other than gradient steps.
     """
     theta = setting.theta
-    found = {name: [float(f(theta))] for name, f in watch.items()}
+    columns = {name: [float(f(theta))] for name, f in track.items()}
     for _ in range(rollouts):
         theta = theta + expected_update(algorithm, replace(setting, theta=theta), size, lr)
-        for name, f in watch.items():
-            found[name].append(float(f(theta)))
-    return ExpectedTrajectory({name: tuple(values) for name, values in found.items()})
+        for name, f in track.items():
+            columns[name].append(float(f(theta)))
+    return ExpectedTrajectory({name: tuple(values) for name, values in columns.items()})
 
 
 def expected_update(algorithm: Algorithm, setting: LabSetting, size: int, lr: float) -> Tensor:
-    """[P] E[Δθ] of one rollout of one prompt, sampled at θ."""
+    """[P] E[Δθ] of a rollout of one prompt, sampled at θ."""
     if setting.world.prompts != 1 or not isinstance(setting.world.policy, TabularPolicy):
-        raise ConfigError("an expected rollout is worked out for one prompt and a Table of logits: take such a setting")
+        raise ConfigError("an expected rollout needs a setting with one prompt and a TabularPolicy")
     if not algorithm.update_rule.uses_lr:
         raise ConfigError(
-            f"{type(algorithm.update_rule).__name__} has no learning rate: take an algorithm with a GradientSteps step"
+            f"{type(algorithm.update_rule).__name__} has no learning rate: use an algorithm with GradientSteps"
         )
     setting = replace(setting, old=setting.theta)
     algorithm, steps = setting.prepare(algorithm), enumerate_steps(setting, size)
-    levers = compute_decisions(algorithm, setting, steps)
+    decisions = compute_decisions(algorithm, setting, steps)
     weight = steps.weight
     if any(part.sampling_rounds > 1 for part in algorithm.filters):  # sampled again until something is left
-        weight = weight * levers.mask.flatten(1).any(1)[levers.index]
+        weight = weight * decisions.mask.flatten(1).any(1)[decisions.index]
         weight = weight / weight.sum()
     theta = setting.theta
     thetas = theta.expand(len(steps.rows), -1)
     for _ in range(algorithm.update_rule.updates):
-        thetas = thetas + lr * _ascent(algorithm, setting, steps, levers, thetas)
+        thetas = thetas + lr * _ascent_direction(algorithm, setting, steps, decisions, thetas)
     return weight @ (thetas - theta)
 
 
-def _ascent(
-    algorithm: Algorithm, setting: LabSetting, steps: WeightedSteps, levers: StepDecisions, thetas: Tensor
+def _ascent_direction(
+    algorithm: Algorithm, setting: LabSetting, steps: WeightedSteps, decisions: StepDecisions, thetas: Tensor
 ) -> Tensor:
-    """[M, P] the surrogate's direction of growth for each group at a θ of its own [M, P]: M prompts with parameters apart."""
+    """[M, P] the surrogate's gradient of each group at a separate θ [M, P]: as M prompts with separate parameters."""
     world, number = setting.world, len(thetas)
     leaf = thetas.flatten().requires_grad_()
     copies = replace(
         setting,
-        world=_copies(world, number),
+        world=World(world.tree, world.reward.expand(number, -1), TabularPolicy(world.tree, number)),
         theta=leaf,
         old=setting.old_theta.repeat(number),
         reference=None if setting.reference is None else setting.reference.repeat(number),
     )
-    own = steps.rows + torch.arange(number)[:, None] * world.tree.size
+    rows = steps.rows + torch.arange(number)[:, None] * world.tree.size
     out = copies.forward(algorithm)
-    mask, psi, coef = levers.at(torch.arange(number))
+    mask, psi, coef = decisions.at(torch.arange(number))
     batch = setting.enumerate_batch(algorithm).select(steps.rows.flatten())
     batch = replace(batch, mask=mask, group=torch.arange(number).repeat_interleave(steps.rows.shape[1]))
-    given = {f.name: getattr(out, f.name) for f in fields(out)}
-    picked = Forward(**{name: value[own.flatten()] for name, value in given.items() if value is not None})
-    batch = select_step_tokens(picked, batch, psi, algorithm, steps.rows.shape[1])
-    loss = surrogate(picked, batch, psi, algorithm, coef)
+    tensors = {f.name: getattr(out, f.name) for f in fields(out)}
+    out = Forward(**{name: value[rows.flatten()] for name, value in tensors.items() if value is not None})
+    batch = select_step_tokens(out, batch, psi, algorithm, steps.rows.shape[1])
+    loss = surrogate(out, batch, psi, algorithm, coef)
     return -torch.autograd.grad(loss, leaf)[0].reshape(number, -1)
 
 
-def _copies(world: World, number: int) -> World:
-    """As many prompts as there are groups, each with the one prompt's rewards."""
-    return World(world.tree, world.reward.expand(number, -1), TabularPolicy(world.tree, number))
-
-
 JITTER = 0.05
-"""Standard deviation of what a seed adds to the logits at the start, where the worlds are not random themselves."""
+"""Standard deviation of the seed's noise on the initial logits, for worlds that are not random themselves."""
 
 
-def _started(tree: PrefixTree, reward: Tensor, probability: list[list[float]], seed: int) -> LabSetting:
-    """One prompt and a table that begins at these probabilities of the tokens at each prefix, a seed's jitter added."""
+def _make_setting(tree: PrefixTree, reward: Tensor, probability: list[list[float]], seed: int) -> LabSetting:
+    """Return one prompt and a table with these token probabilities at each prefix, with the seed's noise."""
     theta = torch.tensor(probability, dtype=torch.float64).log().flatten()
     return LabSetting(World(tree, reward[None], TabularPolicy(tree)), theta + sample_normal(len(theta), JITTER, seed))
 
 
-def _entropy(world: World, state: int) -> Callable[[Tensor], Tensor]:
-    """θ -> nats at a prefix."""
+def _entropy_at(world: World, state: int) -> Callable[[Tensor], Tensor]:
+    """Return the entropy at a prefix, in nats, as a function of θ."""
 
     def entropy(theta: Tensor) -> Tensor:
         logp = world.conditionals(theta)[state]
@@ -153,25 +146,25 @@ def _entropy(world: World, state: int) -> Callable[[Tensor], Tensor]:
 def entropy_collapse(seed: int = 0) -> Finding:
     """Two tokens: the first decides the reward, the second does not matter. 16 updates per rollout, three upper clips.
 
-    Advantages are the completion's, so the second token is pushed too, up in right answers and down in wrong ones. Without a
-    clip that evens out; with one, what can still rise is cut off. Source of the remedy: Yu et al. 2025 (DAPO), sec. 3.1.
+    Advantages apply to complete completions, so the second token is pushed too, up in right answers and down in wrong ones. Without
+    a clip this evens out; with one, further increases are cut off. Source of the remedy: Yu et al. 2025 (DAPO), sec. 3.1.
     """
     tree, rollouts = PrefixTree(4, 2), 50
-    right = torch.tensor([float(word[:1] == (1,)) for word in tree.words]).double()
-    setting = _started(tree, right, [[0.1, 0.1, 0.5, 0.3], *[[0.5, 0.3, 0.15, 0.05]] * 3], seed)
+    right = torch.tensor([float(word[:1] == (1,)) for word in tree.completions]).double()
+    setting = _make_setting(tree, right, [[0.1, 0.1, 0.5, 0.3], *[[0.5, 0.3, 0.15, 0.05]] * 3], seed)
     world = setting.world
-    watch = {"J": world.objective, "decides": _entropy(world, 0), "idle": _entropy(world, 1)}
+    track = {"J": world.objective, "decides": _entropy_at(world, 0), "idle": _entropy_at(world, 1)}
     step, highs = GradientSteps(epochs=16), {"0.2": 0.2, "0.28": 0.28, "none": 1e6}
     runs = {
         name: train_in_expectation(
-            replace(GRPO, terms=(), gate=Clip(0.2, high), update_rule=step), setting, 2, 0.2, rollouts, watch
+            replace(GRPO, terms=(), gate=Clip(0.2, high), update_rule=step), setting, 2, 0.2, rollouts, track
         )
         for name, high in highs.items()
     }
     start, end = runs["0.2"]["idle"][0], {name: run["idle"][-1] for name, run in runs.items()}
     at = {name: run.interpolate("decides", 0.9, "J") for name, run in runs.items()}
     holds = end["0.2"] < start and end["0.2"] < end["0.28"]
-    kept = choose_text(
+    remedy = choose_text(
         end["0.28"] < start, "clip-higher slows the collapse and does not end it", "clip-higher keeps the entropy"
     )
     return Finding(
@@ -180,7 +173,7 @@ def entropy_collapse(seed: int = 0) -> Finding:
         holds,
         f"At a token that the reward does not depend on, entropy goes in {rollouts} rollouts from {start:.3f} nats to "
         f"{end['0.2']:.3f} under clip 0.2/0.2, {end['0.28']:.3f} under 0.2/0.28 and {end['none']:.3f} without an upper bound: "
-        f"{choose_text(holds, kept, 'not as claimed')}. At the token that decides it is spent on J alike: "
+        f"{choose_text(holds, remedy, 'not as claimed')}. At the deciding token all spend the same entropy on J: "
         f"{at['0.2']:.3f}, {at['0.28']:.3f} and {at['none']:.3f} nats where J = 0.9.",
         {"start": start} | {f"end_{name}": x for name, x in end.items()} | {f"decides_{n}": x for n, x in at.items()},
         curves={"rollout": _count(rollouts)}
@@ -194,14 +187,14 @@ def length_drift(seed: int = 0) -> Finding:
     setting, rollouts = one_prompt(4, 0.3, seed=seed), 40
     world = setting.world
     right = (world.reward > 0.5).double()
-    watch = {
+    track = {
         "J": world.objective,
         "right": lambda theta: world.mean_length(theta, right),
         "wrong": lambda theta: world.mean_length(theta, 1 - right),
     }
     kinds: dict[str, tuple[Aggregation, float]] = {"sequence": (SequenceMean(), 3.0), "fixed": (FixedLength(), 5.0)}
     runs = {
-        name: train_in_expectation(replace(DR_GRPO, aggregation=kind), setting, 2, lr, rollouts, watch)
+        name: train_in_expectation(replace(DR_GRPO, aggregation=kind), setting, 2, lr, rollouts, track)
         for name, (kind, lr) in kinds.items()
     }
     low, high = runs["fixed"]["J"][0], min(run["J"][-1] for run in runs.values())
@@ -229,7 +222,7 @@ def length_drift(seed: int = 0) -> Finding:
 
 @dataclass(frozen=True)
 class K1InLoss(Term):
-    """k = −β, the derivative of −β·(log π_θ − log π_ref): what the library refuses. E Σ_t ∇log π = 0, so it asks for nothing."""
+    """k = −β, the derivative of −β·(log π_θ − log π_ref), which the library refuses: E Σ_t ∇log π = 0, so it has no effect."""
 
     beta: float
     aggregation: Aggregation | None = None
@@ -238,7 +231,7 @@ class K1InLoss(Term):
         return torch.full_like(batch.mask, -self.beta, dtype=torch.float64)
 
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
-        """Up to β·log π_ref, which θ does not move."""
+        """Return the value except for β·log π_ref, which does not depend on θ."""
         return -self.beta * out.logp.detach()
 
 
@@ -251,36 +244,37 @@ def k1_in_loss(seed: int = 0) -> Finding:
     plain = with_advantage(LeaveOneOut())
     algorithms: dict[str, Algorithm] = {"none": plain, "reward": replace(plain, shaping=(KLInReward(beta),))}
     algorithms |= {name: replace(plain, terms=(term,)) for name, term in terms.items()}
-    watch = {"J": world.objective, "kl": lambda theta: world.kl(theta, start)}
-    runs = {name: train_in_expectation(a, setting, 2, 1.0, rollouts, watch) for name, a in algorithms.items()}
+    track = {"J": world.objective, "kl": lambda theta: world.kl(theta, start)}
+    runs = {name: train_in_expectation(a, setting, 2, 1.0, rollouts, track) for name, a in algorithms.items()}
     end = {name: run["kl"][-1] for name, run in runs.items()}
-    apart = max(abs(a - b) for a, b in zip(runs["k1"]["kl"], runs["none"]["kl"], strict=True))
-    holds = apart < 1e-10 and max(end["k2"], end["reward"]) < end["none"]
+    difference = max(abs(a - b) for a, b in zip(runs["k1"]["kl"], runs["none"]["kl"], strict=True))
+    holds = difference < 1e-10 and max(end["k2"], end["reward"]) < end["none"]
     return Finding(
         "k1_in_loss",
         "k1 in the loss does nothing; k2 in the loss and k1 in the reward hold the policy near the reference.",
         holds,
         f"After {rollouts} rollouts with β = {beta:g} the policy is {end['k1']:.3f} nats from the reference with k1 in the loss "
-        f"and {end['none']:.3f} without any KL, the same run to {apart:.0e}; {end['k2']:.3f} with k2 in the loss and "
+        f"and {end['none']:.3f} without any KL, the same run to {difference:.0e}; {end['k2']:.3f} with k2 in the loss and "
         f"{end['reward']:.3f} with k1 in the reward.",
-        {f"kl_{name}": x for name, x in end.items()} | {"apart": apart},
+        {f"kl_{name}": x for name, x in end.items()} | {"apart": difference},
         curves={"rollout": _count(rollouts), **{f"kl_{name}": run["kl"] for name, run in runs.items()}},
     )
 
 
 def reward_hacking(seed: int = 0) -> Finding:
-    """A proxy that pays 1 for the right answer and 0.8 for every token, right or wrong: trained on, with and without a KL."""
+    """A proxy that pays 1 for the right answer and 0.8 for every token, right or wrong: training with and without a KL."""
     tree, rollouts, beta, bonus = PrefixTree(3, 3), 100, 0.4, 0.8
-    true = torch.tensor([float(word == (1,)) for word in tree.words]).double()
-    proxy = true + bonus * torch.tensor([len(word) for word in tree.words]).double()
-    setting = _started(tree, proxy, [[0.7, 0.18, 0.12]] * len(tree.prefixes), seed)
+    true = torch.tensor([float(word == (1,)) for word in tree.completions]).double()
+    proxy = true + bonus * torch.tensor([len(word) for word in tree.completions]).double()
+    setting = _make_setting(tree, proxy, [[0.7, 0.18, 0.12]] * len(tree.prefixes), seed)
     setting = replace(setting, reference=setting.theta)
     world = setting.world
-    watch = {"proxy": world.objective, "true": lambda theta: world.objective(theta, true[None])}
+    track = {"proxy": world.objective, "true": lambda theta: world.objective(theta, true[None])}
     plain = with_advantage(LeaveOneOut())
-    held = replace(plain, shaping=(KLInReward(beta),))
+    penalised = replace(plain, shaping=(KLInReward(beta),))
     runs = {
-        name: train_in_expectation(a, setting, 2, 0.5, rollouts, watch) for name, a in (("free", plain), ("kl", held))
+        name: train_in_expectation(a, setting, 2, 0.5, rollouts, track)
+        for name, a in (("free", plain), ("kl", penalised))
     }
     free, kl = runs["free"], runs["kl"]
     peak = max(free["true"])

@@ -1,7 +1,7 @@
-"""Conversations small enough to enumerate: every episode of several turns with a world that answers, and may draw.
+"""Conversations small enough to enumerate: all episodes of several turns with a world that answers, possibly at random.
 
-A turn is at most `spoken` tokens, EOS ends it. The world then says one token, which is not the policy's: a column off the mask.
-A state of the policy is all that was said before a token, the world's answers among it.
+A turn has at most `turn_tokens` tokens and is ended by EOS. The world then answers with one token, which is not the policy's: a
+column outside the mask. The state of the policy is the history before a token, including the world's answers.
 """
 
 from __future__ import annotations
@@ -21,125 +21,127 @@ from policygrad.lab.setting import LabSetting
 
 @dataclass(frozen=True)
 class GameTransition:
-    """What may come of a turn."""
+    """A possible result of a turn."""
 
     probability: float
     state: int | None
-    """Where the next turn begins; None = the episode is over."""
+    """The game's state in which the next turn begins; None = the episode is over."""
     reward: float
-    """Of the turn."""
+    """Reward of the turn."""
     outcome: float = 0.0
-    """Of the episode, where it ends here."""
+    """Reward of the episode, if it ends here."""
 
 
 class Game(Protocol):
-    """A world of rooms."""
+    """A game with numbered states."""
 
     start: ClassVar[int]
 
-    def transitions(self, room: int, word: tuple[int, ...]) -> Sequence[GameTransition]:
-        """What may come of saying these tokens, EOS left out, in this room; the chances add up to 1."""
+    def transitions(self, state: int, tokens: tuple[int, ...]) -> Sequence[GameTransition]:
+        """Return the possible results of a turn with these tokens (without EOS); the probabilities sum to 1."""
         ...
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Two steps lead to the door, and being there is worth 1. Saying nothing waits, which costs `delay`; one token is a step; two
-    are a leap, which costs `effort` and from the start reaches the door half the time, else it falls back. Whoever gets on
-    earns `progress` in that turn."""
+    """A door two steps away, which is worth 1.
+
+    No token waits and costs `wait_cost`. One token is a step. Two tokens are a leap, which costs `leap_cost`; from the start it
+    reaches the door half the time, and otherwise nothing changes. Every advance earns `progress_reward` in its turn.
+    """
 
     leap_cost: float = 0.3
     wait_cost: float = 0.1
     progress_reward: float = 0.5
     start: ClassVar[int] = 0
 
-    def transitions(self, room: int, word: tuple[int, ...]) -> Sequence[GameTransition]:
-        if not word:
-            return (GameTransition(1.0, room, -self.wait_cost),)
-        cost = self.leap_cost if len(word) > 1 else 0.0
-        arrived = GameTransition(1.0, None, self.progress_reward - cost, 1.0)
-        if room == 1:
-            return (arrived,)
-        if len(word) == 1:
+    def transitions(self, state: int, tokens: tuple[int, ...]) -> Sequence[GameTransition]:
+        if not tokens:
+            return (GameTransition(1.0, state, -self.wait_cost),)
+        cost = self.leap_cost if len(tokens) > 1 else 0.0
+        arrival = GameTransition(1.0, None, self.progress_reward - cost, 1.0)
+        if state == 1:
+            return (arrival,)
+        if len(tokens) == 1:
             return (GameTransition(1.0, 1, self.progress_reward),)
-        return (replace(arrived, probability=0.5), GameTransition(0.5, 0, -cost))
+        return (replace(arrival, probability=0.5), GameTransition(0.5, 0, -cost))
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One way it may go, column by column."""
+    """A possible episode, column by column."""
 
     actions: tuple[int, ...] = ()
     """Tokens of the policy; the world's k-th possible answer is −1 − k."""
     turn: tuple[int, ...] = ()
-    """Which turn a column belongs to, the answer to it included."""
+    """The turn of each column, including the answer to it."""
     state: tuple[int, ...] = ()
-    """Where that turn began."""
+    """The game's state in which that turn began."""
     reward: tuple[float, ...] = ()
     """Each turn's reward, at its last token."""
     probability: float = 1.0
-    """That the world answers so."""
+    """Probability of the world's answers."""
     outcome: float = 0.0
 
-    def extend(self, room: int, tokens: tuple[int, ...], which: int, answer: GameTransition) -> Episode:
-        """With one more turn."""
+    def extend(self, state: int, tokens: tuple[int, ...], answer: int, result: GameTransition) -> Episode:
+        """Append a turn. answer: the index of the result among the possible ones."""
         n, turn = len(tokens), self.turn[-1] + 1 if self.turn else 0
         return Episode(
-            (*self.actions, *tokens, -1 - which),
+            (*self.actions, *tokens, -1 - answer),
             self.turn + (turn,) * (n + 1),
-            self.state + (room,) * (n + 1),
-            (*self.reward, *(0.0,) * (n - 1), answer.reward, 0.0),
-            self.probability * answer.probability,
-            answer.outcome,
+            self.state + (state,) * (n + 1),
+            (*self.reward, *(0.0,) * (n - 1), result.reward, 0.0),
+            self.probability * result.probability,
+            result.outcome,
         )
 
 
 @dataclass(frozen=True)
 class EpisodeTree(PrefixTree):
-    """Every episode of a game, in place of every completion; L has room for each turn and the answer to it.
+    """All episodes of a game, in place of all completions; L has room for each turn and its answer.
 
     Raises:
-        ConfigError: a length that is not so many whole turns.
+        ConfigError: A length that is not a multiple of a turn's.
     """
 
     vocabulary: int = 2
     length: int = 9
     turn_tokens: int = 2
-    """Tokens that a turn may have."""
+    """Maximum tokens per turn."""
     game: Game = Walk()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length % (self.turn_tokens + 1):
             raise ConfigError(
-                f"turns of {self.turn_tokens} tokens and an answer take {self.turn_tokens + 1} columns each, and a length of {self.length} "
-                "is no multiple of that"
+                f"turns of {self.turn_tokens} tokens and an answer take {self.turn_tokens + 1} columns each, so the length must be "
+                f"a multiple of that, not {self.length}"
             )
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        """In the order in which they branch."""
-        words = PrefixTree(self.vocabulary, self.turn_tokens).words
+        """All episodes, in depth-first order."""
+        turns = PrefixTree(self.vocabulary, self.turn_tokens).completions
 
-        def played(before: Episode, room: int, left: int) -> Iterator[Episode]:
-            for word in words:
-                tokens = (*word, EOS)[: self.turn_tokens]
-                for which, answer in enumerate(self.game.transitions(room, word)):
-                    after = before.extend(room, tokens, which, answer)
-                    if answer.state is None or left == 1:
+        def play(before: Episode, state: int, remaining: int) -> Iterator[Episode]:
+            for turn in turns:
+                tokens = (*turn, EOS)[: self.turn_tokens]
+                for answer, result in enumerate(self.game.transitions(state, turn)):
+                    after = before.extend(state, tokens, answer, result)
+                    if result.state is None or remaining == 1:
                         yield after
                     else:
-                        yield from played(after, answer.state, left - 1)
+                        yield from play(after, result.state, remaining - 1)
 
-        return list(played(Episode(), self.game.start, self.length // (self.turn_tokens + 1)))
+        return list(play(Episode(), self.game.start, self.length // (self.turn_tokens + 1)))
 
     def _padded(self, rows: Sequence[Sequence[float]], fill: float) -> Tensor:
         """[N, L] float64."""
         return torch.tensor([[*row, *[fill] * (self.length - len(row))] for row in rows], dtype=torch.float64)
 
     @cached_property
-    def words(self) -> list[tuple[int, ...]]:
-        """The policy's own tokens; where the world draws, several episodes have the same."""
+    def completions(self) -> list[tuple[int, ...]]:
+        """The policy's own tokens; if the world is random, several episodes have the same ones."""
         return [tuple(x for x in e.actions if x >= 0) for e in self.episodes]
 
     @cached_property
@@ -160,9 +162,9 @@ class EpisodeTree(PrefixTree):
 
     @cached_property
     def prefixes(self) -> list[tuple[int, ...]]:
-        """What may stand before a sampled token, the world's answers below 0."""
-        before = ((e.actions[:t] for t, x in enumerate(e.actions) if x >= 0) for e in self.episodes)
-        return list(dict.fromkeys(prefix for some in before for prefix in some))
+        """All histories before a sampled token, with the world's answers as negative numbers."""
+        histories = ((e.actions[:t] for t, x in enumerate(e.actions) if x >= 0) for e in self.episodes)
+        return list(dict.fromkeys(prefix for each in histories for prefix in each))
 
     @cached_property
     def state(self) -> Tensor:
@@ -172,7 +174,7 @@ class EpisodeTree(PrefixTree):
 
     @cached_property
     def turn_state(self) -> Tensor:
-        """[N, L] int64; the room that a token's turn began in."""
+        """[N, L] int64; the game's state in which a token's turn began."""
         return self._padded([e.state for e in self.episodes], 0).long()
 
     @cached_property
@@ -187,43 +189,43 @@ class EpisodeTree(PrefixTree):
 
     @cached_property
     def log_world_probability(self) -> Tensor:
-        """[N] nats; what the world adds to an episode's log-probability."""
+        """[N] nats; the world's contribution to an episode's log-probability."""
         return torch.tensor([e.probability for e in self.episodes], dtype=torch.float64).log()
 
     def total(self, gamma: float = 1.0) -> Tensor:
-        """[N] Σ_n γ^n r_n, the outcome in the last turn's."""
+        """[N] Σ_n γ^n r_n, with the outcome in the last turn's reward."""
         turn, last = self._padded([e.turn for e in self.episodes], 0), torch.tensor([e.turn[-1] for e in self.episodes])
         return (gamma**turn * self.token_reward).sum(1) + gamma ** last.double() * self.outcome
 
 
 @dataclass(frozen=True, eq=False)
 class ConversationWorld(World):
-    """A world whose completions are episodes; `reward` is all that one earns, as a rollout without a part that reads turns says."""
+    """A world whose completions are episodes; `reward` is an episode's total, as in a rollout without parts that read turns."""
 
     tree: EpisodeTree
 
     @classmethod
     def from_tree(cls, tree: EpisodeTree, policy: Policy, gamma: float = 1.0) -> ConversationWorld:
-        """One prompt; γ < 1 discounts what J is made of, per turn."""
+        """Create a world with one prompt; γ < 1 discounts J per turn."""
         return cls(tree, tree.total(gamma)[None], policy)
 
     def logp(self, theta: Tensor) -> Tensor:
-        """[X, N] log of an episode's probability: the policy's and the world's."""
+        """[X, N] log-probability of each episode, of the policy and the world together."""
         return super().logp(theta) + self.tree.log_world_probability
 
 
 @dataclass(frozen=True, eq=False)
 class ConversationSetting(LabSetting):
-    """A setting whose batches hold turns, as a rollout fills them in."""
+    """A setting whose batches contain turns, as a rollout's do."""
 
     world: ConversationWorld
 
-    def reward_fields(self, reads: Set[str]) -> dict[str, Any]:
-        if "turn_state" not in reads:  # nobody asks for turns: the outcome is everything
-            return super().reward_fields(reads)
+    def reward_fields(self, needs: Set[str]) -> dict[str, Any]:
+        if "turn_state" not in needs:  # no part reads turns: the outcome is the entire reward
+            return super().reward_fields(needs)
         tree, prompts = self.world.tree, self.world.prompts
-        anchor = {"turn_state": tree.turn_state.repeat(prompts, 1)}
-        if "token_reward" not in reads:
-            return super().reward_fields(frozenset()) | anchor
-        paid = {"token_reward": tree.token_reward.repeat(prompts, 1), "reward": tree.outcome.repeat(prompts)}
-        return anchor | paid
+        turn_state = {"turn_state": tree.turn_state.repeat(prompts, 1)}
+        if "token_reward" not in needs:
+            return super().reward_fields(frozenset()) | turn_state
+        rewards = {"token_reward": tree.token_reward.repeat(prompts, 1), "reward": tree.outcome.repeat(prompts)}
+        return turn_state | rewards

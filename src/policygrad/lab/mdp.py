@@ -14,12 +14,12 @@ from policygrad.lab.sequences import World, derivative, jacobian
 
 @dataclass(frozen=True, eq=False)
 class TabularMDP:
-    """S states, A actions. What the transitions out of (s, a) lack to 1 is the probability that the episode ends there.
+    """S states, A actions. The transitions from (s, a) sum to 1 minus the probability that the episode ends there.
 
-    γ = 1 is allowed where every policy's episodes end; `finite` makes such a problem of any other.
+    γ = 1 requires that episodes end under every policy; `with_horizon` makes them end.
 
     Raises:
-        ConfigError: shapes that do not fit, probabilities that are none, γ = 1 where an episode may go on for ever.
+        ConfigError: Shapes that do not match, invalid probabilities, or γ = 1 with possibly endless episodes.
     """
 
     transition: Tensor
@@ -27,7 +27,7 @@ class TabularMDP:
     reward: Tensor
     """[S, A] expected reward."""
     start: Tensor
-    """[S] the first state's probabilities."""
+    """[S] probabilities of the first state."""
     gamma: float = 0.9
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class TabularMDP:
             low, high = float(value.min()), float(value.sum(-1).max())
             if low < 0 or high > 1 + 1e-9:
                 raise ConfigError(
-                    f"TabularMDP.{name} holds no probabilities: the smallest is {low:g}, a row sums to {high:g}"
+                    f"TabularMDP.{name} must hold probabilities: the smallest is {low:g}, a row sums to {high:g}"
                 )
         if abs(float(self.start.sum()) - 1) > 1e-9:
             raise ConfigError(f"TabularMDP.start must sum to 1, not {float(self.start.sum()):g}")
@@ -50,8 +50,8 @@ class TabularMDP:
             raise ConfigError(f"TabularMDP.gamma must be in [0, 1], not {self.gamma}")
         if self.gamma == 1 and not self.always_ends:
             raise ConfigError(
-                "TabularMDP with gamma = 1 and an infinite horizon: an episode may go on for ever, and J has no value. Take "
-                "gamma below 1, or a finite horizon: mdp.finite(steps)"
+                "TabularMDP with gamma = 1 and an infinite horizon: an episode may never end, so J is undefined. Use "
+                "gamma below 1, or a finite horizon: mdp.with_horizon(steps)"
             )
 
     @property
@@ -64,7 +64,7 @@ class TabularMDP:
 
     @property
     def always_ends(self) -> bool:
-        """Whether, from every state and under every policy, the episode ends with probability 1."""
+        """True when from every state and under every policy the episode ends with probability 1."""
         ends = 1 - self.transition.sum(-1)
         reached = torch.zeros_like(self.start)
         for _ in range(self.states):  # the least probability, over policies, to have ended within k steps
@@ -72,9 +72,9 @@ class TabularMDP:
         return bool((reached > 1e-12).all())
 
     def with_horizon(self, steps: int, gamma: float = 1.0) -> TabularMDP:
-        """The same problem cut off after `steps` steps: a state is (time, state), numbered time·S + state."""
+        """Return the problem cut off after `steps` steps; a state is (time, state), numbered time·S + state."""
         if steps < 1:
-            raise ConfigError(f"TabularMDP.finite needs at least 1 step, not {steps}")
+            raise ConfigError(f"TabularMDP.with_horizon needs at least 1 step, not {steps}")
         s, a = self.states, self.actions
         moves = self.transition.new_zeros(steps, s, a, steps, s)
         for t in range(steps - 1):
@@ -84,31 +84,31 @@ class TabularMDP:
 
 
 def random_mdp(states: int = 5, actions: int = 3, gamma: float = 0.9, seed: int = 0) -> TabularMDP:
-    """Transitions uniform on the simplex, standard normal rewards, a uniform start."""
+    """Return an MDP with transitions uniform on the simplex, standard normal rewards and a uniform start."""
     generator = torch.Generator().manual_seed(seed)
-    waits = -torch.rand(states, actions, states, generator=generator, dtype=torch.float64).log()
+    weights = -torch.rand(states, actions, states, generator=generator, dtype=torch.float64).log()
     reward = torch.randn(states, actions, generator=generator, dtype=torch.float64)
     start = torch.full((states,), 1 / states, dtype=torch.float64)
-    return TabularMDP(waits / waits.sum(-1, keepdim=True), reward, start, gamma)
+    return TabularMDP(weights / weights.sum(-1, keepdim=True), reward, start, gamma)
 
 
 def chain(length: int = 6, gamma: float = 0.95, slip: float = 0.1) -> TabularMDP:
-    """States in a row; left and right slip into each other; right at the far end pays 1 and ends, left at the near one 0.05."""
+    """Return states in a row; moves left and right may slip. Right at the far end pays 1 and ends, left at the near end 0.05."""
     moves, reward = torch.zeros(length, 2, length, dtype=torch.float64), torch.zeros(length, 2, dtype=torch.float64)
     for state in range(length):
         for action in (0, 1):
             for way, p in ((action, 1 - slip), (1 - action, slip)):
-                there = state + (1 if way else -1)
-                if there == length:
+                target = state + (1 if way else -1)
+                if target == length:
                     reward[state, action] += p
                 else:
-                    moves[state, action, max(there, 0)] += p
-                    reward[state, action] += 0.05 * p * (there < 0)
+                    moves[state, action, max(target, 0)] += p
+                    reward[state, action] += 0.05 * p * (target < 0)
     return TabularMDP(moves, reward, torch.eye(length, dtype=torch.float64)[0], gamma)
 
 
 def gridworld(height: int = 3, width: int = 4, gamma: float = 0.95, slip: float = 0.1) -> TabularMDP:
-    """From the upper left to the lower right corner, which pays 1 and ends; a step costs 0.02, a wall is stayed at.
+    """Return a grid: from the upper left to the lower right corner, which pays 1 and ends; a step costs 0.02, walls block.
 
     Actions are up, down, left, right; with probability `slip` the move is one of the four at random.
     """
@@ -119,12 +119,12 @@ def gridworld(height: int = 3, width: int = 4, gamma: float = 0.95, slip: float 
     )
     for cell in range(cells):
         row, column = divmod(cell, width)
-        there = [
+        targets = [
             min(max(row + dy, 0), height - 1) * width + min(max(column + dx, 0), width - 1)
             for dy, dx in ((-1, 0), (1, 0), (0, -1), (0, 1))
         ]
         for action in range(4):
-            for way, target in enumerate(there):
+            for way, target in enumerate(targets):
                 p = slip / 4 + (1 - slip) * (way == action)
                 if target == goal:
                     reward[cell, action] += p
@@ -134,21 +134,21 @@ def gridworld(height: int = 3, width: int = 4, gamma: float = 0.95, slip: float 
 
 
 def bandit(rewards: Tensor) -> TabularMDP:
-    """One state, one action, and the episode ends; rewards [A]."""
+    """Return a problem with one state and one step; rewards [A]."""
     rewards = rewards.double()
     return TabularMDP(torch.zeros(1, len(rewards), 1).double(), rewards[None], torch.ones(1).double(), gamma=1.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What is true of a policy π [S, A] in an MDP."""
+    """Exact quantities of a policy π [S, A] in an MDP."""
 
     value: Tensor
     """[S] V = (I − γP_π)⁻¹ r_π."""
     q: Tensor
     """[S, A]."""
     occupancy: Tensor
-    """[S] d = Σ_t γ^t P(s_t = s), unnormalised: it sums to 1/(1−γ) where no episode ends."""
+    """[S] d = Σ_t γ^t P(s_t = s), unnormalised: it sums to 1/(1−γ) if no episode ends."""
     objective: Tensor
     """[] J = μ₀ᵀV."""
 
@@ -159,7 +159,7 @@ class Solution:
 
 
 def solve(mdp: TabularMDP, policy: Tensor) -> Solution:
-    """The policy's values and occupancy, with the graph of `policy` [S, A]."""
+    """Compute the policy's values and occupancy, with the graph of `policy` [S, A]."""
     if policy.shape != mdp.reward.shape:
         raise ConfigError(f"a policy of this MDP is [S, A] = {list(mdp.reward.shape)}, not {list(policy.shape)}")
     moves = torch.einsum("sa,sat->st", policy, mdp.transition)
@@ -171,23 +171,23 @@ def solve(mdp: TabularMDP, policy: Tensor) -> Solution:
 
 
 def softmax(theta: Tensor, features: Tensor | None = None) -> Tensor:
-    """π [S, A] from logits: a table theta [S, A], or features [S, A, P] times theta [P]."""
+    """Return π [S, A] from logits: a table theta [S, A], or features [S, A, P] times theta [P]."""
     return (theta if features is None else features @ theta).softmax(-1)
 
 
 def objective_gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
-    """∇J through the linear solve, by autograd."""
+    """Compute ∇J by autograd through the linear solve."""
     return derivative(lambda x: solve(mdp, softmax(x, features)).objective, theta)
 
 
 def policy_gradient_theorem(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
-    """∇J = Σ_s d(s) Σ_a ∇π(a|s) Q(s, a). Source: Sutton et al. 2000, theorem 1."""
+    """Compute ∇J = Σ_s d(s) Σ_a ∇π(a|s) Q(s, a). Source: Sutton et al. 2000, theorem 1."""
     exact = solve(mdp, softmax(theta, features).detach())
     return derivative(lambda x: (exact.occupancy[:, None] * softmax(x, features) * exact.q).sum(), theta)
 
 
 def fisher_matrix(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
-    """[P, P] F = E[∇log π ∇log πᵀ], the states drawn from the normalised occupancy: the Hessian of the mean KL."""
+    """[P, P] F = E[∇log π ∇log πᵀ] over states from the normalised occupancy: the Hessian of the mean KL."""
     policy = softmax(theta, features)
     scores = jacobian(lambda x: softmax(x, features).log(), theta)
     scores = scores.reshape(*policy.shape, -1)
@@ -197,7 +197,7 @@ def fisher_matrix(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None
 
 
 def natural_gradient(mdp: TabularMDP, theta: Tensor, features: Tensor | None = None) -> Tensor:
-    """F⁺∇J, shaped like theta; the pseudo-inverse, since a softmax does not feel a constant. Source: Kakade 2001, eq. 3."""
+    """Compute F⁺∇J, shaped like theta; F is singular because a softmax ignores constants. Source: Kakade 2001, eq. 3."""
     solution = torch.linalg.pinv(fisher_matrix(mdp, theta, features), hermitian=True, rtol=1e-10)
     step: Tensor = solution @ objective_gradient(mdp, theta, features).flatten()
     return step.reshape(theta.shape)
@@ -220,7 +220,7 @@ def surrogate_value(mdp: TabularMDP, old: Tensor, new: Tensor) -> Tensor:
 
 
 def improvement_bound(mdp: TabularMDP, old: Tensor, new: Tensor) -> tuple[float, float]:
-    """(by KL, by total variation) lower bounds of J(new): L − C·max_s KL and L − C·max_s TV², C = 4εγ/(1−γ)².
+    """Return lower bounds of J(new) by KL and by total variation: L − C·max_s KL and L − C·max_s TV², C = 4εγ/(1−γ)².
 
     ε = max |A_old|. Source: Schulman et al. 2015, theorem 1 and eq. 9.
     """
@@ -233,31 +233,29 @@ def improvement_bound(mdp: TabularMDP, old: Tensor, new: Tensor) -> tuple[float,
 def penalty_constant(mdp: TabularMDP, old: Tensor) -> float:
     """C = 4εγ/(1−γ)²."""
     if mdp.gamma == 1:
-        raise ConfigError("the bound's constant 4εγ/(1−γ)² is infinite at gamma = 1: take gamma below 1")
+        raise ConfigError("the bound's constant 4εγ/(1−γ)² is infinite at gamma = 1: use gamma below 1")
     epsilon = float(solve(mdp, old).advantage.abs().max())
     return 4 * epsilon * mdp.gamma / (1 - mdp.gamma) ** 2
 
-
-# A sequence world as a Markov decision process over prefixes: V, Q, A and the occupancy of small language by linear algebra.
 
 MAX_TRANSITIONS = 20_000_000
 """Entries of the transition matrix [S, A, S]; a vocabulary of 5 and a length of 6 have 9.3 million."""
 
 
 def as_mdp(world: World, gamma: float = 1.0) -> TabularMDP:
-    """States are all prompts' prefixes [X·S], actions tokens; the last token of a completion pays R and ends the episode.
+    """Convert a world of sequences to an MDP: states are all prompts' prefixes [X·S], actions are tokens.
 
-    Its policy is `world.conditionals(theta).exp()` [X·S, V]: `solve` then gives J, V, Q, A and the occupancy, whose sum at
-    γ = 1 is the expected length.
+    The last token of a completion pays R and ends the episode. The policy is `world.conditionals(theta).exp()` [X·S, V]: `solve`
+    then gives J, V, Q, A and the occupancy, whose sum at γ = 1 is the expected length.
 
     Raises:
-        ConfigError: a world whose transitions would be too many.
+        ConfigError: Too many transitions.
     """
     tree, states, tokens = world.tree, world.prompts * len(world.tree.prefixes), world.tree.vocabulary
     if (size := states * tokens * states) > MAX_TRANSITIONS:
         raise ConfigError(
-            f"{states} prefixes and {tokens} tokens make {size} transitions, and at most {MAX_TRANSITIONS} are held: take a smaller "
-            "world, or fewer prompts"
+            f"{states} prefixes and {tokens} tokens make {size} transitions, and at most {MAX_TRANSITIONS} are supported: use "
+            "a smaller world, or fewer prompts"
         )
     rows, last = torch.arange(world.rows), tree.lengths.repeat(world.prompts) - 1
     reward = torch.zeros(states * tokens, dtype=torch.float64)
@@ -270,21 +268,18 @@ def as_mdp(world: World, gamma: float = 1.0) -> TabularMDP:
     return TabularMDP(moves.reshape(states, tokens, states), reward.reshape(states, tokens), start, gamma)
 
 
-# A problem on a tabular MDP, without sampling: what an update rule does when every expectation is exact.
-
-
 @dataclass(eq=False)
 class ExactProblem:
-    """θ, a table of logits [S, A], moves where a step moves it; `history` holds J before the first step and after each."""
+    """A problem for update rules with exact expectations: θ is a table of logits [S, A]; `history` records J after each step."""
 
     mdp: TabularMDP
     theta: Tensor
     lr: float = 1.0
-    """Of first-order steps: θ ← θ + lr·∇J."""
+    """Learning rate of gradient steps: θ ← θ + lr·∇J."""
     history: list[float] = field(default_factory=list)
     pending: Tensor = field(init=False)
     curvature: Tensor | None = field(default=None, init=False)
-    """[P, P] the Fisher matrix at θ, once it was asked for."""
+    """[P, P] the Fisher matrix at θ, cached."""
 
     def __post_init__(self) -> None:
         self.pending = torch.zeros_like(self.theta)
@@ -296,7 +291,7 @@ class ExactProblem:
         return float(solve(self.mdp, softmax(self.theta)).objective)
 
     def split(self, epoch: int, minibatches: int) -> list[ExactProblem]:
-        """An expectation has no minibatches: each is the whole."""
+        """An expectation has no minibatches: each is the complete problem."""
         return [self] * minibatches
 
     def accumulate(self) -> Metrics:
@@ -309,14 +304,14 @@ class ExactProblem:
         return {}
 
     def subsample(self, share: float) -> ExactProblem:
-        """Nor has it groups to choose from."""
+        """An expectation has no groups to choose from."""
         return self
 
     def gradient(self) -> tuple[Tensor, Metrics]:
         return objective_gradient(self.mdp, self.theta).flatten(), {}
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
-        """Exact whatever `sampled` asks for: over all states and actions there is nothing to sample."""
+        """Exact, whatever `sampled` is, since all states and actions are enumerated."""
         if self.curvature is None:
             self.curvature = fisher_matrix(self.mdp, self.theta)
         return self.curvature @ v
@@ -333,12 +328,12 @@ class ExactProblem:
         self.history.append(self.objective)
 
     def fit_critic(self) -> Metrics:
-        """The values are exact: there is no critic to fit."""
+        """The values are exact, so there is no critic to fit."""
         return {}
 
     def measure(self) -> Metrics:
         return {}
 
     def adapt(self, metrics: Metrics) -> ExactProblem | None:
-        """No β adapts here."""
+        """There is no adaptive β."""
         return None

@@ -1,4 +1,4 @@
-"""What the page draws of each finding's curves: axes, panels, and what the columns are called."""
+"""The plots of findings: axes, panels and series names."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from policygrad.lab.measurement import Finding
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
+    """A pair of axes."""
 
     y: str
-    """What is on the axis, with its unit."""
+    """Label of the axis, with its unit."""
     columns: Mapping[str, str]
-    """A column of the finding's curves -> the name of its series; one name in several panels is one entry of the legend."""
+    """The series name of each column; a name in several panels is one entry of the legend."""
     log: bool = False
     low: float | None = None
-    """Where the axis begins, if not where the data does; what lies below is cut off."""
+    """Start of the axis, if not that of the data; lower values are cut off."""
     high: float | None = None
 
 
 @dataclass(frozen=True)
 class FindingPlot:
-    """A finding's figure."""
+    """The plot of a finding."""
 
     x: str
     panels: tuple[Panel, ...]
     log: bool = False
 
     def to_data(self, finding: Finding) -> dict[str, Any]:
-        """The numbers to draw, x ascending; a column that the finding lacks is left out."""
+        """Return the data to plot, x ascending; missing columns are left out."""
         curves, first = finding.curves, next(iter(finding.curves))
         order = sorted(range(len(curves[first])), key=curves[first].__getitem__)
         names = list(
@@ -57,7 +57,7 @@ class FindingPlot:
 
 
 def choose_plot(finding: Finding) -> FindingPlot | None:
-    """The finding's figure: the one below, or all columns over the first; None where it has no curves."""
+    """Return the plot in `PLOTS`, or one of all columns over the first; None without curves."""
     if not finding.curves:
         return None
     if finding.name in PLOTS:
@@ -71,13 +71,13 @@ def choose_plot(finding: Finding) -> FindingPlot | None:
     return FindingPlot(key, (Panel("", {name: name.replace("_", " ") for name in columns}),))
 
 
-def _each(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
+def _prefix_keys(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
     return {f"{prefix}{key}": name for key, name in names.items()}
 
 
 _RATIOS = {"token": "token", "sequence": "sequence", "product": "product"}
 _CLIPS = {"0.2": "clip 0.2 / 0.2", "0.28": "clip 0.2 / 0.28", "none": "no upper bound"}
-_KEPT = {"cap": "cap 5 (CISPO)", "soft": "soft gate (SAPO)", "clip": "clip 0.2 (PPO)"}
+_GATE_NAMES = {"cap": "cap 5 (CISPO)", "soft": "soft gate (SAPO)", "clip": "clip 0.2 (PPO)"}
 _CRITICS = {"0": "exact critic", "0.1": "errs by 0.1", "0.3": "errs by 0.3"}
 _STEPS = {"2-step": "two steps, errs by 0.3", "3-step": "three steps, errs by 0.3"}
 _LEVELS = {"turn": "over turns", "token": "over tokens", "both": "both levels"}
@@ -145,49 +145,49 @@ PLOTS: dict[str, FindingPlot] = {
     "product_ratio": FindingPlot(
         _NATS,
         (
-            Panel("bias / ‖∇J‖", _each("bias_", _RATIOS), low=0),
-            Panel("variance / ‖∇J‖²", _each("variance_", _RATIOS), low=0),
+            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _RATIOS), low=0),
+            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _RATIOS), low=0),
         ),
         log=True,
     ),
     "ratio_over_length": FindingPlot(
         "longest answer (tokens)",
         (
-            Panel("standard deviation of w", _each("spread_", _RATIOS), low=0),
-            Panel("variance / ‖∇J‖²", _each("variance_", _RATIOS), low=0),
-            Panel("bias / ‖∇J‖", _each("bias_", _RATIOS), low=0),
+            Panel("standard deviation of w", _prefix_keys("spread_", _RATIOS), low=0),
+            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _RATIOS), low=0),
+            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _RATIOS), low=0),
         ),
     ),
     "long_chains": FindingPlot(
         "tokens",
         (
-            Panel("standard deviation of w", _each("spread_", _RATIOS), low=0),
-            Panel("variance / ‖∇J‖²", _each("variance_", _RATIOS), log=True),
-            Panel("bias / ‖∇J‖", _each("bias_", _RATIOS), low=0),
+            Panel("standard deviation of w", _prefix_keys("spread_", _RATIOS), low=0),
+            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _RATIOS), log=True),
+            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _RATIOS), low=0),
         ),
         log=True,
     ),
     "gates": FindingPlot(
         _NATS,
         (
-            Panel("share of w kept where the clip drops it", _each("kept_", _KEPT), low=0),
-            Panel("cosine with ∇J", _each("cosine_", _KEPT)),
+            Panel("share of w kept where the clip drops it", _prefix_keys("kept_", _GATE_NAMES), low=0),
+            Panel("cosine with ∇J", _prefix_keys("cosine_", _GATE_NAMES)),
         ),
         log=True,
     ),
     "gae_curve": FindingPlot(
         "λ",
         (
-            Panel("bias / ‖∇J‖", _each("bias_", _CRITICS | _STEPS), low=0),
-            Panel("variance / ‖∇J‖²", _each("variance_", _CRITICS | _STEPS), low=0),
-            Panel("mean squared error / ‖∇J‖²", _each("mse_", _CRITICS | _STEPS), low=0),
+            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _CRITICS | _STEPS), low=0),
+            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _CRITICS | _STEPS), low=0),
+            Panel("mean squared error / ‖∇J‖²", _prefix_keys("mse_", _CRITICS | _STEPS), low=0),
         ),
     ),
     "turn_credit": FindingPlot(
         "λ",
         (
-            Panel("bias / ‖∇J‖", _each("bias_", _LEVELS), low=0),
-            Panel("variance / ‖∇J‖²", _each("variance_", _LEVELS), low=0),
+            Panel("bias / ‖∇J‖", _prefix_keys("bias_", _LEVELS), low=0),
+            Panel("variance / ‖∇J‖²", _prefix_keys("variance_", _LEVELS), low=0),
         ),
     ),
     "trust_region_bound": FindingPlot(
@@ -208,8 +208,8 @@ PLOTS: dict[str, FindingPlot] = {
     "entropy_collapse": FindingPlot(
         "rollout",
         (
-            Panel("entropy of a token that does not matter (nats)", _each("idle_", _CLIPS), low=0),
-            Panel("J", _each("J_", _CLIPS), low=0),
+            Panel("entropy of a token that does not matter (nats)", _prefix_keys("idle_", _CLIPS), low=0),
+            Panel("J", _prefix_keys("J_", _CLIPS), low=0),
         ),
     ),
     "length_drift": FindingPlot(

@@ -1,4 +1,4 @@
-"""Softmax policies over prefixes: a table, features, a tiny transformer, a tiny mixture of experts. θ is one vector [P]."""
+"""Softmax policies over prefixes: a table, shared parameters, a tiny transformer, a tiny mixture of experts. θ is a vector [P]."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from policygrad.lab.sequences import PrefixTree
 
 
 def sample_normal(parameters: int, scale: float, seed: int) -> Tensor:
-    """[P] float64."""
+    """Sample [P] float64 from N(0, scale²)."""
     return scale * torch.randn(parameters, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class TabularPolicy:
-    """A logit of its own for every prompt, prefix and token: scores at different states are orthogonal."""
+    """A separate logit for every prompt, prefix and token: scores at different states are orthogonal."""
 
     tree: PrefixTree
     prompts: int = 1
@@ -54,21 +54,21 @@ class Bigram:
         return sample_normal(sum(a * b * c for a, b, c in self._shapes), self.scale, seed)
 
     def logits(self, theta: Tensor) -> Tensor:
-        pairs, own = self._shapes
-        split = pairs[0] * pairs[1] * pairs[2]
+        shared, per_prompt = self._shapes
+        split = shared[0] * shared[1] * shared[2]
         position = torch.tensor([len(prefix) for prefix in self.tree.prefixes])
         previous = torch.tensor([prefix[-1] if prefix else 0 for prefix in self.tree.prefixes])
-        return theta[:split].reshape(pairs)[position, previous] + theta[split:].reshape(own)[:, position]
+        return theta[:split].reshape(shared)[position, previous] + theta[split:].reshape(per_prompt)[:, position]
 
 
-def _slices(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+def _split_parameters(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     return [theta[a:b].reshape(shape) for a, b, shape in zip([0, *ends], ends, shapes, strict=False)]
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """One block: an attention head over prompt and prefix, a two-layer perceptron, both with residuals; width D."""
+    """One block of width D: an attention head over prompt and prefix and a two-layer perceptron, both with residuals."""
 
     tree: PrefixTree
     prompts: int = 1
@@ -85,7 +85,7 @@ class Transformer:
         return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)
 
     def logits(self, theta: Tensor) -> Tensor:
-        symbol, position, attend, up, down, out = _slices(theta, self._shapes)
+        symbol, position, attend, up, down, out = _split_parameters(theta, self._shapes)
         length, prefixes = self.tree.length, self.tree.prefixes
         padded = torch.tensor([[*prefix, *[0] * (length - 1 - len(prefix))] for prefix in prefixes]).long()
         prompt = torch.arange(self.prompts)[:, None, None].expand(-1, len(prefixes), 1)
@@ -103,10 +103,10 @@ class Transformer:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: a router on random features of the prefix sends each state to one expert's logits, times its gate.
+    """A mixture of experts: a router on random features of the prefix selects one expert's logits per state, times its gate.
 
-    Routing is a step: where two experts are almost equally liked, a small change of θ sends the state to the other. `frozen`
-    [S] fixes the choice (routing replay).
+    Routing is discontinuous: where the scores of two experts are almost equal, a small change of θ selects the other. `frozen` [S]
+    fixes the selection (routing replay).
     """
 
     tree: PrefixTree
@@ -122,7 +122,7 @@ class Experts:
 
     @property
     def features(self) -> Tensor:
-        """[S, width], fixed."""
+        """[S, width], constant."""
         states = len(self.tree.prefixes)
         return sample_normal(states * self.width, 1 / math.sqrt(self.width), 17).reshape(states, self.width)
 
@@ -130,11 +130,11 @@ class Experts:
         return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)
 
     def routes(self, theta: Tensor) -> Tensor:
-        """[S] int64, the expert each state goes to."""
-        return (self.features @ _slices(theta, self._shapes)[0]).argmax(-1)
+        """[S] int64, the expert of each state."""
+        return (self.features @ _split_parameters(theta, self._shapes)[0]).argmax(-1)
 
     def logits(self, theta: Tensor) -> Tensor:
-        router, expert = _slices(theta, self._shapes)
+        router, expert = _split_parameters(theta, self._shapes)
         route = self.routes(theta) if self.frozen is None else torch.tensor(self.frozen)
         gate = (self.features @ router).softmax(-1).gather(-1, route[:, None])
         logits: Tensor = gate * torch.einsum("sd,sdv->sv", self.features, expert[route])

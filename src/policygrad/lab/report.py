@@ -1,4 +1,4 @@
-"""Everything the lab has to say, as data: the table of estimators and the findings."""
+"""The lab's report as data: the table of estimators and the findings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from policygrad.lab.findings import (
 )
 from policygrad.lab.measurement import Finding, Measurement, compare_on_off_policy
 from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
-
-# Every experiment of the lab by name: the field's claims, the theory of trust regions, and training runs.
 
 Experiment = Callable[[int], Finding]
 """seed -> Finding."""
@@ -70,53 +68,52 @@ EXPERIMENTS = CLAIMS | THEORY | DYNAMICS
 
 
 def run_experiments(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
-    """The findings of the named experiments, or of all."""
+    """Run the named experiments, or all."""
     return [experiment(seed) for experiment in select_experiments(names)]
 
 
 def select_experiments(names: Iterable[str] | None = None) -> list[Experiment]:
-    """The named experiments, or all.
+    """Return the named experiments, or all.
 
     Raises:
-        ConfigError: an unknown name, with the nearest known one.
+        ConfigError: An unknown name, with the nearest existing one.
     """
-    known = EXPERIMENTS
-    wanted = list(known if names is None else names)
-    for name in wanted:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    names = list(EXPERIMENTS if names is None else names)
+    for name in names:
+        if name not in EXPERIMENTS:
+            near = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(EXPERIMENTS)}"
             raise ConfigError(f"no experiment is called {name!r}: {hint}")
-    return [known[name] for name in wanted]
+    return [EXPERIMENTS[name] for name in names]
 
 
 @dataclass(frozen=True)
 class LabReport:
-    """What `policygrad lab` shows."""
+    """The results that `policygrad lab` shows."""
 
     rows: tuple[tuple[Measurement, Measurement], ...]
     """(on-policy, off-policy) for each algorithm."""
     findings: tuple[Finding, ...]
     group_size: int
     kl: float
-    """Nats a completion between π_old and π_θ, off-policy."""
+    """Nats per completion between π_old and π_θ, off-policy."""
     seed: int
     world: str
-    """In words."""
+    """A description of the setting."""
     parts: tuple[str, ...] = ()
-    """In words, which algorithm each part that is measured was put into."""
+    """For each measured part, a sentence about the algorithm that contains it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that are not finite are null."""
-        rows = [{"name": on.name, "on_policy": _measured(on), "off_policy": _measured(off)} for on, off in self.rows]
+        """Convert to JSON values; numbers that are not finite become null."""
+        rows = [{"name": on.name, "on_policy": _to_row(on), "off_policy": _to_row(off)} for on, off in self.rows]
         return {
             "world": self.world,
             "parts": list(self.parts),
             "group_size": self.group_size,
             "off_policy_kl": self.kl,
             "seed": self.seed,
-            "algorithms": _finite(rows),
-            "findings": _finite([asdict(finding) for finding in self.findings]),
+            "algorithms": _replace_nonfinite(rows),
+            "findings": _replace_nonfinite([asdict(finding) for finding in self.findings]),
         }
 
 
@@ -127,16 +124,16 @@ def build_lab_report(
     seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> LabReport:
-    """Measures the algorithms and runs the experiments (`names`; None = all, () = none).
+    """Measure the algorithms and run the experiments (`names`; None = all, () = none).
 
     Raises:
-        ConfigError: a group size that an algorithm or the lab refuses, a KL below 0, an unknown experiment.
+        ConfigError: A group size that an algorithm or the lab refuses, a negative KL, or an unknown experiment.
     """
-    todo = select_experiments(names)  # a wrong name is said before the work, not after it
+    experiments = select_experiments(names)  # an unknown name fails before the work
     with single_threaded():
         on, off = make_table_settings(kl, seed)
         rows = tuple(compare_on_off_policy(algorithms, on, off, group_size, seed))
-        findings = tuple(experiment(seed) for experiment in todo)
+        findings = tuple(experiment(seed) for experiment in experiments)
     tree = on.world.tree
     p = ", ".join(f"{x:.2f}" for x in on.world.success(on.theta).tolist())
     world = (
@@ -148,7 +145,7 @@ def build_lab_report(
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """The lab's tensors are tiny: threads would only wait for each other."""
+    """Use one torch thread: the lab's tensors are so small that threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -157,15 +154,15 @@ def single_threaded() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _measured(m: Measurement) -> dict[str, Any]:
+def _to_row(m: Measurement) -> dict[str, Any]:
     return {name: value for name, value in asdict(m).items() if name != "name"}
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(v) for key, v in value.items()}
+        return {key: _replace_nonfinite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [_replace_nonfinite(v) for v in value]
     return value

@@ -1,4 +1,4 @@
-"""One situation to measure in: a world, the policy π_θ, the policy π_old that sampled, a reference, a critic of given error."""
+"""A setting to measure in: a world, the policy π_θ, the sampling policy π_old, a reference, and a critic of given error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from policygrad.errors import ConfigError
 from policygrad.lab.sequences import World, derivative
 
 STEP_TOKENS = 2
-"""Tokens of a step of an answer, for the parts that read step ends; the last one may be shorter."""
+"""Tokens per step of an answer, for parts that read step ends; the last step may be shorter."""
 
 
 def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
-    """Why the lab has no step of this algorithm in groups of this size; None = it has."""
+    """Return why the lab cannot measure an algorithm with groups of this size; None = it can."""
     if not any(isinstance(link, Vine) for link in algorithm.advantage):
         try:
             check_sampling(algorithm, group_size, 1.0)
@@ -32,37 +32,37 @@ def unsupported_reason(algorithm: Algorithm, group_size: int = 1) -> str | None:
             return str(error) if group_size > 1 else None
         return None
     return (
-        f"{algorithm.name} trains on single tokens that are tried in the midst of answers (Vine), and the lab's steps are groups "
-        "of whole completions: take trpo, whose single path is one"
+        f"{algorithm.name} trains on single tokens sampled within answers (Vine), but the lab's steps are groups of complete "
+        "completions: use trpo, its single-path variant"
     )
 
 
 def supported_algorithms(algorithms: Mapping[str, Algorithm], group_size: int = 1) -> dict[str, Algorithm]:
-    """Those that the lab has a step of, in groups of this size; of one, nobody is left out, since most rows refuse that."""
+    """Return the algorithms that the lab can measure. At group size 1 none is left out, although most refuse it."""
     return {name: a for name, a in algorithms.items() if unsupported_reason(a, group_size) is None}
 
 
 @dataclass(frozen=True, eq=False)
 class LabSetting:
-    """Where an estimator is measured."""
+    """The setting of a measurement."""
 
     world: World
     theta: Tensor
-    """[P] of π_θ, whose gradient is asked for."""
+    """[P] of π_θ, at which gradients are measured."""
     old: Tensor | None = None
-    """[P] of π_old, which sampled; None = π_θ itself, on-policy."""
+    """[P] of π_old, which samples; None = π_θ itself, on-policy."""
     reference: Tensor | None = None
     """[P] of π_ref; None = π_θ."""
     sampler: Tensor | None = None
-    """[P] of μ, where an engine that is not π_old sampled."""
+    """[P] of μ, if the sampling engine differs from π_old."""
     critic_error: float = 0.0
-    """The critic says V(s) + error·z(s), z standard normal, drawn once for each state."""
+    """The critic returns V(s) + error·z(s), with z standard normal, sampled once for each state."""
     values: Tensor | None = None
-    """[X·S] what the critic says, in place of V + error."""
+    """[X·S] the critic's values, in place of V + error."""
     truncates: bool = False
-    """Whether a completion of the longest length was cut off by the budget; otherwise the budget is one token longer."""
+    """True when completions of maximum length are truncated; otherwise max_tokens is one larger than the length."""
     seed: int = 0
-    """Of the critic's errors."""
+    """Seed of the critic's errors."""
 
     @property
     def old_theta(self) -> Tensor:
@@ -71,7 +71,7 @@ class LabSetting:
 
     @property
     def sampling_theta(self) -> Tensor:
-        """[P] of the policy that completions are drawn from."""
+        """[P] of the policy that samples completions."""
         return self.old_theta if self.sampler is None else self.sampler
 
     @property
@@ -79,77 +79,79 @@ class LabSetting:
         return self.world.tree.length + (not self.truncates)
 
     def prepare(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm in the midst of a run here: open lengths are the budget, a running mean has seen the mean reward J.
+        """Return the algorithm with the state of a run in progress: max_tokens is set, and a running mean equals J.
 
         Raises:
-            ConfigError: an algorithm whose steps are no groups of completions.
+            ConfigError: An algorithm that the lab cannot measure.
         """
-        if why := unsupported_reason(algorithm):
-            raise ConfigError(why)
-        zero, seen = torch.zeros(1, 1).double(), self.world.objective(self.sampling_theta.detach())[None]
-        batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=seen, logp_old=zero, logp_ref=zero)
+        if reason := unsupported_reason(algorithm):
+            raise ConfigError(reason)
+        zero, mean_reward = torch.zeros(1, 1).double(), self.world.objective(self.sampling_theta.detach())[None]
+        batch = Batch(mask=zero == 0, group=torch.zeros(1).long(), reward=mean_reward, logp_old=zero, logp_ref=zero)
         batch = replace(batch, example_id=torch.zeros(1).long())
         algorithm = algorithm.with_max_tokens(self.max_tokens)
         return algorithm.with_state(algorithm.update_state(algorithm.init_state(), batch))
 
     def enumerate_batch(self, algorithm: Algorithm) -> Batch:
-        """Every completion of every prompt once, [X·N, L], with the fields that the algorithm reads."""
+        """Return all completions of all prompts, [X·N, L], with the fields that the algorithm needs."""
         world, old = self.world, self.old_theta
-        said = algorithm.old_policy == "sampler"  # π_old := μ
-        reads = set(algorithm.all_needs) | ({"logp_old"} if self.old is not None or said else set())
+        from_sampler = algorithm.old_policy == "sampler"  # π_old := μ
+        needs = set(algorithm.all_needs) | ({"logp_old"} if self.old is not None or from_sampler else set())
         if any(link.samples_values for link in algorithm.advantage):
-            reads.add("values")  # a rollout would sample them
+            needs.add("values")  # a rollout would sample them
         batch = Batch(
             mask=world.mask,
             group=torch.arange(world.prompts).repeat_interleave(world.tree.size),
             truncated=world.tree.truncated.repeat(world.prompts) if self.truncates else None,
-            **self.reward_fields(reads),
+            **self.reward_fields(needs),
         )
         reference = self.theta if self.reference is None else self.reference
         thetas = {
-            "logp_old": self.sampling_theta if said else old,
+            "logp_old": self.sampling_theta if from_sampler else old,
             "logp_ref": reference,
             "logp_sampler": self.sampling_theta,
         }
-        filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in reads}
-        if "grad_logp_sq_norm" in reads:
+        filled: dict[str, Any] = {n: world.token_logp(t).detach() for n, t in thetas.items() if n in needs}
+        if "grad_logp_sq_norm" in needs:
             filled["grad_logp_sq_norm"] = world.scores(old).square().sum(1)
-        if "baseline" in reads:  # the greedy completion's reward, at each completion of its prompt
+        if "baseline" in needs:  # the greedy completion's reward, at each completion of its prompt
             best = (world.reward * world.greedy(self.sampling_theta)).sum(1)
             filled["baseline"] = best.repeat_interleave(world.tree.size)
-        if "example_id" in reads:
+        if "example_id" in needs:
             filled["example_id"] = batch.group
-        if "step_end" in reads:
+        if "step_end" in needs:
             last = torch.arange(world.tree.length) == batch.lengths[:, None] - 1
             filled["step_end"] = world.mask & (last | ((torch.arange(world.tree.length) + 1) % STEP_TOKENS == 0))
         if algorithm.reward_model is not None:
-            filled["implicit_reward"] = self._implicit(algorithm.reward_model.beta, reference)
-        if "rewards" in reads:  # the world's reward is all there is
+            filled["implicit_reward"] = self._implicit_reward(algorithm.reward_model.beta, reference)
+        if "rewards" in needs:  # the world has a single reward
             filled |= {"rewards": batch.reward[:, None], "reward_names": ("reward",), "reward_weights": (1.0,)}
-        if "demonstration" in reads:  # steps are of samples alone
+        if "demonstration" in needs:  # there are samples only
             filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)
-        return replace(batch, values=self._values(algorithm, batch, old)) if "values" in reads else batch
+        return replace(batch, values=self._critic_values(algorithm, batch, old)) if "values" in needs else batch
 
-    def reward_fields(self, reads: Set[str]) -> dict[str, Any]:
-        """`reward` [X·N], and of `token_reward` and `anchor` [X·N, L] what is read: here one turn, all of it the outcome's."""
-        nothing = torch.zeros(self.world.mask.shape, dtype=torch.float64)
-        of_tokens = {"token_reward": nothing, "turn_state": nothing.long()}
-        return {"reward": self.world.reward.flatten()} | {name: x for name, x in of_tokens.items() if name in reads}
+    def reward_fields(self, needs: Set[str]) -> dict[str, Any]:
+        """Return `reward` [X·N], and `token_reward` and `turn_state` [X·N, L] if needed: here one turn, without turn rewards."""
+        zeros = torch.zeros(self.world.mask.shape, dtype=torch.float64)
+        token_fields = {"token_reward": zeros, "turn_state": zeros.long()}
+        return {"reward": self.world.reward.flatten()} | {name: x for name, x in token_fields.items() if name in needs}
 
-    def _implicit(self, beta: float, reference: Tensor) -> Tensor:
-        """[X·N, L] r_φ(o_t) of a reward model that has learned the rewards: v(prefix and o_t) − v(prefix), v(s) =
-        β·log E_{π_ref}[exp(R/β) | s]. Source: Cui et al. 2025 (PRIME), app. C.1."""
+    def _implicit_reward(self, beta: float, reference: Tensor) -> Tensor:
+        """[X·N, L] r_φ(o_t) of a reward model that has learned the rewards: v(prefix and o_t) − v(prefix).
+
+        v(s) = β·log E_{π_ref}[exp(R/β) | s]. Source: Cui et al. 2025 (PRIME), app. C.1.
+        """
         world, reward = self.world, self.world.reward.flatten()
-        best = reward.max()  # taken off, so that no exponential overflows
+        best = reward.max()  # subtracted, so that no exponential overflows
         soft = world.values(reference, ((reward - best) / beta).exp()[:, None].expand(world.mask.shape))
         value = best + beta * soft.log()[world.state]
         last = torch.arange(world.tree.length) == world.mask.sum(1, keepdim=True) - 1
         after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
         return torch.where(world.mask, after - value, 0)
 
-    def _values(self, algorithm: Algorithm, batch: Batch, old: Tensor) -> Tensor:
-        """[X·N, L] of the rewards after shaping, under π_old."""
+    def _critic_values(self, algorithm: Algorithm, batch: Batch, old: Tensor) -> Tensor:
+        """[X·N, L] values of the shaped rewards under π_old, with the critic's error."""
         values = self.values
         if values is None:
             values = self.world.values(old, reward_to_go(algorithm.shape_rewards(batch)))
@@ -158,23 +160,22 @@ class LabSetting:
         return values[self.world.state]
 
     def true_gradient(self, algorithm: Algorithm) -> Tensor:
-        """[P] ∇J of the objective that the algorithm states: E of the shaped reward less β·KL(π_θ‖π_ref) of whole completions.
+        """[P] ∇J of the algorithm's objective: the expected shaped reward less β·KL(π_θ‖π_ref) of complete completions.
 
-        A KL to the reference in the loss is read as that KL, and so is learning from a teacher, with no reward beside it. What
-        other terms ask for (entropy, self-imitation, the KL to
-        π_old) is no part of J, and so is bias.
+        A KL to the reference in the loss counts as that KL, and so does learning from a teacher, then without a reward. Other terms
+        (entropy, self-imitation, the KL to π_old) are not part of J, so their contribution is bias.
         """
-        return self.world.gradient(self.theta, self._stated(algorithm))
+        return self.world.gradient(self.theta, self._objective_reward(algorithm))
 
     def true_gradient_at(self, algorithm: Algorithm, prompt: int) -> Tensor:
-        """[P] the same for one prompt alone."""
-        reward = self._stated(algorithm)
+        """[P] ∇J of one prompt."""
+        reward = self._objective_reward(algorithm)
         return derivative(lambda theta: self.world.success(theta, reward)[prompt], self.theta)
 
-    def _stated(self, algorithm: Algorithm) -> Tensor:
-        """[X, N] the reward whose expectation the algorithm says it maximises."""
+    def _objective_reward(self, algorithm: Algorithm) -> Tensor:
+        """[X, N] the reward whose expectation is the algorithm's objective."""
         algorithm = self.prepare(algorithm)
-        # At π_old = π_θ the penalty's own derivative has expectation 0, so that it may stand still.
+        # At π_old = π_θ the derivative of the penalty itself has expectation 0, so the penalty may be constant.
         batch = algorithm.shape_rewards(replace(self, old=self.theta, sampler=None).enumerate_batch(algorithm))
         if not algorithm.reads_reward:
             batch = replace(batch, reward=torch.zeros_like(batch.reward), token_reward=None)
@@ -185,7 +186,7 @@ class LabSetting:
         return total_rewards(batch).reshape(self.world.prompts, -1)
 
     def forward(self, algorithm: Algorithm) -> Forward:
-        """[X·N, L] log π_θ, and entropy and KL(π_old‖π_θ) where a loss term or a choice reads them, with the graph of `theta`."""
+        """[X·N, L] log π_θ, and the exact quantities that loss terms and token selection need, with the graph of `theta`."""
         now = self.world.conditionals(self.theta)
         old = self.world.conditionals(self.old_theta)
         reference = self.world.conditionals(self.theta if self.reference is None else self.reference)

@@ -1,4 +1,4 @@
-"""The theory of trust regions, checked on random Markov decision processes. All exact."""
+"""Theorems on trust regions, checked on random Markov decision processes. All exact."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ EXACT = 1e-10
 PROBLEMS = 20
 
 
-def _logits(mdp: TabularMDP, seed: int) -> Tensor:
+def _random_logits(mdp: TabularMDP, seed: int) -> Tensor:
     """[S, A] standard normal."""
     return torch.randn(mdp.reward.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _pairs(seed: int, scale: float = 1.0) -> list[tuple[TabularMDP, Tensor, Tensor]]:
-    """Random problems with two policies, the second `scale` away in the logits."""
-    found = []
+def _random_pairs(seed: int, scale: float = 1.0) -> list[tuple[TabularMDP, Tensor, Tensor]]:
+    """Return random problems with two policies, the second `scale` away in the logits."""
+    pairs = []
     for k in range(seed * PROBLEMS, (seed + 1) * PROBLEMS):
         mdp = random_mdp(4 + k % 3, 2 + k % 3, (0.5, 0.9, 0.99)[k % 3], seed=k)
-        theta = _logits(mdp, 2 * k)
-        found.append((mdp, softmax(theta), softmax(theta + scale * _logits(mdp, 2 * k + 1))))
-    return found
+        theta = _random_logits(mdp, 2 * k)
+        pairs.append((mdp, softmax(theta), softmax(theta + scale * _random_logits(mdp, 2 * k + 1))))
+    return pairs
 
 
 def performance_difference(seed: int = 0) -> Finding:
     """J(π') − J(π) = Σ_s d_π'(s) Σ_a π'(a|s) A_π(s, a). Source: Kakade & Langford 2002, lemma 6.1."""
     worst, biggest = 0.0, 0.0
-    for mdp, old, new in _pairs(seed):
+    for mdp, old, new in _random_pairs(seed):
         before, after = solve(mdp, old), solve(mdp, new)
         difference = float(after.objective - before.objective)
         identity = float((after.occupancy[:, None] * new * before.advantage).sum())
@@ -46,8 +46,8 @@ def performance_difference(seed: int = 0) -> Finding:
         "performance_difference",
         "J(π') − J(π) is the advantage of π, summed where π' goes.",
         holds,
-        f"On {PROBLEMS} random problems both sides {choose_text(holds, 'agree', 'differ')}: the largest difference is {worst:.0e}, of "
-        f"changes up to {biggest:.2f}.",
+        f"On {PROBLEMS} random problems both sides {choose_text(holds, 'agree', 'differ')}: the largest difference is "
+        f"{worst:.0e}, of changes up to {biggest:.2f}.",
         {"difference": worst},
     )
 
@@ -55,22 +55,22 @@ def performance_difference(seed: int = 0) -> Finding:
 def surrogate_matches(seed: int = 0) -> Finding:
     """L_old(π) = J(π) and ∇L_old = ∇J at π = π_old. Source: Schulman et al. 2015, eq. 4."""
     value, slope, theorem = 0.0, 0.0, 0.0
-    for mdp, old, _ in _pairs(seed):
+    for mdp, old, _ in _random_pairs(seed):
         theta = old.log()
         truth = exact.objective_gradient(mdp, theta)
         moving = theta.clone().requires_grad_()
         level = exact.surrogate_value(mdp, old, softmax(moving))
-        found = torch.autograd.grad(level, moving)[0]
+        gradient = torch.autograd.grad(level, moving)[0]
         value = max(value, abs(float(level.detach()) - float(solve(mdp, old).objective)))
-        slope = max(slope, float((found - truth).abs().max()))
+        slope = max(slope, float((gradient - truth).abs().max()))
         theorem = max(theorem, float((exact.policy_gradient_theorem(mdp, theta) - truth).abs().max()))
     holds = max(value, slope, theorem) < EXACT
     return Finding(
         "surrogate_matches",
         "At π_old the surrogate has J's value and J's gradient.",
         holds,
-        f"Value and gradient {choose_text(holds, 'match', 'do not match')} to {value:.0e} and {slope:.0e}; the policy-gradient theorem "
-        f"and differentiating the linear solve agree to {theorem:.0e}.",
+        f"Value and gradient {choose_text(holds, 'match', 'do not match')} to {value:.0e} and {slope:.0e}; the policy-gradient "
+        f"theorem and differentiating the linear solve agree to {theorem:.0e}.",
         {"value": value, "gradient": slope, "theorem": theorem},
     )
 
@@ -81,7 +81,7 @@ def trust_region_bound(seed: int = 0) -> Finding:
     violated = 0
     for scale in distances:
         slack = []
-        for mdp, old, new in _pairs(seed, scale):
+        for mdp, old, new in _random_pairs(seed, scale):
             reached = float(solve(mdp, new).objective)
             by_kl, by_tv = exact.improvement_bound(mdp, old, new)
             violated += by_tv > reached + EXACT or by_kl > by_tv + EXACT
@@ -92,9 +92,9 @@ def trust_region_bound(seed: int = 0) -> Finding:
         "trust_region_bound",
         "J(π) ≥ L(π) − 4εγ/(1−γ)²·max KL, and the form in total variation is tighter.",
         holds,
-        f"{choose_text(holds, 'Never', f'{violated} times')} violated on {PROBLEMS * len(distances)} pairs of policies. It is far from "
-        f"tight: the median of J − bound is {_listed(gap[d][0] for d in distances)} in the KL form and "
-        f"{_listed(gap[d][1] for d in distances)} in the other, for logits moved by {_listed(distances)}.",
+        f"{choose_text(holds, 'Never', f'{violated} times')} violated on {PROBLEMS * len(distances)} pairs of policies. It is "
+        f"far from tight: the median of J − bound is {_format_numbers(gap[d][0] for d in distances)} in the KL form and "
+        f"{_format_numbers(gap[d][1] for d in distances)} in the other, for logits moved by {_format_numbers(distances)}.",
         {"violated": float(violated)},
         curves={
             "distance": distances,
@@ -104,7 +104,7 @@ def trust_region_bound(seed: int = 0) -> Finding:
     )
 
 
-def _listed(values: Iterable[float]) -> str:
+def _format_numbers(values: Iterable[float]) -> str:
     return ", ".join(f"{x:.2g}" if x < 100 else f"{x:.0f}" for x in values)
 
 
@@ -114,7 +114,7 @@ def conservative_mixture(seed: int = 0) -> Finding:
     𝔸 = Σ_s d(s) Σ_a π*(a|s) A(s, a), d unnormalised. Source: Kakade & Langford 2002; Schulman et al. 2015, eq. 6.
     """
     violated, worse, gains = 0, 0, []
-    for mdp, old, _ in _pairs(seed):
+    for mdp, old, _ in _random_pairs(seed):
         before = solve(mdp, old)
         greedy = torch.nn.functional.one_hot(before.q.argmax(1), mdp.actions).double()
         mean = (greedy * before.advantage).sum(1)
@@ -143,7 +143,7 @@ def conservative_mixture(seed: int = 0) -> Finding:
 def natural_invariance(seed: int = 0) -> Finding:
     """θ = Mφ: F_φ⁻¹∇_φJ maps to F_θ⁻¹∇_θJ; the gradient in φ does not. Source: Kakade 2001; Amari 1998."""
     natural, plain = list[float](), list[float]()
-    for mdp, old, _ in _pairs(seed):
+    for mdp, old, _ in _random_pairs(seed):
         size = mdp.states * mdp.actions
         generator = torch.Generator().manual_seed(seed)
         change = torch.eye(size).double() + 0.3 * torch.randn(size, size, generator=generator, dtype=torch.float64)
@@ -156,11 +156,11 @@ def natural_invariance(seed: int = 0) -> Finding:
     holds = min(natural) > 1 - 1e-6
     return Finding(
         "natural_invariance",
-        "The natural gradient changes the policy alike however it is parametrised; the gradient does not.",
+        "The natural gradient changes the policy equally in any parametrisation; the gradient does not.",
         holds,
         f"Under a random linear change of parameters the policy's change keeps a cosine of at least {min(natural):.8f} along the "
-        f"natural gradient, {choose_text(holds, 'the same to rounding', 'not the same')}, and of {min(plain):.3f} to {max(plain):.3f} "
-        f"along the gradient.",
+        f"natural gradient, {choose_text(holds, 'the same to rounding', 'not the same')}, and of {min(plain):.3f} to "
+        f"{max(plain):.3f} along the gradient.",
         {"natural": min(natural), "gradient_least": min(plain)},
     )
 
@@ -176,28 +176,28 @@ def monotonic_improvement(seed: int = 0) -> Finding:
     problems = {"chain": chain(), "grid": gridworld(), "random": random_mdp(seed=seed)}
     steps, falls, covered, gain = 40, 0, 0, dict[str, tuple[float, float]]()
     for name, mdp in problems.items():
-        problem = ExactProblem(mdp, 0.1 * _logits(mdp, seed))
+        problem = ExactProblem(mdp, 0.1 * _random_logits(mdp, seed))
         for _ in range(steps):
             TrustRegion(0.01, damping=1e-6, cg_iters=50)(problem)
         falls += sum(b < a - EXACT for a, b in pairwise(problem.history))
         gain[name] = (problem.history[0], problem.history[-1])
         covered += _bounded_run(mdp, seed)
     holds = falls == 0 and covered == 0
-    told = ", ".join(f"{name} {a:.3f} to {b:.3f}" for name, (a, b) in gain.items())
+    ranges = ", ".join(f"{name} {a:.3f} to {b:.3f}" for name, (a, b) in gain.items())
     return Finding(
         "monotonic_improvement",
         "Exact trust-region steps improve J step by step.",
         holds,
-        f"With δ = 0.01, which no bound covers, J {choose_text(falls == 0, 'never falls', f'falls {falls} times')} in {steps} steps "
-        f"each ({told}). Steps so short that the bound promises a gain "
+        f"With δ = 0.01, which no bound covers, J {choose_text(falls == 0, 'never falls', f'falls {falls} times')} in {steps} "
+        f"steps each ({ranges}). Steps so short that the bound promises a gain "
         f"{choose_text(covered == 0, 'never lower J', f'lower J {covered} times')}.",
         {"falls": float(falls), "falls_bounded": float(covered)},
     )
 
 
 def _bounded_run(mdp: TabularMDP, seed: int, steps: int = 10) -> int:
-    """How often J falls along steps that raise M(π) = L(π) − C·max KL, the natural direction halved until they do."""
-    theta, falls = 0.1 * _logits(mdp, seed), 0
+    """Count how often J falls along steps that raise M(π) = L(π) − C·max KL: natural gradients, halved until they do."""
+    theta, falls = 0.1 * _random_logits(mdp, seed), 0
     for _ in range(steps):
         old = softmax(theta)
         before, step = float(solve(mdp, old).objective), exact.natural_gradient(mdp, theta)
@@ -210,19 +210,21 @@ def _bounded_run(mdp: TabularMDP, seed: int, steps: int = 10) -> int:
 
 def occupancy_sum(seed: int = 0) -> Finding:
     """Σ_s d(s) = 1/(1−γ); over a horizon of H steps Σ_{t<H} γ^t."""
-    worst = max(abs(float(solve(mdp, old).occupancy.sum()) * (1 - mdp.gamma) - 1) for mdp, old, _ in _pairs(seed))
+    worst = max(
+        abs(float(solve(mdp, old).occupancy.sum()) * (1 - mdp.gamma) - 1) for mdp, old, _ in _random_pairs(seed)
+    )
     finite = 0.0
     for steps in (1, 5, 20):
         mdp = random_mdp(seed=seed).with_horizon(steps)
-        finite = max(finite, abs(float(solve(mdp, softmax(_logits(mdp, seed))).occupancy.sum()) - steps))
+        finite = max(finite, abs(float(solve(mdp, softmax(_random_logits(mdp, seed))).occupancy.sum()) - steps))
     undiscounted = replace(random_mdp(seed=seed), gamma=0.0)
-    first = float(solve(undiscounted, softmax(_logits(undiscounted, seed))).occupancy.sum())
+    first = float(solve(undiscounted, softmax(_random_logits(undiscounted, seed))).occupancy.sum())
     holds = max(worst, finite, abs(first - 1)) < 1e-9
     return Finding(
         "occupancy_sum",
         "The unnormalised discounted occupancy sums to 1/(1−γ).",
         holds,
-        f"It {choose_text(holds, 'does', 'does not')}, to {worst:.0e} relative on {PROBLEMS} random problems (γ up to 0.99), and to H "
-        f"over a horizon of H steps at γ = 1, to {finite:.0e}.",
+        f"It {choose_text(holds, 'does', 'does not')}, to {worst:.0e} relative on {PROBLEMS} random problems (γ up to 0.99), "
+        f"and to H over a horizon of H steps at γ = 1, to {finite:.0e}.",
         {"relative": worst, "finite": finite},
     )

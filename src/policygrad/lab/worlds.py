@@ -1,4 +1,4 @@
-"""The worlds that the lab's table and findings are measured in."""
+"""The settings of the lab's table and findings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DIFFICULTY = (0.15, 0.5, 0.85)
 CRITIC_ERROR = 0.1
 REFERENCE_KL = 0.02
 OFF_POLICY_KL = 0.05
-"""Nats a completion between π_old and π_θ, off-policy."""
+"""Nats per completion between π_old and π_θ, off-policy."""
 
 
 def make_table_settings(kl: float = OFF_POLICY_KL, seed: int = 0) -> tuple[LabSetting, LabSetting]:
-    """(on-policy, off-policy): three prompts of unequal difficulty, 15 completions of up to 3 tokens each, shared parameters.
+    """Return (on-policy, off-policy): three prompts of unequal difficulty, 15 completions of up to 3 tokens, shared parameters.
 
-    One π_old samples in both; off-policy π_θ is `kl` nats away from it, in a random direction. π_ref is another such move of
-    0.02 nats away; the critic errs by 0.1.
+    The same π_old samples in both; off-policy, π_θ is `kl` nats away from it in a random direction. π_ref is 0.02 nats away in
+    another direction. The critic's error has a standard deviation of 0.1.
     """
     tree = PrefixTree(3, 3)
     policy = Bigram(tree, len(DIFFICULTY))
@@ -37,7 +37,7 @@ def make_table_settings(kl: float = OFF_POLICY_KL, seed: int = 0) -> tuple[LabSe
 
 
 def one_prompt(length: int = 3, p: float = 0.4, seed: int = 0, vocabulary: int = 3) -> LabSetting:
-    """One prompt, a table of logits, a random set of right answers of probability about p; on-policy."""
+    """Return one prompt on-policy: a table of logits, and a random set of right answers with probability about p."""
     tree = PrefixTree(vocabulary, length)
     policy = TabularPolicy(tree)
     theta = policy.initial(seed)
@@ -45,20 +45,25 @@ def one_prompt(length: int = 3, p: float = 0.4, seed: int = 0, vocabulary: int =
 
 
 def two_answers(p: float, rewards: Sequence[float] = (0.0, 1.0)) -> LabSetting:
-    """One token: EOS, or the answer that pays the second reward, which has probability p."""
+    """Return one prompt with one token: EOS, or the answer with the second reward, which has probability p."""
     tree = PrefixTree(2, 1)
     theta = torch.tensor([0.0, math.log(p / (1 - p))], dtype=torch.float64)
     return LabSetting(World(tree, torch.tensor([list(rewards)], dtype=torch.float64), TabularPolicy(tree)), theta)
 
 
-def walk_setting(turns: int = 3, gamma: float = 1.0, seed: int = 0, game: Walk = Walk()) -> ConversationSetting:  # noqa: B008, frozen
-    """Conversations of up to so many turns with a world that may draw, a logit for each history; J discounts by γ per turn."""
+def walk_setting(
+    turns: int = 3,
+    gamma: float = 1.0,
+    seed: int = 0,
+    game: Walk = Walk(),  # noqa: B008  frozen
+) -> ConversationSetting:
+    """Return conversations with the game `Walk`, with a logit for each history; J discounts by γ per turn."""
     tree = EpisodeTree(length=3 * turns, game=game)
     policy = TabularPolicy(tree)
     return ConversationSetting(ConversationWorld.from_tree(tree, policy, gamma), policy.initial(seed))
 
 
 def directional_growth(setting: LabSetting, gradient: Tensor, direction: Tensor) -> float:
-    """How fast a quantity with this gradient grows along `direction`, where J grows by ‖∇J‖² along it."""
+    """Return the growth of a quantity with this gradient along a multiple of `direction` along which J grows by ‖∇J‖²."""
     truth = setting.world.gradient(setting.theta)
     return float(gradient @ direction) * float(truth @ truth) / float(truth @ direction)

@@ -212,7 +212,7 @@ def load_reference(
         count, ids = len({t for t, _ in odd}), [vocabulary.get(token, "no token") for vocabulary in (ours, theirs)]
         raise ModelError(
             f"the reference {name!r} reads the policy's token ids, but its vocabulary differs in {count} tokens: {token!r}, for "
-            f"example, is {ids[0]} in the policy's and {ids[1]} in its own. Use a model with the policy's tokenizer, for example of "
-            "the same family"
+            f"example, is {ids[0]} in the policy's and {ids[1]} in its own. Use a model with the policy's tokenizer, for "
+            "example of the same family"
         )
     return model

@@ -1,1 +1,1 @@
-"""What a run will take, before it is begun: memory, seconds, money. Arithmetic on shapes and published figures, without torch."""
+"""Capacity planning before a run: memory, seconds and cost, by arithmetic on shapes and published figures, without torch."""

@@ -1,4 +1,4 @@
-"""How a run is spread over devices, and in what precision."""
+"""Memory and time of one training step, computed from a model's shape, a parallel layout and a device's figures."""
 
 from __future__ import annotations
 
@@ -14,133 +14,133 @@ from policygrad.planning.model_shapes import ModelShape
 from policygrad.planning.pipeline import SamplerSpeed
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}
-"""Bytes of a number."""
 MICRO_TOKENS = 16384
-"""Tokens of a micro-batch on a GPU, as `--learner.micro-tokens` leaves it."""
+"""Tokens per micro-batch on a GPU: the default of `--learner.micro-tokens`."""
 MICRO_TOKENS_CPU = 1024
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Learners spread weights, gradients and moments among them (FSDP2); samplers have the policy whole, or a share of each layer.
+    """How a run is spread over devices, and in what precision.
+
+    Learners shard weights, gradients and moments (FSDP2); each sampler holds the full policy, or a share of every layer.
 
     Raises:
-        ConfigError: what does not go together.
+        ConfigError: the values contradict each other.
     """
 
     gpus: int
     samplers: int = 0
-    """Devices of these that only draw; 0 = all draw and learn, in turns."""
+    """Devices that only sample; 0 = every device alternates between sampling and learning."""
     tensor_parallel: int = 1
-    """Devices that a sampler's layers are spread over (tensor parallel)."""
+    """Devices that each sampler's layers are split over."""
     max_staleness: int = 0
-    """Rollouts that the samplers may be ahead, where they are apart."""
+    """Rollouts by which disaggregated samplers may run ahead."""
     dtype: str = "bf16"
-    """That is computed in; masters, gradients and moments are float32."""
+    """Compute precision; master weights, gradients and moments are float32."""
     checkpointing: bool = False
-    """Activations are computed once more on the way back (`--learner.gradient-checkpointing`)."""
+    """Recompute activations in the backward pass (`--learner.gradient-checkpointing`)."""
     micro_tokens: int = MICRO_TOKENS
-    """Of a forward and backward pass of a learner; a text is never split."""
+    """Tokens per forward and backward pass of a learner; a sequence is never split."""
     decode_rows: int = 512
-    """Completions that one sampler draws at once, at most."""
+    """Maximum completions that one sampler generates at once."""
     shares_prompts: bool = True
-    """A prompt is computed once for its group, as this library does."""
+    """A prompt is computed once for its group, as in this library."""
     keeps_full_policy: bool = True
-    """A learner has the policy whole beside its share, to draw with, as this library's own sampler does; False = an engine draws,
-    which alone has it."""
+    """Each learner also keeps the full policy for sampling, as this library's own sampler needs; False = an engine samples and is
+    the only one to hold it."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tensor", "micro_tokens", "decode_rows"):
+        for name in ("gpus", "tensor_parallel", "micro_tokens", "decode_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
         if self.samplers < 0 or self.max_staleness < 0:
             raise ConfigError(
-                f"--samplers and --max-staleness are at least 0, not {self.samplers} and {self.max_staleness}"
+                f"--samplers and --max-staleness must be at least 0, not {self.samplers} and {self.max_staleness}"
             )
         if self.samplers >= self.gpus:
             raise ConfigError(
-                f"--samplers {self.samplers} of {self.gpus} devices leave none to learn: give at most {self.gpus - 1}"
+                f"--samplers {self.samplers} of {self.gpus} devices leaves none to learn. Use at most {self.gpus - 1}."
             )
         if self.sampling_devices % self.tensor_parallel:
             raise ConfigError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.sampling_devices} devices that draw: give a divisor of it"
+                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.sampling_devices} sampling devices. Use a "
+                "divisor."
             )
 
     @property
     def is_disaggregated(self) -> bool:
-        """Whether samplers have devices of their own."""
+        """True if samplers have devices of their own."""
         return self.samplers > 0
 
     @property
     def learning_devices(self) -> int:
-        """Devices that learn."""
         return self.gpus - self.samplers
 
     @property
     def sampling_devices(self) -> int:
-        """Devices that draw."""
         return self.samplers or self.gpus
 
     @property
     def num_samplers(self) -> int:
-        """Samplers, of `tensor` devices each."""
+        """Samplers, of `tensor_parallel` devices each."""
         return self.sampling_devices // self.tensor_parallel
 
     @property
     def bytes_per_number(self) -> int:
-        """Bytes of a number that is computed with."""
+        """Bytes per number in the compute precision."""
         return DTYPE_BYTES[self.dtype]
 
 
-# What is done in a step: how many completions of which lengths, and what an algorithm asks of them.
+# The work of one step: how many completions of which lengths, and what the algorithm does with them.
 
 GOLDEN_RATIO = 0.618
 
 
 @dataclass(frozen=True)
 class AlgorithmCost:
-    """What an algorithm asks for besides sampling and the policy's gradient."""
+    """Models, passes and updates that an algorithm needs besides sampling."""
 
     name: str = ""
     trained_models: int = 1
     """Models that train: the policy, a critic with a backbone of its own, a reward model."""
     frozen_models: int = 0
-    """Models beside them that only evaluate: the reference."""
+    """Models that are only evaluated: the reference."""
     scoring_passes: int = 0
-    """Times that a rollout is read by some model before it is learned: log π_old, log π_ref, values."""
+    """Forward passes over a rollout before learning: log π_old, log π_ref, values."""
     epochs: int = 1
-    """Times that a rollout is learned from."""
+    """Passes of learning over each rollout."""
     updates: int = 1
-    """Optimiser steps of a rollout."""
+    """Optimizer steps per rollout."""
     stale_scoring_passes: int = 0
-    """Times that it is read besides where samples are older than the weights: log π_old, to correct for that."""
+    """Further forward passes when samples are older than the weights: log π_old, for the correction."""
     recomputes_head: bool = False
-    """The logits are computed once more on the way back, as the gradient to log π is not known on the way there."""
+    """Logits are computed again in the backward pass: the gradient of log π is not known in the forward pass."""
     samples_per_prompt: int = 8
-    """G, completions of a prompt, where nobody says otherwise."""
+    """G, the algorithm's default number of completions per prompt."""
     uncounted: tuple[str, ...] = ()
-    """What it does besides that no plan counts, in words."""
+    """Costs that no plan counts, in words."""
 
     def scoring_passes_at(self, staleness: int) -> int:
-        """Passes over a rollout before it is learned."""
+        """Forward passes over a rollout before learning, at this staleness."""
         return self.scoring_passes + (self.stale_scoring_passes if staleness else 0)
 
     def recomputes_head_at(self, staleness: int) -> bool:
-        """Whether logits are computed again on the way back."""
+        """True if logits are computed again in the backward pass, at this staleness."""
         return self.recomputes_head or (staleness > 0 and self.stale_scoring_passes > 0)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step's completions.
+    """Prompts and completions of one step.
 
-    Their lengths are those of a policy that ends with the same probability at every token, cut off at `budget`: geometric, or in
-    the limit exponential, with the mean that is given. Equal quantiles of that stand for the draws.
+    Completion lengths follow a policy that ends with the same probability at every token, cut off at `max_completion_tokens`:
+    geometric, or in the limit exponential, with the given mean. Equal quantiles of that distribution replace random samples.
 
     Raises:
-        ConfigError: numbers below 1, or a mean above the budget.
+        ConfigError: a number is below 1, or the mean exceeds the maximum.
     """
 
     prompts: int
@@ -150,36 +150,35 @@ class Workload:
     completion_tokens: float
     """Mean tokens of a completion."""
     max_completion_tokens: int
-    """Tokens of a completion, at most."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "samples_per_prompt", "prompt_tokens", "completion_tokens", "max_completion_tokens"):
             if not getattr(self, name) >= 1:
-                raise ConfigError(f"a step's {name} must be at least 1, not {getattr(self, name):g}")
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name):g}")
         if self.completion_tokens > self.max_completion_tokens:
             raise ConfigError(
-                f"completions of {self.completion_tokens:g} tokens in the mean are more than the {self.max_completion_tokens} that one may have: give a "
-                "larger --context, or a smaller --completion"
+                f"a mean completion of {self.completion_tokens:g} tokens is more than the maximum of {self.max_completion_tokens}. "
+                "Raise --context, or lower --completion."
             )
 
     @property
     def num_completions(self) -> int:
-        """Of a step."""
         return self.prompts * self.samples_per_prompt
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest text."""
+        """Tokens of the longest sequence."""
         return self.prompt_tokens + self.max_completion_tokens
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each completion, long and short ones mixed."""
-        count, scale = (
-            self.num_completions,
-            _scale(self.completion_tokens / self.max_completion_tokens) * self.max_completion_tokens,
-        )
-        ordered = [_quantile((i + 0.5) / count, scale, self.max_completion_tokens) for i in range(count)]
+        """Tokens of each completion, with long and short ones interleaved."""
+        count, limit = self.num_completions, self.max_completion_tokens
+        scale = _exponential_scale(self.completion_tokens / limit) * limit
+        ordered = [
+            limit if math.isinf(scale) else max(1, min(limit, round(-scale * math.log(1 - (i + 0.5) / count))))
+            for i in range(count)
+        ]
         stride = next(s for s in range(max(1, round(count * GOLDEN_RATIO)), 2 * count + 2) if math.gcd(s, count) == 1)
         return tuple(ordered[i * stride % count] for i in range(count))
 
@@ -188,43 +187,35 @@ class Workload:
         """Tokens of all completions."""
         return sum(self.lengths)
 
-    def count_tokens(self, shared: bool = True) -> TokenCounts:
-        """That a learner computes, each prompt once for its group, or with every completion anew."""
-        count, whole, squares = self.num_completions, self.sampled_tokens, sum(n * n for n in self.lengths)
-        copies = self.prompts if shared else count
-        nodes = copies * self.prompt_tokens + whole - count  # nobody asks what comes after the last token
-        pairs = (
-            copies * self.prompt_tokens * (self.prompt_tokens + 1) / 2
-            + (whole - count) * self.prompt_tokens
-            + (squares - whole) / 2
-        )
-        return TokenCounts(nodes, pairs, copies + whole - count)
+    def count_tokens(self, shares_prompts: bool = True) -> TokenCounts:
+        """Count what a learner computes, with each prompt once per group or once per completion."""
+        count, sampled, squares = self.num_completions, self.sampled_tokens, sum(n * n for n in self.lengths)
+        copies = self.prompts if shares_prompts else count
+        layer_tokens = copies * self.prompt_tokens + sampled - count  # the last token predicts nothing
+        pairs = copies * self.prompt_tokens * (self.prompt_tokens + 1) / 2
+        pairs += (sampled - count) * self.prompt_tokens + (squares - sampled) / 2
+        return TokenCounts(layer_tokens, pairs, copies + sampled - count)
 
     @cached_property
     def mean_attended_tokens(self) -> float:
-        """Tokens that a drawn one attends to, in the mean over all that are drawn."""
+        """Mean number of tokens that a sampled token attends to."""
         return self.prompt_tokens + sum(n * n for n in self.lengths) / (2 * self.sampled_tokens)
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What is computed of some texts."""
+    """Amounts of computation over a set of sequences."""
 
     layer_tokens: float
     """Tokens that go through the layers."""
     attention_pairs: float
-    """Of a token and one that it attends to."""
+    """Pairs of a token and one that it attends to."""
     head_tokens: float
-    """Tokens that go through the head."""
+    """Tokens that go through the output head."""
 
 
-def _quantile(q: float, scale: float, budget: int) -> int:
-    """Of an exponential cut off at the budget; at least one token."""
-    return budget if math.isinf(scale) else max(1, min(budget, round(-scale * math.log(1 - q))))
-
-
-def _scale(share: float) -> float:
-    """θ over the budget, of an exponential with mean θ (1 − e^(−1/θ)) when it is cut off there; by bisection."""
+def _exponential_scale(share: float) -> float:
+    """Return θ as a fraction of the cut-off, for a cut-off exponential whose mean θ (1 − e^(−1/θ)) is `share`; by bisection."""
     if share >= 1 - 1e-9:
         return math.inf
     low, high = 1e-9, 1e9
@@ -234,38 +225,38 @@ def _scale(share: float) -> float:
     return high
 
 
-# Bytes on one device, by what they are for.
+# Memory of one device.
 #
-# A learner's, of R that share P parameters: masters, gradients and two moments of AdamW in float32, 16 P/R; the layers that are
-# gathered; the reference, 4 P/R; and what a micro-batch keeps for its way back. A sampler's: its share of the weights, and the keys
-# and values of the completions that it draws at once.
+# A learner, one of R that share P parameters, holds master weights, gradients and two moments of AdamW in float32, 16 P/R; the
+# gathered layers; the reference, 4 P/R; and the activations of a micro-batch. A sampler holds its share of the weights, and the
+# keys and values of the completions that it generates at once.
 
 MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
-"""Bytes per parameter that trains, in float32."""
+"""Bytes per trained parameter, in float32."""
 LOGITS_IN_MEMORY = {"gpu": 2**27, "cpu": 2**21}
-"""Logits that are in memory at once: the learner's head takes as many states at a time (`learners/local/logprobs.py`)."""
+"""Logits in memory at once: the learner's head processes this many at a time (`learners/local/logprobs.py`)."""
 LOGIT_BYTES = 12
-"""Bytes of one, with what is made of it."""
+"""Bytes per logit, with its temporaries."""
 MAX_SNAPSHOT_BYTES = 2**30
-"""Bytes of a state that is copied so that a failed step can be undone; of a larger one no copy is kept."""
+"""Largest training state that is copied so that a failed step can be undone."""
 DRIVER_BYTES = 2 * 2**30
-"""Bytes that a GPU's driver and its communication take."""
+"""Memory that a GPU's driver and its communication buffers occupy."""
 USABLE_FRACTION = 0.95
-"""Share of what is left that can be used before it is in too many pieces."""
+"""Fraction of the remaining memory that is usable before fragmentation."""
 SAMPLING_LOGIT_BYTES = 24
-"""Bytes of a logit that is drawn from, with its probability and its place in order."""
+"""Bytes per logit during sampling, with its probability and its rank."""
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Of one device."""
+    """Memory of one device in bytes, by purpose."""
 
     static: Mapping[str, float] = field(default_factory=dict)
-    """Bytes for the whole run, by what they are for."""
+    """Held for the whole run."""
     training: Mapping[str, float] = field(default_factory=dict)
-    """Besides, while it learns."""
+    """Needed in addition while learning."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Besides, while it draws."""
+    """Needed in addition while sampling."""
 
     @property
     def peak_bytes(self) -> float:
@@ -273,149 +264,159 @@ class MemoryBreakdown:
 
 
 def usable_bytes(device: Device) -> float:
-    """Bytes of a device that a plan may fill."""
+    """Return how much of a device's memory a plan may fill."""
     return (device.memory - (0 if device.name == "cpu" else DRIVER_BYTES)) * USABLE_FRACTION
 
 
 def static_bytes(
-    parameters: float, weight: int, trained: int, frozen: float, ranks: int = 1, *, adamw: bool = True
+    parameters: float,
+    bytes_per_number: int,
+    trained_models: int,
+    frozen_models: float,
+    ranks: int = 1,
+    *,
+    adamw: bool = True,
 ) -> dict[str, float]:
-    """Bytes of models and what moves them, on one of so many ranks. weight: bytes of a number that is computed with. frozen: models
-    beside those that train."""
-    share, narrow = parameters / ranks, weight < MASTER_BYTES
-    state = share * trained * (MASTER_BYTES + (MOMENT_BYTES if adamw else 0))
-    alone = weight + (MASTER_BYTES if narrow else 0)  # one process has both, several gather the narrow ones
+    """Return the bytes of models and optimizer state on one of `ranks` devices.
+
+    Args:
+        bytes_per_number: in the compute precision.
+        frozen_models: evaluated models besides those that train.
+        adamw: False = a trust-region step, whose conjugate gradient needs six vectors.
+    """
+    share = parameters / ranks
+    state = share * trained_models * (MASTER_BYTES + (MOMENT_BYTES if adamw else 0))
+    # A single process holds master and compute weights; several gather the compute weights layer by layer.
+    weight = bytes_per_number + (MASTER_BYTES if bytes_per_number < MASTER_BYTES else 0) if ranks == 1 else MASTER_BYTES
     return {
-        "weights": share * trained * (alone if ranks == 1 else MASTER_BYTES),
-        "gradients": share * trained * GRADIENT_BYTES,
-        "optimiser": share * (trained * MOMENT_BYTES if adamw else 6 * 4),  # conjugate gradients have six vectors
+        "weights": share * trained_models * weight,
+        "gradients": share * trained_models * GRADIENT_BYTES,
+        "optimizer": share * (trained_models * MOMENT_BYTES if adamw else 6 * 4),
         "copy of the state": state if ranks == 1 and state <= MAX_SNAPSHOT_BYTES else 0,
-        "other models": share * frozen * (weight if ranks == 1 else MASTER_BYTES),
+        "other models": share * frozen_models * (bytes_per_number if ranks == 1 else MASTER_BYTES),
     }
 
 
-def activation_bytes_per_token(shape: ModelShape, weight: int) -> float:
-    """Bytes that a layer keeps of a token for its way back, as transformers' own code runs it: a norm's input in float32 and its
-    output twice, queries, keys and values (these repeated for every head), the attention's output, the MLP's four."""
-    norms = 2 * (4 + 2 * weight) * shape.hidden
-    each = (shape.heads + shape.kv_heads) * shape.head_dim
-    normed = (4 + 2 * weight) * each if shape.qk_norm else 0
-    attended = 4 * shape.heads * shape.head_dim * weight
-    return norms + normed + attended + 4 * shape.intermediate * weight
+def activation_bytes_per_token(shape: ModelShape, bytes_per_number: int) -> float:
+    """Return the bytes that one layer keeps of a token for the backward pass, in transformers' own implementation.
+
+    These are a norm's input in float32 and its output twice; queries, keys and values (the last two repeated for every head); the
+    attention's output; and the MLP's four intermediates.
+    """
+    norms = 2 * (4 + 2 * bytes_per_number) * shape.hidden
+    width = (shape.heads + shape.kv_heads) * shape.head_dim
+    normed = (4 + 2 * bytes_per_number) * width if shape.qk_norm else 0
+    attended = 4 * shape.heads * shape.head_dim * bytes_per_number
+    return norms + normed + attended + 4 * shape.intermediate * bytes_per_number
 
 
 def activation_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Bytes of activations of a micro-batch."""
+    """Return the bytes of activations of a micro-batch."""
     layer = activation_bytes_per_token(shape, layout.bytes_per_number) * tokens
-    entry = shape.hidden * layout.bytes_per_number * tokens
-    return shape.layers * entry + layer if layout.checkpointing else shape.layers * layer
+    layer_input = shape.hidden * layout.bytes_per_number * tokens
+    return shape.layers * layer_input + layer if layout.checkpointing else shape.layers * layer
 
 
 def learner_memory(
-    shape: ModelShape, work: Workload, asks: AlgorithmCost, layout: ParallelLayout, device: Device
+    shape: ModelShape, workload: Workload, algorithm: AlgorithmCost, layout: ParallelLayout, device: Device
 ) -> MemoryBreakdown:
-    """Of the learner that has most; where all do both, of one of those."""
-    ranks, weight = layout.learning_devices, layout.bytes_per_number
-    always = static_bytes(shape.parameters, weight, asks.trained_models, asks.frozen_models, ranks)
+    """Return the memory of a device that learns, and samples too unless samplers have devices of their own."""
+    ranks, number = layout.learning_devices, layout.bytes_per_number
+    static = static_bytes(shape.parameters, number, algorithm.trained_models, algorithm.frozen_models, ranks)
     if ranks > 1:
         around = shape.embedding_parameters * (1 if shape.tied else 2)
-        always["gathered layers"] = (2 * shape.layer_parameters + around) * weight
+        static["gathered layers"] = (2 * shape.layer_parameters + around) * number
         if layout.keeps_full_policy and (layout.is_disaggregated or layout.tensor_parallel == 1):
-            always["the policy, whole"] = shape.parameters * weight
-    tokens = max(layout.micro_tokens, work.max_tokens)
+            static["full policy"] = shape.parameters * number
+    tokens = max(layout.micro_tokens, workload.max_tokens)
     logits = LOGITS_IN_MEMORY["cpu" if device.name == "cpu" else "gpu"]
-    learning = {
+    training = {
         "activations": activation_bytes(shape, layout, tokens),
         "logits": min(logits, tokens * shape.vocabulary) * LOGIT_BYTES,
     }
-    drawing = {} if layout.is_disaggregated else sampling_bytes(shape, work, layout, _rows(work, layout))
+    sampling = {} if layout.is_disaggregated else sampling_bytes(shape, workload, layout, _row_limit(workload, layout))
     if not layout.is_disaggregated and (not layout.keeps_full_policy or (ranks > 1 and layout.tensor_parallel > 1)):
-        drawing["the policy's share"] = shape.parameters * weight / layout.tensor_parallel
-    return MemoryBreakdown(_without_zeros(always), learning, drawing)
+        sampling["policy shard"] = shape.parameters * number / layout.tensor_parallel
+    return MemoryBreakdown({name: size for name, size in static.items() if size}, training, sampling)
 
 
-def sampler_memory(shape: ModelShape, work: Workload, layout: ParallelLayout, device: Device) -> MemoryBreakdown:
-    """Of a device that only draws: as many completions as its memory holds."""
+def sampler_memory(shape: ModelShape, workload: Workload, layout: ParallelLayout, device: Device) -> MemoryBreakdown:
+    """Return the memory of a device that only samples, with as many completions at once as fit."""
     weights = shape.parameters * layout.bytes_per_number / layout.tensor_parallel
-    return MemoryBreakdown(
-        {"the policy": weights},
-        sampling=sampling_bytes(shape, work, layout, max_concurrent_rows(shape, work, layout, device)),
-    )
+    rows = max_concurrent_rows(shape, workload, layout, device)
+    return MemoryBreakdown({"policy": weights}, sampling=sampling_bytes(shape, workload, layout, rows))
 
 
-def sampling_bytes(shape: ModelShape, work: Workload, layout: ParallelLayout, rows: int) -> dict[str, float]:
-    """Bytes of drawing so many completions at once. This library's sampler keeps room for the longest text in each of its rows; an
-    engine takes a page of the cache when a completion gets there (Kwon et al. 2023, PagedAttention, sec. 4.3)."""
-    cache = (
-        rows
-        * (work.max_tokens if layout.keeps_full_policy else work.mean_attended_tokens)
-        * shape.cache_numbers_per_token
-        * layout.bytes_per_number
-    )
+def sampling_bytes(shape: ModelShape, workload: Workload, layout: ParallelLayout, rows: int) -> dict[str, float]:
+    """Return the bytes needed to generate `rows` completions at once.
+
+    This library's sampler reserves the longest sequence for every row; an engine allocates its cache in pages as completions grow
+    (Kwon et al. 2023, PagedAttention, sec. 4.3).
+    """
+    length = workload.max_tokens if layout.keeps_full_policy else workload.mean_attended_tokens
+    cache = rows * length * shape.cache_numbers_per_token * layout.bytes_per_number
     return {
         "keys and values": cache / layout.tensor_parallel,
         "logits": rows * shape.vocabulary * SAMPLING_LOGIT_BYTES / layout.tensor_parallel,
     }
 
 
-def max_concurrent_rows(shape: ModelShape, work: Workload, layout: ParallelLayout, device: Device) -> int:
-    """Completions that a sampler draws at once: of what there are, as many as its memory holds; at least one."""
+def max_concurrent_rows(shape: ModelShape, workload: Workload, layout: ParallelLayout, device: Device) -> int:
+    """Return how many completions a sampler generates at once: as many as it has to, or as its memory holds; at least one."""
     if not layout.is_disaggregated:
-        return _rows(work, layout)
-    left = usable_bytes(device) - shape.parameters * layout.bytes_per_number / layout.tensor_parallel
-    one = sum(sampling_bytes(shape, work, layout, 1).values())
-    return max(1, min(_rows(work, layout), int(left / one)))
+        return _row_limit(workload, layout)
+    free = usable_bytes(device) - shape.parameters * layout.bytes_per_number / layout.tensor_parallel
+    one = sum(sampling_bytes(shape, workload, layout, 1).values())
+    return max(1, min(_row_limit(workload, layout), int(free / one)))
 
 
-def _rows(work: Workload, layout: ParallelLayout) -> int:
-    return min(layout.decode_rows, -(-work.num_completions // layout.num_samplers))
+def _row_limit(workload: Workload, layout: ParallelLayout) -> int:
+    """Completions per sampler at once, regardless of memory."""
+    return min(layout.decode_rows, ceil(workload.num_completions / layout.num_samplers))
 
 
-def _without_zeros(parts: Mapping[str, float]) -> dict[str, float]:
-    return {name: size for name, size in parts.items() if size}
-
-
-# Seconds of a step's phases, from operations and bytes.
+# Time of a step's phases, from operations and bytes.
 #
-# a pass      ( operations / peak rate + bytes / bandwidth ) / share reached
-# operations  forward: 2 per weight of a matrix product and token, 4 per width of the heads and pair of a token and one that it
-#             attends to; backward twice that; activations that are computed once more, forward again
-# bytes       of what is no matrix product: numbers that norms, positions, gates and residuals read and write
-# a token for each of n completions
-#             ( weights / bandwidth + n · ( keys and values / bandwidth + operations / peak rate ) ) / share + layers · overhead
+# a pass      ( operations / peak rate + bytes / bandwidth ) / efficiency
+# operations  forward: 2 per weight of a matrix product and token, 4 per width of the heads and attention pair; backward: twice
+#             that; recomputed activations: one more forward pass
+# bytes       outside matrix products: numbers that norms, positions, gates and residuals read and write
+# one token for each of n completions
+#             ( weights / bandwidth + n · ( keys and values / bandwidth + operations / peak rate ) )
+#             / efficiency + layers · overhead
 
 BACKWARD_PASSES = 2
-"""Of a backward pass, in forward passes."""
+"""Cost of a backward pass, in forward passes."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step, each phase alone."""
+    """Seconds of each phase of a step, by itself."""
 
     generation: float
-    """From the first prompt read to the last completion's end."""
+    """From reading the first prompt to the end of the last completion."""
     scoring: float
     """log π_old, log π_ref and values of all tokens."""
     learning: float
     """Forward and backward passes."""
-    optimiser: float
+    optimizer: float
     publishing: float
     """Until samplers have the new weights."""
 
     @property
     def update(self) -> float:
-        """What a learner does in a step, without publishing."""
-        return self.scoring + self.learning + self.optimiser
+        """A learner's work in a step, without publishing."""
+        return self.scoring + self.learning + self.optimizer
 
     @property
     def total(self) -> float:
-        """One after the other."""
+        """All phases in sequence."""
         return self.generation + self.update + self.publishing
 
 
 @dataclass(frozen=True)
 class TimeModel:
-    """A shape on devices that reach so much of their figures."""
+    """A roofline model of a transformer on devices with a given efficiency."""
 
     shape: ModelShape
     device: Device
@@ -423,109 +424,100 @@ class TimeModel:
     layout: ParallelLayout
 
     def operations(self, tokens: TokenCounts, passes: float, head: float) -> float:
-        """Of so many forward passes through the layers, and through the head."""
+        """Return the operations of `passes` forward passes through the layers and `head` through the output head."""
         shape = self.shape
-        layers = (
-            2 * shape.layer_matmul_weights * tokens.layer_tokens
-            + 4 * shape.heads * shape.head_dim * tokens.attention_pairs
-        )
-        return passes * shape.layers * layers + head * 2 * shape.embedding_parameters * tokens.head_tokens
+        matmuls = 2 * shape.layer_matmul_weights * tokens.layer_tokens
+        layer = matmuls + 4 * shape.heads * shape.head_dim * tokens.attention_pairs
+        return passes * shape.layers * layer + head * 2 * shape.embedding_parameters * tokens.head_tokens
 
     def bytes_moved(self, tokens: TokenCounts, passes: float, head: float) -> float:
-        """Bytes that are read and written besides the products' own."""
+        """Return the bytes that are read and written outside matrix products."""
         shape = self.shape
         layer = 20 * shape.hidden + 8 * shape.qkv_width + 5 * shape.intermediate
-        at_layers = passes * shape.layers * layer * self.layout.bytes_per_number * tokens.layer_tokens
-        return at_layers + head * 5 * 4 * shape.vocabulary * tokens.head_tokens
+        in_layers = passes * shape.layers * layer * self.layout.bytes_per_number * tokens.layer_tokens
+        return in_layers + head * 5 * 4 * shape.vocabulary * tokens.head_tokens
 
     def roofline_seconds(self, tokens: TokenCounts, passes: float, head: float) -> float:
-        """Seconds on one device at its published figures."""
+        """Return the seconds on one device at its published figures."""
         rate = self.device.rate(self.layout.bytes_per_number)
-        return (
-            self.operations(tokens, passes, head) / rate
-            + self.bytes_moved(tokens, passes, head) / self.device.bandwidth
-        )
+        operations, moved = self.operations(tokens, passes, head), self.bytes_moved(tokens, passes, head)
+        return operations / rate + moved / self.device.bandwidth
 
     def scoring_seconds(self, tokens: TokenCounts) -> float:
-        """Seconds of a forward pass on one device."""
+        """Return the seconds of a forward pass on one device."""
         return self.roofline_seconds(tokens, 1, 1) / self.efficiency.scoring
 
-    def training_seconds(self, tokens: TokenCounts, asks: AlgorithmCost) -> float:
-        """Seconds of forward and backward on one device."""
+    def training_seconds(self, tokens: TokenCounts, algorithm: AlgorithmCost) -> float:
+        """Return the seconds of a forward and backward pass on one device."""
         passes = 1 + BACKWARD_PASSES + (1 if self.layout.checkpointing else 0)
-        head = 1 + BACKWARD_PASSES + (1 if asks.recomputes_head_at(self.layout.max_staleness) else 0)
+        head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head_at(self.layout.max_staleness) else 0)
         return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
 
-    def sampler_speed(self, work: Workload) -> SamplerSpeed:
-        """Of one sampler. A token of n completions at once reads weights once, and every completion's keys and values."""
+    def sampler_speed(self, workload: Workload) -> SamplerSpeed:
+        """Return the speed of one sampler: a token for n completions reads the weights once, and every completion's cache."""
         shape, tensor = self.shape, self.layout.tensor_parallel
-        narrow, bandwidth = self.layout.bytes_per_number, self.device.bandwidth * tensor
-        rate = self.device.rate(narrow) * tensor
-        weights = (shape.layers * shape.layer_matmul_weights + shape.embedding_parameters) * narrow
-        one = TokenCounts(1, work.mean_attended_tokens, 1)
-        read = (
-            work.mean_attended_tokens * shape.cache_numbers_per_token * narrow + SAMPLING_LOGIT_BYTES * shape.vocabulary
-        )
-        rows = -(-work.num_completions // self.layout.num_samplers)
-        prompts = min(work.prompts, -(-rows // work.samples_per_prompt))
-        context = TokenCounts(
-            work.prompt_tokens * prompts, prompts * work.prompt_tokens * (work.prompt_tokens + 1) / 2, prompts
-        )
+        number, bandwidth = self.layout.bytes_per_number, self.device.bandwidth * tensor
+        rate = self.device.rate(number) * tensor
+        weights = (shape.layers * shape.layer_matmul_weights + shape.embedding_parameters) * number
+        attended = workload.mean_attended_tokens
+        read = attended * shape.cache_numbers_per_token * number + SAMPLING_LOGIT_BYTES * shape.vocabulary
+        rows = ceil(workload.num_completions / self.layout.num_samplers)
+        prompts, length = min(workload.prompts, ceil(rows / workload.samples_per_prompt)), workload.prompt_tokens
+        context = TokenCounts(length * prompts, prompts * length * (length + 1) / 2, prompts)
         overhead = self.efficiency.layer_overhead + (2 * self.efficiency.allreduce if tensor > 1 else 0)
+        per_token = self.operations(TokenCounts(1, attended, 1), 1, 1) / rate
         return SamplerSpeed(
             fixed=weights / bandwidth / self.efficiency.sampling + shape.layers * overhead,
-            per_completion=(read / bandwidth + self.operations(one, 1, 1) / rate) / self.efficiency.sampling,
-            max_concurrency=max_concurrent_rows(shape, work, self.layout, self.device),
+            per_completion=(read / bandwidth + per_token) / self.efficiency.sampling,
+            max_concurrency=max_concurrent_rows(shape, workload, self.layout, self.device),
             startup=self.scoring_seconds(context) / tensor,
         )
 
-    def sampling_seconds(self, work: Workload) -> float:
-        """Seconds until the sampler that has most to do is done."""
-        speed, engines = self.sampler_speed(work), self.layout.num_samplers
-        loads = {work.lengths[i::engines] for i in range(min(engines, work.num_completions))}
+    def sampling_seconds(self, workload: Workload) -> float:
+        """Return the seconds until the sampler with the most work is done."""
+        speed, samplers = self.sampler_speed(workload), self.layout.num_samplers
+        loads = {workload.lengths[i::samplers] for i in range(min(samplers, workload.num_completions))}
         heaviest = sorted(loads, key=lambda load: (max(load, default=0), sum(load)))[-4:]
         return max(map(speed, heaviest))
 
     def gather_seconds(self, size: float, devices: int) -> float:
-        """Seconds until so many bytes, spread over so many devices, are in each of them."""
+        """Return the seconds until `size` bytes that are sharded over these devices are on each of them."""
         if devices < 2:
             return 0.0
         within = size / self.device.link
-        machines = -(-devices // self.device.per_node)
+        machines = ceil(devices / self.device.per_node)
         between = size / (self.device.network * self.device.per_node) if machines > 1 else 0.0
         return max(within, between) / self.efficiency.link
 
-    def count_micro_batches(self, tokens: TokenCounts, asks: AlgorithmCost) -> int:
-        """Of one learner in a step; every update has at least one."""
-        of_update = asks.epochs * tokens.layer_tokens / asks.updates / self.layout.learning_devices
-        return asks.updates * ceil(of_update / self.layout.micro_tokens)
+    def count_micro_batches(self, tokens: TokenCounts, algorithm: AlgorithmCost) -> int:
+        """Return one learner's micro-batches in a step; every update has at least one."""
+        per_update = algorithm.epochs * tokens.layer_tokens / algorithm.updates / self.layout.learning_devices
+        return algorithm.updates * ceil(per_update / self.layout.micro_tokens)
 
-    def step_times(self, work: Workload, asks: AlgorithmCost) -> StepTimes:
-        """Of a step. Learners share the tokens evenly. What they gather and sum goes on beside their passes, and is waited for
-        where it takes longer."""
+    def step_times(self, workload: Workload, algorithm: AlgorithmCost) -> StepTimes:
+        """Return the times of a step. Learners share tokens evenly; communication overlaps their passes and only counts where it
+        takes longer."""
         shape, ranks = self.shape, self.layout.learning_devices
-        tokens, narrow = work.count_tokens(self.layout.shares_prompts), self.layout.bytes_per_number
-        gathered = self.gather_seconds(shape.parameters * narrow, ranks)
-        summed = self.gather_seconds(shape.parameters * GRADIENT_BYTES, ranks)
-        batches = self.count_micro_batches(tokens, asks)
-        scored = max(
-            self.scoring_seconds(tokens) / ranks,
-            gathered * ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens),
-        )
-        learned = max(
-            asks.epochs * self.training_seconds(tokens, asks) / ranks, batches * (BACKWARD_PASSES * gathered + summed)
-        )
-        state = 2 * (MASTER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + narrow
+        tokens, number = workload.count_tokens(self.layout.shares_prompts), self.layout.bytes_per_number
+        gather = self.gather_seconds(shape.parameters * number, ranks)
+        reduce = self.gather_seconds(shape.parameters * GRADIENT_BYTES, ranks)
+        batches = self.count_micro_batches(tokens, algorithm)
+        scoring_batches = ceil(tokens.layer_tokens / ranks / self.layout.micro_tokens)
+        scoring = max(self.scoring_seconds(tokens) / ranks, gather * scoring_batches)
+        training = algorithm.epochs * self.training_seconds(tokens, algorithm) / ranks
+        training = max(training, batches * (BACKWARD_PASSES * gather + reduce))
+        state = 2 * (MASTER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + number
+        trained = algorithm.updates * algorithm.trained_models * shape.parameters
         return StepTimes(
-            generation=self.sampling_seconds(work),
-            scoring=asks.scoring_passes_at(self.layout.max_staleness) * scored,
-            learning=asks.trained_models * learned,
-            optimiser=asks.updates * asks.trained_models * shape.parameters * state / ranks / self.device.bandwidth,
-            publishing=self._publishing(),
+            generation=self.sampling_seconds(workload),
+            scoring=algorithm.scoring_passes_at(self.layout.max_staleness) * scoring,
+            learning=algorithm.trained_models * training,
+            optimizer=trained * state / ranks / self.device.bandwidth,
+            publishing=self._publishing_seconds(),
         )
 
-    def _publishing(self) -> float:
-        """Into the same device's sampler, or through a folder."""
+    def _publishing_seconds(self) -> float:
+        """Into the same device's sampler, or through a folder to samplers elsewhere."""
         size = self.shape.parameters * self.layout.bytes_per_number
         if self.layout.is_disaggregated:
             return self.gather_seconds(size, self.layout.learning_devices) + 2 * size / self.efficiency.storage

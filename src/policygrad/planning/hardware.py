@@ -1,6 +1,6 @@
-"""What computes: the vendors' published figures of a GPU, and which of them, how many.
+"""Published figures of GPUs, and the efficiency that is assumed or was measured on a machine.
 
-Bandwidths are in bytes a second, rates in operations a second, a multiplication and an addition being two. Rates are without
+Bandwidths are in bytes per second, rates in operations per second; a multiply-add counts as two operations. Rates are without
 sparsity; links are counted in one direction.
 """
 
@@ -19,33 +19,33 @@ from policygrad.utils.filesystem import read_json
 
 GB, TB = 10**9, 10**12
 MAX_DEVICES = 2**17
-"""More than any cluster has; each is counted on its own."""
+"""Upper limit of `--gpus`, beyond any cluster."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one core."""
+    """Figures of one GPU, or of one CPU core."""
 
     name: str
     memory: float
     """Bytes."""
     bandwidth: float
-    """Of its memory."""
+    """Memory bandwidth."""
     bf16: float
-    """Peak rate of matrix products in bfloat16."""
+    """Peak rate of bfloat16 matrix products."""
     fp32: float
-    """In float32."""
+    """Peak rate of float32 matrix products."""
     link: float
-    """To each other device of the machine."""
+    """Bandwidth to each other device of the same machine."""
     network: float
-    """Of the machine's network, for each of its devices."""
+    """Network bandwidth per device."""
     per_node: int = 8
-    """In one machine."""
+    """Devices per machine."""
     source: str = ""
 
-    def rate(self, weight: int) -> float:
-        """Of matrix products of numbers of so many bytes."""
-        return self.bf16 if weight == 2 else self.fp32
+    def rate(self, bytes_per_number: int) -> float:
+        """Return the peak rate of matrix products in this precision."""
+        return self.bf16 if bytes_per_number == 2 else self.fp32
 
 
 DEVICES = {
@@ -57,7 +57,7 @@ DEVICES = {
         Device("H100", 80 * GB, 3.35 * TB, 989e12, 67e12, 450 * GB, 50 * GB, source="NVIDIA H100 datasheet, SXM5"),
         Device("H200", 141 * GB, 4.8 * TB, 989e12, 67e12, 450 * GB, 50 * GB, source="NVIDIA H200 datasheet, SXM"),
         Device(
-            "B200", 180 * GB, 8 * TB, 2250e12, 75e12, 900 * GB, 50 * GB, source="NVIDIA DGX B200 datasheet, an eighth"
+            "B200", 180 * GB, 8 * TB, 2250e12, 75e12, 900 * GB, 50 * GB, source="NVIDIA DGX B200 datasheet, one eighth"
         ),
         Device(
             "cpu",
@@ -68,7 +68,7 @@ DEVICES = {
             5 * GB,
             GB,
             1,
-            "one core of docs/benchmarks.md, its bandwidth assumed: measure yours with --calibrate",
+            "one core as in docs/benchmarks.md, bandwidth assumed; measure yours with --calibrate",
         ),
     )
 }
@@ -76,126 +76,128 @@ ALIASES = {"A100-80": "A100", "A100-80GB": "A100", "H100-80": "H100", "H100-80GB
 
 
 def parse_devices(text: str, measured: Device | None = None) -> tuple[Device, int]:
-    """`H200:64`, or `H200` for one. measured: a device of a calibration, known by its name too.
+    """Parse `H200:64`, or `H200` for a single device.
+
+    Args:
+        measured: a calibrated device, which takes the place of the published one of its name.
 
     Raises:
-        ConfigError: an unknown device, with the nearest; no number, or none above 0.
+        ConfigError: the device is unknown, or the count is invalid.
     """
-    found = re.fullmatch(r"([^:]+?)(?::(\d+))?", text.strip())
-    count = int(found.group(2) or 1) if found else 0
-    if found is None or count < 1:
-        raise ConfigError(f"--gpus is a device and how many, as in H200:64, not {text!r}")
-    devices = DEVICES if measured is None else {measured.name: measured} | DEVICES
-    known = {name.lower(): name for name in (*devices, *ALIASES)}
+    match = re.fullmatch(r"([^:]+?)(?::(\d+))?", text.strip())
+    count = int(match.group(2) or 1) if match else 0
+    if match is None or count < 1:
+        raise ConfigError(f"--gpus must name a device and a count, as in H200:64, not {text!r}")
     if count > MAX_DEVICES:
-        raise ConfigError(f"--gpus has {found.group(2):.20} devices: from 1 to {MAX_DEVICES:,} can be planned")
-    key = found.group(1).lower()
-    if key not in known:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(devices)}"
+        raise ConfigError(f"--gpus {text:.40}: the count must be from 1 to {MAX_DEVICES:,}")
+    devices = DEVICES if measured is None else {measured.name: measured} | DEVICES
+    names = {name.lower(): name for name in (*devices, *ALIASES)}
+    key = match.group(1).lower()
+    if key not in names:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        hint = f"did you mean {names[near[0]]}?" if near else f"available: {', '.join(devices)}."
         raise ConfigError(
-            f"--gpus {text}: no figures of {found.group(1)!r} are known: {hint} (your own: --calibrate on it)"
+            f"--gpus {text}: there are no figures for {match.group(1)!r}; {hint} Measure your own device with --calibrate."
         )
-    name = known[key]
-    return devices[ALIASES.get(name, name)], count
+    return devices[ALIASES.get(names[key], names[key])], count
 
 
-# How much of a device's published figures is reached: assumed, or measured by `policygrad plan --calibrate`.
+# Efficiency: assumed, or measured by `policygrad plan --calibrate`.
 
-CALIBRATION_FORMAT = "policygrad calibration 1"
+CALIBRATION_FORMAT = "policygrad calibration 2"
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the time that operations at the peak rate and bytes at the full bandwidth would take, one after the other."""
+    """Fractions of the published figures that a real run reaches."""
 
     training: float = 0.5
     """Forward and backward passes."""
     scoring: float = 0.5
-    """Forward passes, also over prompts before anything is drawn."""
+    """Forward passes, including prompts before sampling."""
     sampling: float = 0.7
-    """A token for each of the completions that are drawn at once."""
+    """Generating one token for each concurrent completion."""
     layer_overhead: float = 125e-6
-    """Seconds a layer takes besides for every such token: kernels are started, and the next tokens chosen."""
+    """Seconds of overhead per layer and generated token: kernel launches and token selection."""
     link: float = 0.7
-    """Of the bandwidth between devices."""
+    """Bandwidth between devices."""
     storage: float = 2e9
-    """Bytes a second, written to a folder and read from it by samplers apart."""
+    """Bytes per second, for weights that pass through a folder to samplers on other devices."""
     allreduce: float = 10e-6
-    """Seconds to add up a small tensor over a sampler's devices, twice a layer."""
+    """Seconds to all-reduce a small tensor over a sampler's devices, twice per layer."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, and on what."""
+    """A measured device."""
 
     device: Device
     efficiency: Efficiency
     dtype: str
     details: Mapping[str, Any]
-    """The machine, versions, seconds that were measured."""
+    """Machine, versions, measured seconds."""
 
     def write(self, path: Path) -> None:
-        """As a JSON file.
+        """Write a JSON file.
 
         Raises:
-            ConfigError: it cannot be written there.
+            ConfigError: the file cannot be written.
         """
         values = {
             "kind": CALIBRATION_FORMAT,
             "dtype": self.dtype,
             "device": asdict(self.device),
-            "reached": asdict(self.efficiency),
-            "about": dict(self.details),
+            "efficiency": asdict(self.efficiency),
+            "details": dict(self.details),
         }
         try:
             path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"--calibration {path} cannot be written ({error.strerror}): take another place"
+                f"--calibration {path} cannot be written ({error.strerror}). Choose another path."
             ) from error
 
     def apply(self, device: Device, dtype: str) -> tuple[Device, Efficiency]:
-        """The device with the figures that were measured, and what it reaches of them.
+        """Return the measured figures and efficiency for `device`.
 
         Raises:
             ConfigError: another device or precision was measured.
         """
         if device.name != self.device.name:
             raise ConfigError(
-                f"--calibration was measured on {self.device.name}, and --gpus names {device.name}: calibrate on one of those, or "
-                "leave --calibration out"
+                f"--calibration was measured on {self.device.name}, but --gpus names {device.name}. Calibrate on that device, or "
+                "omit --calibration."
             )
         if dtype != self.dtype:
             raise ConfigError(
-                f"--calibration was measured in {self.dtype}, and the plan is for {dtype}: give --dtype {self.dtype}, or "
-                f"calibrate with --dtype {dtype}"
+                f"--calibration was measured in {self.dtype}, but the plan is for {dtype}. Use --dtype {self.dtype}, or calibrate "
+                f"with --dtype {dtype}."
             )
         return self.device, self.efficiency
 
 
 def load_calibration(path: Path) -> Calibration:
-    """What `Calibration.write` wrote.
+    """Read a file of `Calibration.write`.
 
     Raises:
-        ConfigError: no such file, or another kind of file.
+        ConfigError: the file is missing, of another kind, or damaged.
     """
     try:
         values = read_json(path)
     except OSError as error:
         raise ConfigError(
-            f"--calibration {path} cannot be read ({error.strerror}): `policygrad plan --calibrate` writes one"
+            f"--calibration {path} cannot be read ({error.strerror}). `policygrad plan --calibrate` writes one."
         ) from error
     except ValueError as error:
         raise ConfigError(f"--calibration {path} is not JSON: {error}") from error
     if not isinstance(values, dict) or values.get("kind") != CALIBRATION_FORMAT:
-        raise ConfigError(f"--calibration {path} is not what `policygrad plan --calibrate` writes: measure again")
+        raise ConfigError(f"--calibration {path} is not a file of `policygrad plan --calibrate`. Measure again.")
     try:
-        device, reached = Device(**values["device"]), Efficiency(**values["reached"])
+        device, reached = Device(**values["device"]), Efficiency(**values["efficiency"])
         numbers = [getattr(reached, f.name) for f in fields(Efficiency)]
         good = all(isinstance(x, int | float) and x >= 0 for x in numbers)
         if not good or min(reached.training, reached.scoring, reached.sampling, reached.link, reached.storage) <= 0:
-            raise ValueError("a share is not above 0")
-        return Calibration(device, reached, str(values["dtype"]), dict(values["about"]))
+            raise ValueError("an efficiency is not above 0")
+        return Calibration(device, reached, str(values["dtype"]), dict(values["details"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--calibration {path} is damaged ({error}): measure again, --calibrate") from error
+        raise ConfigError(f"--calibration {path} is damaged ({error}). Measure again with --calibrate.") from error

@@ -1,4 +1,4 @@
-"""The shape of a model: what a plan has to know of it. From its config.json, or by the name of one that is known here."""
+"""Shapes of transformer models, from a config.json or from a table of well-known names."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from policygrad.errors import ConfigError
 from policygrad.utils.filesystem import read_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""`model_type` of the architectures whose weights are counted."""
+"""Architectures whose weights can be counted, by `model_type`."""
 EMBEDDED_MODEL = "tiny"
 MAX_SIZES = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1_000) | dict.fromkeys(
     ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), 2**24
 )
-"""The largest of each number that a config.json may have, several times that of any model; more would be built for hours."""
+"""Upper limits of the numbers in a config.json, several times those of any real model; larger ones would take hours to build."""
 VARIANT_SUFFIXES = ("-instruct-2507", "-thinking-2507", "-instruct", "-base")
-"""Of hub names: further training, the same shape."""
+"""Suffixes of hub names that mean further training of the same shape."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer of Llama's kind: attention with grouped keys, a gated MLP, RMS norms."""
+    """A decoder-only transformer of the Llama family: grouped-query attention, a gated MLP, RMS norms."""
 
     name: str
     hidden: int
     intermediate: int
-    """Width of the MLP."""
+    """MLP width."""
     layers: int
     heads: int
     kv_heads: int
-    """Heads of keys and values."""
+    """Key and value heads."""
     head_dim: int
     vocabulary: int
     tied: bool = False
-    """The head's weights are the embeddings."""
+    """The output head shares the embeddings' weights."""
     qk_norm: bool = False
-    """Queries and keys are normalised, as in Qwen3."""
+    """Queries and keys are normalised (Qwen3)."""
     layer_biases: int = 0
-    """Numbers a layer has in biases."""
+    """Bias parameters per layer."""
     source: str = ""
-    """Where the figures are from."""
+    """Origin of the figures."""
 
     @property
     def qkv_width(self) -> int:
-        """Of queries, keys and values of a token together."""
+        """Width of a token's queries, keys and values together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def layer_matmul_weights(self) -> int:
-        """Weights of a layer's matrix products."""
+        """Weights of one layer's matrix products."""
         attention = self.hidden * (self.qkv_width + self.heads * self.head_dim)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer."""
+        """Parameters of one layer."""
         return (
             self.layer_matmul_weights + 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0) + self.layer_biases
         )
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embeddings; as many are in the head."""
+        """Parameters of the embeddings, and likewise of the output head."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them, tied ones once."""
+        """All parameters; tied ones count once."""
         return self.layers * self.layer_parameters + self.embedding_parameters * (1 if self.tied else 2) + self.hidden
 
     @property
     def cache_numbers_per_token(self) -> int:
-        """Numbers a token has in the cache of keys and values."""
+        """Numbers per token in the key-value cache."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -119,81 +119,83 @@ KNOWN_SHAPES = {
 
 
 def load_shape(model: str) -> ModelShape:
-    """Of a folder with a config.json (a run's folder: the model it trained), a config.json, `tiny`, or a name that is known here,
-    with or without its owner.
+    """Return the shape of a model.
+
+    Args:
+        model: a folder with a config.json, a run's folder, a config.json, `tiny`, or a well-known name with or without its owner.
 
     Raises:
-        ConfigError: no such file or name, with the nearest; an architecture that is not counted.
+        ConfigError: the file or name does not exist, or the architecture is not supported.
     """
     if model == EMBEDDED_MODEL:
         return read_shape(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL / "config.json", EMBEDDED_MODEL)
     path = Path(model).expanduser()
     for file in (path / "config.json", path / "model" / "config.json", path):
-        with suppress(OSError):  # of more bytes than a file's name has: no file
+        with suppress(OSError):  # a name longer than the file system allows
             if file.is_file():
                 return read_shape(file, model)
     key = model.rpartition("/")[2].lower()
     for suffix in VARIANT_SUFFIXES:
         key = key.removesuffix(suffix)
-    known = {name.lower(): name for name in KNOWN_SHAPES}
-    if key in known:
-        return KNOWN_SHAPES[known[key]]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"did you mean {known[near[0]]!r}?" if near else f"known: {', '.join(KNOWN_SHAPES)}, {EMBEDDED_MODEL}"
+    names = {name.lower(): name for name in KNOWN_SHAPES}
+    if key in names:
+        return KNOWN_SHAPES[names[key]]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    hint = f"did you mean {names[near[0]]!r}?" if near else f"known names: {', '.join(KNOWN_SHAPES)}, {EMBEDDED_MODEL}."
     raise ConfigError(
-        f"--model {model}: neither a folder with a config.json nor a shape that is known here: {hint} (of any other, "
-        "download its config.json alone and name that file)"
+        f"--model {model} is neither a folder with a config.json nor a known name; {hint} For any other model, download its "
+        "config.json and name that file."
     )
 
 
 def read_shape(file: Path, name: str) -> ModelShape:
-    """Of a config.json, as transformers writes it.
+    """Read the shape from a config.json.
 
     Raises:
-        ConfigError: no configuration, or of an architecture that is not counted.
+        ConfigError: the file is not a configuration, or its architecture is not supported.
     """
     try:
         config = read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {name}: {file} cannot be read as a configuration: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigError(f"--model {name}: {file} has no model_type: name a model's config.json, or its folder")
+        raise ConfigError(f"--model {name}: {file} has no model_type. Name a model's config.json, or its folder.")
     kind = config["model_type"]
     if kind not in MODEL_TYPES:
         raise ConfigError(
-            f"--model {name}: of {kind} models nothing is counted, only of dense ones of Llama's kind ({', '.join(MODEL_TYPES)}): plan "
-            "with one of these of the same size"
+            f"--model {name}: plans support dense models of the Llama family ({', '.join(MODEL_TYPES)}), not {kind}. Plan with one "
+            "of these of the same size."
         )
     try:
-        return replace(_of(config, kind, name), source=str(file))
+        return replace(_parse_config(config, kind, name), source=str(file))
     except KeyError as error:
-        raise ConfigError(f"--model {name}: {file} lacks what a plan needs: {error}") from error
+        raise ConfigError(f"--model {name}: {file} lacks {error}") from error
     except ValueError as error:
-        raise ConfigError(f"--model {name}: {file}: {error}: correct it, or download the model's own anew") from error
+        raise ConfigError(f"--model {name}: {file}: {error}. Correct it, or download the file again.") from error
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a number of a config.json that is beyond `MAX_EPOCHS`; whatever else is wrong with one is not looked at."""
+    """Raise ValueError for a number in a config.json beyond `MAX_SIZES`; nothing else is checked."""
     for key, most in MAX_SIZES.items():
         if isinstance(value := config.get(key), int) and value > most:
-            raise ValueError(f"{key} must be at most {most:,}, not {_shown(value)}")
+            raise ValueError(f"{key} must be at most {most:,}, not {_truncate(value)}")
 
 
 def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number from 1 to `MAX_EPOCHS`. Raises KeyError where it is missing, ValueError where it is something else."""
+    """Return an integer from 1 to its limit in `MAX_SIZES`. Raises KeyError if it is missing, ValueError if it is invalid."""
     value = config[key] if default is None else config.get(key)
     value = default if value is None and default is not None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZES[key]:
-        raise ValueError(f"{key} must be a whole number from 1 to {MAX_SIZES[key]:,}, not {_shown(value)}")
+        raise ValueError(f"{key} must be an integer from 1 to {MAX_SIZES[key]:,}, not {_truncate(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _truncate(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def _of(config: Mapping[str, Any], kind: str, name: str) -> ModelShape:
+def _parse_config(config: Mapping[str, Any], kind: str, name: str) -> ModelShape:
     hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     kv_heads = _count(config, "num_key_value_heads", heads)
     if heads % kv_heads:

@@ -1,8 +1,7 @@
-"""A run's clock without the run: rollouts of given lengths, a sampler and a learner of given speeds, and how far one may be ahead
-of the other. Says how long each waits for the other, and which `--max-staleness` is enough.
+"""A simulation of asynchronous training: how long sampler and learner wait for each other, and which `--max-staleness` suffices.
 
-The order of events is that of `training.loop`. What is left out: how lengths change as the policy learns, rewards that take longer
-than sampling, servers that fail.
+Rollouts of given lengths meet a sampler and a learner of given speeds, with the order of events of `training.loop`. Not modelled:
+lengths that change as the policy learns, rewards that take longer than sampling, failing servers.
 """
 
 from __future__ import annotations
@@ -14,13 +13,16 @@ from itertools import combinations, pairwise
 from random import Random
 
 Lengths = Sequence[int]
-"""Tokens of each completion of one rollout, in the order in which they are asked for."""
+"""Tokens of each completion of one rollout, in the order of the requests."""
 
 
 @dataclass(frozen=True)
 class SamplerSpeed:
-    """One token for each of n completions takes `fixed` + n · `each` seconds, as weights are read once and every completion's keys
-    once; at most `slots` are drawn at a time, and where one ends the next begins."""
+    """Seconds of a sampler: one token for each of n completions takes `fixed` + n · `per_completion`.
+
+    The weights are read once per token, and every completion's cache once. At most `max_concurrency` completions are generated at
+    a time; when one ends, the next starts.
+    """
 
     fixed: float
     per_completion: float
@@ -29,48 +31,49 @@ class SamplerSpeed:
     """Seconds of a rollout before its first token."""
 
     def __call__(self, lengths: Lengths) -> float:
-        """Seconds for one rollout."""
+        """Return the seconds of one rollout."""
         waiting = [n for n in reversed(lengths) if n > 0]
-        going = list[int]()  # tokens drawn when each will be over
-        drawn, seconds = 0, self.startup
-        while waiting or going:
-            while waiting and len(going) < self.max_concurrency:
-                heapq.heappush(going, drawn + waiting.pop())
-            tokens = going[0] - drawn
-            seconds += tokens * (self.fixed + len(going) * self.per_completion)
-            drawn = going[0]
-            while going and going[0] == drawn:
-                heapq.heappop(going)
+        running = list[int]()  # the token count at which each will end
+        position, seconds = 0, self.startup
+        while waiting or running:
+            while waiting and len(running) < self.max_concurrency:
+                heapq.heappush(running, position + waiting.pop())
+            tokens = running[0] - position
+            seconds += tokens * (self.fixed + len(running) * self.per_completion)
+            position = running[0]
+            while running and running[0] == position:
+                heapq.heappop(running)
         return seconds
 
 
 @dataclass(frozen=True)
 class LearnerSpeed:
-    """An update of t tokens takes `fixed` + t · `each` seconds, and publishing the weights `publish`, in which nothing is drawn."""
+    """Seconds of a learner: an update on t tokens takes `fixed` + t · `per_token`; then publishing the weights takes `publish`,
+    during which nothing is sampled."""
 
     fixed: float
     per_token: float
     publish: float
 
     def __call__(self, lengths: Lengths) -> float:
-        """Seconds for one rollout's updates."""
+        """Return the seconds of one rollout's updates."""
         return self.fixed + self.per_token * sum(lengths)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds since the beginning, per step."""
+    """Times of each step, in seconds since the start."""
 
     rollout_ready: tuple[float, ...]
     """When the step had its rollout."""
     step_ends: tuple[float, ...]
-    """When its weights were published."""
+    """When the step's weights were published."""
     learner_waits: tuple[float, ...]
-    """That the learner did in the step."""
+    """Seconds that the learner waited in the step."""
     sampling_seconds: tuple[float, ...]
-    """In which a rollout was in the making in the step, also one that rests while weights are taken over."""
+    """Seconds in the step with a rollout in progress, including one that pauses for new weights."""
     max_staleness: int = 0
-    """Steps that the sampler may be ahead."""
+    """Steps by which the sampler may be ahead."""
 
     @property
     def total_seconds(self) -> float:
@@ -78,39 +81,38 @@ class Timeline:
 
     @property
     def steady_state(self) -> slice:
-        """The steps that are like those of a long run: without the first, which has nothing to be beside, and without those at the
-        end beside which nothing is left to draw. All steps of a run that has no others."""
+        """Steps that represent a long run: without the first, which overlaps nothing, and the last, during which nothing remains
+        to be sampled. All steps of a run that has no others."""
         last = len(self.step_ends) - self.max_staleness
         return slice(1, last) if last > 1 else slice(0, len(self.step_ends))
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of the `full` steps."""
+        """Mean seconds of a `steady_state` step."""
         return self._duration(self.steady_state) / len(self.step_ends[self.steady_state])
 
     @property
     def learner_idle(self) -> float:
-        """Share of the `full` steps' time."""
+        """Fraction of the `steady_state` time in which the learner waits."""
         return self.idle_fractions()[0]
 
     @property
     def sampler_idle(self) -> float:
-        """Share of the `full` steps' time."""
+        """Fraction of the `steady_state` time in which the sampler waits."""
         return self.idle_fractions()[1]
 
     def idle_fractions(self, steps: slice | None = None) -> tuple[float, float]:
-        """The shares of these steps' time, or the `full` ones', in which (the learner, the sampler) is idle; of no time, 0."""
-        some = self.steady_state if steps is None else steps
-        seconds = self._duration(some)
+        """Return the fractions of these steps' time, by default the `steady_state` ones, in which (learner, sampler) wait."""
+        steps = self.steady_state if steps is None else steps
+        seconds = self._duration(steps)
         if seconds <= 0:
             return 0.0, 0.0
-        return sum(self.learner_waits[some]) / seconds, max(0.0, 1 - sum(self.sampling_seconds[some]) / seconds)
+        return sum(self.learner_waits[steps]) / seconds, max(0.0, 1 - sum(self.sampling_seconds[steps]) / seconds)
 
     def _duration(self, steps: slice) -> float:
-        """Seconds of these steps together."""
-        begins = (0.0, *self.step_ends)
+        times = (0.0, *self.step_ends)
         first, last, _ = steps.indices(len(self.step_ends))
-        return begins[last] - begins[first]
+        return times[last] - times[first]
 
 
 def simulate(
@@ -121,80 +123,86 @@ def simulate(
     *,
     in_flight: bool = False,
 ) -> Timeline:
-    """A run of so many steps. in_flight: the sampler takes weights over while it draws, so that it draws on from step to step;
-    else the rollout beside an update is whole before the weights change.
+    """Simulate a run with one step per rollout.
+
+    Args:
+        in_flight: the sampler accepts new weights in the middle of a rollout, so that sampling continues across steps; otherwise
+            the rollout that overlaps an update is finished before the weights change.
 
     Raises:
-        ValueError: no rollouts, or a staleness below 0.
+        ValueError: there are no rollouts, or the staleness is negative.
     """
     if not rollouts or staleness < 0:
         raise ValueError(
-            f"a run has at least one rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}"
+            f"needs at least one rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}"
         )
-    draws, updates = [sampler(r) for r in rollouts], [learner(r) for r in rollouts]
-    return (_simulate_in_flight if in_flight and staleness else _simulate_lockstep)(
-        draws, updates, learner.publish, staleness
-    )
+    sampling, updates = [sampler(r) for r in rollouts], [learner(r) for r in rollouts]
+    run = _simulate_in_flight if in_flight and staleness else _simulate_lockstep
+    return run(sampling, updates, learner.publish, staleness)
 
 
-def _simulate_lockstep(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
-    """A step ends when both have done theirs."""
-    steps, there, now = len(draws), 0, 0.0
-    sampled, ended, waited, drawn = list[float](), list[float](), list[float](), list[float]()
+def _simulate_lockstep(rollouts: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
+    """Simulate a run whose step ends when both learner and sampler have finished their part."""
+    steps, done, now = len(rollouts), 0, 0.0
+    ready, ends, waits, sampling = list[float](), list[float](), list[float](), list[float]()
     for step in range(steps):
-        want = step + max(1, min(staleness, steps - step))
-        first, there = sum(draws[there:want]), max(there, want)
-        want = step + 1 + min(staleness, steps - step - 1)
-        beside, there = sum(draws[there:want]), max(there, want)
-        sampled.append(now + first)
-        waited.append(first + max(0.0, beside - updates[step]))
-        drawn.append(first + beside)
-        now = sampled[-1] + max(updates[step], beside) + publish
-        ended.append(now)
-    return Timeline(tuple(sampled), tuple(ended), tuple(waited), tuple(drawn), staleness)
+        target = step + max(1, min(staleness, steps - step))
+        first, done = sum(rollouts[done:target]), max(done, target)
+        target = step + 1 + min(staleness, steps - step - 1)
+        overlapping, done = sum(rollouts[done:target]), max(done, target)
+        ready.append(now + first)
+        waits.append(first + max(0.0, overlapping - updates[step]))
+        sampling.append(first + overlapping)
+        now = ready[-1] + max(updates[step], overlapping) + publish
+        ends.append(now)
+    return Timeline(tuple(ready), tuple(ends), tuple(waits), tuple(sampling), staleness)
 
 
-def _simulate_in_flight(draws: Sequence[float], updates: Sequence[float], publish: float, staleness: int) -> Timeline:
-    """The sampler draws on: a rollout begins when the one before is whole and the one `staleness` before it was taken. It rests
-    while weights are published."""
-    now, whole = 0.0, 0.0
-    sampled, ended, waited = list[float](), list[float](), list[float]()
-    pauses, making = list[tuple[float, float]](), list[tuple[float, float]]()
-    for step, (draw, update) in enumerate(zip(draws, updates, strict=True)):
-        begun = max(whole, sampled[max(0, step - staleness)] if step else 0.0)
-        whole = _finish_time(begun, draw, pauses)
-        making.append((begun, whole))
-        sampled.append(max(now, whole))
-        waited.append(sampled[-1] - now)
-        learned = sampled[-1] + update
+def _simulate_in_flight(
+    rollouts: Sequence[float], updates: Sequence[float], publish: float, staleness: int
+) -> Timeline:
+    """Simulate a sampler that continues across steps and pauses while weights are published.
+
+    A rollout starts when the one before is complete and the one `staleness` before it was taken by the learner.
+    """
+    now, complete = 0.0, 0.0
+    ready, ends, waits = list[float](), list[float](), list[float]()
+    pauses, spans = list[tuple[float, float]](), list[tuple[float, float]]()
+    for step, (seconds, update) in enumerate(zip(rollouts, updates, strict=True)):
+        start = max(complete, ready[max(0, step - staleness)] if step else 0.0)
+        complete = _finish_time(start, seconds, pauses)
+        spans.append((start, complete))
+        ready.append(max(now, complete))
+        waits.append(ready[-1] - now)
+        learned = ready[-1] + update
         now = learned + publish
         pauses.append((learned, now))
-        ended.append(now)
-    drawn = tuple(sum(_overlap(step, some) for some in making) for step in pairwise([0.0, *ended]))
-    return Timeline(tuple(sampled), tuple(ended), tuple(waited), drawn, staleness)
+        ends.append(now)
+    sampling = tuple(
+        sum(max(0.0, min(end, step_end) - max(start, step_start)) for start, end in spans)
+        for step_start, step_end in pairwise([0.0, *ends])
+    )
+    return Timeline(tuple(ready), tuple(ends), tuple(waits), sampling, staleness)
 
 
-def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
-    """Seconds that are in both spans."""
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
-
-
-def _finish_time(begun: float, seconds: float, pauses: Sequence[tuple[float, float]]) -> float:
-    """When so many seconds of work are done that begin then and rest in the pauses."""
-    now, left = begun, seconds
+def _finish_time(start: float, seconds: float, pauses: Sequence[tuple[float, float]]) -> float:
+    """Return when work of `seconds` that begins at `start` is done, if it stops during the pauses."""
+    now, remaining = start, seconds
     for first, last in pauses:
         if last <= now:
             continue
-        if now + left <= first:
+        if now + remaining <= first:
             break
-        left -= max(0.0, first - now)
+        remaining -= max(0.0, first - now)
         now = last
-    return now + left
+    return now + remaining
 
 
 def resample_lengths(lengths: Lengths, steps: int, size: int, seed: int = 0) -> list[list[int]]:
-    """As many rollouts, of `size` completions each, whose lengths are drawn from measured ones, with replacement: what a run of
-    another size, or a longer one, would have. Lengths of one prompt are taken to hang together no more than others."""
+    """Sample `steps` rollouts of `size` completions from measured lengths, with replacement, for a run of another size.
+
+    Lengths of one prompt are taken to be no more alike than others.
+    """
     random = Random(seed)
     return [random.choices(lengths, k=size) for _ in range(steps)]
 
@@ -208,7 +216,7 @@ def find_best_staleness(
     max_staleness: int = 16,
     tolerance: float = 0.01,
 ) -> int:
-    """The smallest `--max-staleness`, of at most `most`, whose steps are as fast as any's, within a share."""
+    """Return the smallest staleness whose steps are as fast as the fastest up to `max_staleness`, within a relative tolerance."""
     speeds = [
         simulate(rollouts, sampler, learner, k, in_flight=in_flight).step_seconds for k in range(max_staleness + 1)
     ]
@@ -216,60 +224,62 @@ def find_best_staleness(
 
 
 def smallest_sufficient(steps: Sequence[float], tolerance: float = 0.01) -> int:
-    """The first of `steps` (seconds a step with staleness 0, 1, 2, …) that is as fast as the fastest of them, within a share."""
+    """Return the first index of `steps` (seconds per step at staleness 0, 1, 2, …) within `tolerance` of the fastest."""
     best = min(steps)
     return next(k for k, seconds in enumerate(steps) if seconds <= best * (1 + tolerance))
 
 
-# How fast a sampler and a learner are, from seconds that were measured: least squares whose coefficients are no less than 0.
+# Speeds from measured seconds, by least squares with coefficients of at least 0.
 #
-# A rollout's seconds are `start` + rounds · `fixed` + tokens · `each`: of tokens there are as many as completions have together, of
-# rounds as many as `slots` at a time take; an update's are `fixed` + tokens · `each`. All of it is linear in what is sought.
+# A rollout takes `startup` + rounds · `fixed` + tokens · `per_completion`: tokens are those of all completions, rounds those that
+# `max_concurrency` completions at a time need. An update takes `fixed` + tokens · `per_token`. Both are linear in the unknowns.
 
 Columns = Sequence[Sequence[float]]
-FLAT = 1e-9
-"""A share of the squares; columns of length 1 whose smallest singular value is below its root hang on each other."""
+MIN_IMPROVEMENT = 1e-9
+"""Relative decrease of the squared error that justifies a further column; columns of unit length whose smallest singular value is
+below its root count as linearly dependent."""
 
 
 def fit_sampler_speed(rollouts: Sequence[Lengths], seconds: Sequence[float], max_concurrency: int) -> SamplerSpeed:
-    """Of one that draws `slots` completions at a time, and took so many seconds for each of these rollouts."""
+    """Fit the speed of a sampler that took these seconds for these rollouts."""
     tokens = [float(sum(lengths)) for lengths in rollouts]
     rounds = [SamplerSpeed(1.0, 0.0, max_concurrency)(lengths) for lengths in rollouts]
-    each, fixed, start = fit_nonnegative([tokens, rounds, [1.0] * len(seconds)], seconds)
-    return SamplerSpeed(fixed, each, max_concurrency, start)
+    per_completion, fixed, startup = fit_nonnegative([tokens, rounds, [1.0] * len(seconds)], seconds)
+    return SamplerSpeed(fixed, per_completion, max_concurrency, startup)
 
 
 def fit_learner_speed(rollouts: Sequence[Lengths], seconds: Sequence[float], publish: float) -> LearnerSpeed:
-    """Of one that took so many seconds for the updates of each of these rollouts. publish: seconds."""
+    """Fit the speed of a learner that took these seconds for the updates of these rollouts. publish: seconds."""
     tokens = [float(sum(lengths)) for lengths in rollouts]
-    each, fixed = fit_nonnegative([tokens, [1.0] * len(seconds)], seconds)
-    return LearnerSpeed(fixed, each, publish)
+    per_token, fixed = fit_nonnegative([tokens, [1.0] * len(seconds)], seconds)
+    return LearnerSpeed(fixed, per_token, publish)
 
 
 def fit_nonnegative(columns: Columns, target: Sequence[float]) -> list[float]:
-    """x ≥ 0 that minimises Σ_i (target_i − Σ_j columns_j,i · x_j)². Where columns hang on each other the first of them stand for
-    the rest. All sets of columns are tried, so that there should be few.
+    """Return the x ≥ 0 that minimises Σ_i (target_i − Σ_j columns_j,i · x_j)².
+
+    All subsets of the columns are tried, so there should be few. Of linearly dependent columns the first ones are used.
 
     Raises:
-        ValueError: nothing to fit to.
+        ValueError: there is nothing to fit.
     """
     if not target or not columns:
         raise ValueError("a speed is fitted to at least one measurement")
-    import numpy as np  # here alone: a plan is made without it
+    import numpy as np  # not needed for a plan
 
     table, goal = np.asarray(columns, dtype=float).T, np.asarray(target, dtype=float)
     norms = np.linalg.norm(table, axis=0)
-    best, found = float(goal @ goal), [0.0] * len(columns)
-    enough = best * FLAT
+    best, result = float(goal @ goal), [0.0] * len(columns)
+    min_decrease = best * MIN_IMPROVEMENT
     for count in range(1, len(columns) + 1):
-        for chosen in map(list, combinations(np.flatnonzero(norms).tolist(), count)):
-            some, _, rank, _ = np.linalg.lstsq(table[:, chosen] / norms[chosen], goal, rcond=FLAT**0.5)
-            if rank < count or some.min() < 0:
+        for subset in map(list, combinations(np.flatnonzero(norms).tolist(), count)):
+            x, _, rank, _ = np.linalg.lstsq(table[:, subset] / norms[subset], goal, rcond=MIN_IMPROVEMENT**0.5)
+            if rank < count or x.min() < 0:
                 continue
-            some = some / norms[chosen]
-            left = goal - table[:, chosen] @ some
-            if (error := float(left @ left)) < best - enough:
-                best, found = error, [0.0] * len(columns)
-                for j, x in zip(chosen, some.tolist(), strict=True):
-                    found[j] = x
-    return found
+            x = x / norms[subset]
+            residual = goal - table[:, subset] @ x
+            if (error := float(residual @ residual)) < best - min_decrease:
+                best, result = error, [0.0] * len(columns)
+                for j, value in zip(subset, x.tolist(), strict=True):
+                    result[j] = value
+    return result

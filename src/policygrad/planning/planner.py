@@ -1,4 +1,4 @@
-"""A plan: what a run of some work takes on some devices, in memory, seconds and money; and how devices are best divided."""
+"""Capacity plans: memory, seconds and cost of a workload on a number of devices, the best split of devices, and what to change."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from policygrad.planning.model_shapes import ModelShape
 from policygrad.planning.pipeline import LearnerSpeed, SamplerSpeed, Timeline, simulate
 
 SIMULATED_STEPS = 64
-"""That are simulated, of samplers and learners apart."""
+"""Steps simulated for disaggregated samplers."""
 MAX_SPLITS = 16
-"""Divisions of the devices that are tried, at most."""
+"""Maximum number of device splits to try."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned for."""
+    """Model, device, work and efficiency to plan for."""
 
     shape: ModelShape
     device: Device
@@ -40,55 +40,55 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """The answer for one layout."""
+    """Memory, time and throughput of a request with one layout."""
 
     request: PlanRequest
     layout: ParallelLayout
 
     @cached_property
+    def time_model(self) -> TimeModel:
+        request = self.request
+        return TimeModel(request.shape, request.device, request.efficiency, self.layout)
+
+    @cached_property
     def step_times(self) -> StepTimes:
-        """Seconds of a step's phases."""
-        q = self.request
-        return TimeModel(q.shape, q.device, q.efficiency, self.layout).step_times(q.workload, q.algorithm)
+        return self.time_model.step_times(self.request.workload, self.request.algorithm)
 
     @cached_property
     def learner(self) -> MemoryBreakdown:
-        """Of a device that learns."""
+        """Memory of a device that learns."""
         q = self.request
         return cost_model.learner_memory(q.shape, q.workload, q.algorithm, self.layout, q.device)
 
     @cached_property
     def sampler(self) -> MemoryBreakdown | None:
-        """Of a device that only draws; None where there is none."""
+        """Memory of a device that only samples; None if there is none."""
         q = self.request
-        return (
-            cost_model.sampler_memory(q.shape, q.workload, self.layout, q.device)
-            if self.layout.is_disaggregated
-            else None
-        )
+        if not self.layout.is_disaggregated:
+            return None
+        return cost_model.sampler_memory(q.shape, q.workload, self.layout, q.device)
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """Of samplers and learners apart, by the simulator of `pipeline`; all rollouts alike."""
+        """Simulated steps of disaggregated samplers and learners, with equal rollouts; None if devices alternate."""
         if not self.layout.is_disaggregated:
             return None
-        found = self.step_times
-        drawing, learning = SamplerSpeed(found.generation, 0.0, 1), LearnerSpeed(found.update, 0.0, found.publishing)
-        return simulate([(1,)] * SIMULATED_STEPS, drawing, learning, self.layout.max_staleness)
+        times = self.step_times
+        sampler, learner = SamplerSpeed(times.generation, 0.0, 1), LearnerSpeed(times.update, 0.0, times.publishing)
+        return simulate([(1,)] * SIMULATED_STEPS, sampler, learner, self.layout.max_staleness)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds."""
         return self.step_times.total if self.timeline is None else self.timeline.step_seconds
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a device."""
+        """Usable memory of one device."""
         return cost_model.usable_bytes(self.request.device)
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the device that has most."""
+        """Memory of the fullest device."""
         return max(self.learner.peak_bytes, self.sampler.peak_bytes if self.sampler else 0.0)
 
     @property
@@ -97,35 +97,30 @@ class CapacityPlan:
 
     @property
     def concurrent_rows(self) -> int:
-        """Completions that one sampler draws at once."""
+        """Completions that one sampler generates at once."""
         q = self.request
         return cost_model.max_concurrent_rows(q.shape, q.workload, self.layout, q.device)
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled ones, of all devices."""
+        """Sampled tokens per second, of all devices."""
         return self.request.workload.sampled_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the peak rate at which a step's operations are needed, without any that are done twice."""
-        q = self.request
-        tokens, clock = (
-            q.workload.count_tokens(self.layout.shares_prompts),
-            TimeModel(q.shape, q.device, q.efficiency, self.layout),
-        )
-        learned = q.algorithm.trained_models * q.algorithm.epochs * clock.operations(tokens, 3, 3)
-        passes = q.algorithm.scoring_passes_at(self.layout.max_staleness) + 1  # and what is drawn
-        total = learned + passes * clock.operations(tokens, 1, 1)
-        return total / self.step_seconds / self.layout.gpus / q.device.rate(self.layout.bytes_per_number)
+        """Model FLOPs utilisation: fraction of the peak rate that the step's operations need, without recomputation."""
+        algorithm, tokens = self.request.algorithm, self.request.workload.count_tokens(self.layout.shares_prompts)
+        training = algorithm.trained_models * algorithm.epochs * self.time_model.operations(tokens, 3, 3)
+        forward_passes = algorithm.scoring_passes_at(self.layout.max_staleness) + 1  # and sampling
+        total = training + forward_passes * self.time_model.operations(tokens, 1, 1)
+        return total / self.step_seconds / self.layout.gpus / self.request.device.rate(self.layout.bytes_per_number)
 
     def device_hours(self, steps: int) -> float:
-        """Of all devices together."""
+        """Return the hours of all devices together."""
         return self.layout.gpus * self.step_seconds * steps / 3600
 
     def to_dict(self, steps: int, price: float | None = None) -> dict[str, Any]:
-        """For JSON: seconds, bytes, device hours of so many steps, and what they cost."""
-        line = self.timeline
+        """Return seconds, bytes, device hours of `steps` steps and their cost, for JSON."""
         return {
             "gpus": self.layout.gpus,
             "layout": asdict(self.layout),
@@ -133,11 +128,11 @@ class CapacityPlan:
             "memory": {
                 "usable": self.usable_bytes,
                 "peak": self.peak_bytes,
-                "learner": _bytes(self.learner),
-                "sampler": None if self.sampler is None else _bytes(self.sampler),
+                "learner": _memory_to_dict(self.learner),
+                "sampler": None if self.sampler is None else _memory_to_dict(self.sampler),
             },
             "seconds": {"step": self.step_seconds, **asdict(self.step_times)},
-            "idle": None if line is None else {"learner": line.learner_idle, "sampler": line.sampler_idle},
+            "idle": self.timeline and {"learner": self.timeline.learner_idle, "sampler": self.timeline.sampler_idle},
             "rows": self.concurrent_rows,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -147,190 +142,197 @@ class CapacityPlan:
         }
 
 
-def _bytes(of: MemoryBreakdown) -> dict[str, Any]:
-    parts: dict[str, Mapping[str, float]] = {"always": of.static, "learning": of.training, "drawing": of.sampling}
-    return {"peak": of.peak_bytes, **{name: dict(part) for name, part in parts.items()}}
+def _memory_to_dict(memory: MemoryBreakdown) -> dict[str, Any]:
+    parts: dict[str, Mapping[str, float]] = {
+        "static": memory.static,
+        "training": memory.training,
+        "sampling": memory.sampling,
+    }
+    return {"peak": memory.peak_bytes, **{name: dict(part) for name, part in parts.items()}}
 
 
-def device_splits(gpus: int, tensor: int) -> list[int]:
-    """Numbers of devices that only draw which are worth trying: whole samplers, at least one learner left."""
-    every = list(range(tensor, gpus, tensor))
+def device_splits(gpus: int, tensor_parallel: int) -> list[int]:
+    """Return numbers of sampling devices worth trying: whole samplers, with at least one learner left."""
+    every = list(range(tensor_parallel, gpus, tensor_parallel))
     if len(every) <= MAX_SPLITS:
         return every
-    wanted = {round(len(every) * (i + 0.5) / MAX_SPLITS) for i in range(MAX_SPLITS)}
-    return [every[min(i, len(every) - 1)] for i in sorted(wanted)]
+    positions = {round(len(every) * (i + 0.5) / MAX_SPLITS) for i in range(MAX_SPLITS)}
+    return [every[min(i, len(every) - 1)] for i in sorted(positions)]
 
 
-def find_best_split(question: PlanRequest, layout: ParallelLayout) -> CapacityPlan:
-    """The division into samplers and learners with the shortest step, among those that fit where any do; layout.samplers is left
-    out of account.
+def find_best_split(request: PlanRequest, layout: ParallelLayout) -> CapacityPlan:
+    """Return the split into samplers and learners with the shortest step, preferring splits that fit.
+
+    `layout.samplers` is ignored.
 
     Raises:
-        ConfigError: fewer devices than one sampler and one learner take.
+        ConfigError: there are fewer devices than one sampler and one learner need.
     """
-    tried = [
-        CapacityPlan(question, replace(layout, samplers=n)) for n in device_splits(layout.gpus, layout.tensor_parallel)
+    plans = [
+        CapacityPlan(request, replace(layout, samplers=n)) for n in device_splits(layout.gpus, layout.tensor_parallel)
     ]
-    if not tried:
+    if not plans:
         raise ConfigError(
-            f"samplers apart from learners take at least {layout.tensor_parallel + 1} devices, not {layout.gpus}: give more --gpus, or "
-            "leave --max-staleness and --samplers out"
+            f"separate samplers and learners need at least {layout.tensor_parallel + 1} devices, not {layout.gpus}. Add --gpus, or "
+            "omit --max-staleness and --samplers."
         )
-    return min(tried, key=lambda plan: (not plan.fits, plan.step_seconds if plan.fits else plan.peak_bytes))
+    return min(plans, key=lambda plan: (not plan.fits, plan.step_seconds if plan.fits else plan.peak_bytes))
 
 
-def plan_device_counts(question: PlanRequest, layout: ParallelLayout, counts: Sequence[int]) -> list[CapacityPlan]:
-    """The same work on other numbers of devices: in turns, or samplers apart, as many of them as is best."""
-    found = list[CapacityPlan]()
+def plan_device_counts(request: PlanRequest, layout: ParallelLayout, counts: Sequence[int]) -> list[CapacityPlan]:
+    """Plan the same work on other numbers of devices, with the best split of each if samplers are separate."""
+    plans = list[CapacityPlan]()
     for gpus in counts:
         if layout.is_disaggregated and gpus > layout.tensor_parallel:
-            found.append(find_best_split(question, replace(layout, gpus=gpus, samplers=layout.tensor_parallel)))
+            plans.append(find_best_split(request, replace(layout, gpus=gpus, samplers=layout.tensor_parallel)))
         elif not layout.is_disaggregated and gpus % layout.tensor_parallel == 0:
-            found.append(CapacityPlan(question, replace(layout, gpus=gpus)))
-    return found
+            plans.append(CapacityPlan(request, replace(layout, gpus=gpus)))
+    return plans
 
 
 def device_counts(gpus: int) -> list[int]:
-    """Powers of two up to four times as many, and what was asked for."""
+    """Return powers of two up to four times `gpus`, and `gpus` itself."""
     return sorted({gpus, *(2**i for i in range((4 * gpus).bit_length()) if 2**i <= 4 * gpus)})
 
 
-# What to change where a plan does not fit: one thing after another, each kept where it takes less memory, until it fits.
+# What to change if a plan does not fit: one change after another, kept if it needs less memory, until the plan fits.
 
-MOST = 4096
-"""Devices that are looked for."""
-ROWS = 16
-"""Completions drawn at once, at least."""
-
-TENSORS = (2, 4, 8)
-"""Devices of one sampler that are tried."""
+MAX_DEVICES = 4096
+"""Largest number of devices to suggest."""
+MIN_ROWS = 16
+"""Smallest number of concurrent completions to suggest."""
+TENSOR_PARALLEL = (2, 4, 8)
+"""Devices per sampler to try."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change, and the plan with it and with those before it."""
+    """A change, and the plan with it and the ones before it."""
 
     option: str
-    """As it is written on the command line of plan."""
+    """Options of `policygrad plan`."""
     description: str
-    """In words."""
     plan: CapacityPlan
 
 
 def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
-    """In the order in which they cost least; empty where the plan fits, or nothing helps. The last fits, unless nothing does."""
-    found, now = list[Suggestion](), plan
-    for try_ in (_checkpointed, _smaller_passes, _narrow, _fewer_rows, _engine, _apart, _spread):
-        if now.fits:
+    """Return changes that make a plan fit, cheapest first; empty if it fits already or nothing helps.
+
+    The last one fits, unless nothing does.
+    """
+    suggestions = list[Suggestion]()
+    for propose in (
+        _recompute_activations,
+        _use_smaller_passes,
+        _use_bf16,
+        _generate_fewer_rows,
+        _use_engine,
+        _separate_samplers,
+        _split_samplers,
+    ):
+        if plan.fits:
             break
-        for remedy in try_(now):
-            if remedy.plan.peak_bytes < now.peak_bytes:
-                found.append(remedy)
-                now = remedy.plan
+        for suggestion in propose(plan):
+            if suggestion.plan.peak_bytes < plan.peak_bytes:
+                suggestions.append(suggestion)
+                plan = suggestion.plan
                 break
-    if not now.fits:
-        found += [*_other_device(now), *_more(now)]
-    return found
+    if not plan.fits:
+        suggestions += [*_use_larger_device(plan), *_add_devices(plan)]
+    return suggestions
 
 
-def _with(plan: CapacityPlan, option: str, what: str, layout: ParallelLayout) -> Suggestion:
-    return Suggestion(option, what, CapacityPlan(plan.request, layout))
+def _change(plan: CapacityPlan, option: str, description: str, **changes: Any) -> Suggestion:
+    return Suggestion(option, description, CapacityPlan(plan.request, replace(plan.layout, **changes)))
 
 
-def _checkpointed(plan: CapacityPlan) -> Iterator[Suggestion]:
+def _recompute_activations(plan: CapacityPlan) -> Iterator[Suggestion]:
     if not plan.layout.checkpointing:
-        layout = replace(plan.layout, checkpointing=True)
-        yield _with(plan, "--gradient-checkpointing", "activations are computed again on the way back", layout)
+        yield _change(
+            plan, "--gradient-checkpointing", "recompute activations in the backward pass", checkpointing=True
+        )
 
 
-def _smaller_passes(plan: CapacityPlan) -> Iterator[Suggestion]:
-    least = plan.request.workload.max_tokens
-    if plan.layout.micro_tokens > least:
-        layout = replace(plan.layout, micro_tokens=least)
-        yield _with(plan, f"--micro-tokens {least}", "micro-batches of one text at a time", layout)
+def _use_smaller_passes(plan: CapacityPlan) -> Iterator[Suggestion]:
+    longest = plan.request.workload.max_tokens
+    if plan.layout.micro_tokens > longest:
+        yield _change(plan, f"--micro-tokens {longest}", "one sequence per micro-batch", micro_tokens=longest)
 
 
-def _narrow(plan: CapacityPlan) -> Iterator[Suggestion]:
+def _use_bf16(plan: CapacityPlan) -> Iterator[Suggestion]:
     if plan.layout.dtype == "fp32":
-        yield _with(plan, "--dtype bf16", "computing in bfloat16", replace(plan.layout, dtype="bf16"))
+        yield _change(plan, "--dtype bf16", "compute in bfloat16", dtype="bf16")
 
 
-def _engine(plan: CapacityPlan) -> Iterator[Suggestion]:
+def _use_engine(plan: CapacityPlan) -> Iterator[Suggestion]:
     if plan.layout.keeps_full_policy:
-        layout = replace(plan.layout, keeps_full_policy=False)
-        yield _with(plan, "--engine", "an engine has the policy, a learner only its share", layout)
+        yield _change(
+            plan, "--engine", "an engine holds the policy, each learner only its shard", keeps_full_policy=False
+        )
 
 
-def _apart(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The first division that fits: of the plan's own samplers, of an engine's, over more devices each."""
+def _separate_samplers(plan: CapacityPlan) -> Iterator[Suggestion]:
+    """The first split that fits: with the plan's own samplers, with an engine's, with more devices per sampler."""
     layout = plan.layout
     if layout.is_disaggregated:
         return
-    for whole in dict.fromkeys((layout.keeps_full_policy, False)):
-        for tensor in (layout.tensor_parallel, *(t for t in TENSORS if t > layout.tensor_parallel)):
+    for keeps_full_policy in dict.fromkeys((layout.keeps_full_policy, False)):
+        for tensor in (layout.tensor_parallel, *(t for t in TENSOR_PARALLEL if t > layout.tensor_parallel)):
             if layout.gpus <= tensor:
                 continue
-            divided = find_best_split(plan.request, replace(layout, keeps_full_policy=whole, tensor_parallel=tensor))
-            if divided.fits:
-                words = ["--engine"] * (layout.keeps_full_policy and not whole) + [
-                    f"--samplers {divided.layout.samplers}"
-                ]
-                words += [f"--tensor-parallel {tensor}"] * (tensor > layout.tensor_parallel)
-                yield Suggestion(" ".join(words), "samplers on devices of their own", divided)
+            changed = replace(layout, keeps_full_policy=keeps_full_policy, tensor_parallel=tensor)
+            split = find_best_split(plan.request, changed)
+            if split.fits:
+                options = ["--engine"] * (layout.keeps_full_policy and not keeps_full_policy)
+                options.append(f"--samplers {split.layout.samplers}")
+                options += [f"--tensor-parallel {tensor}"] * (tensor > layout.tensor_parallel)
+                yield Suggestion(" ".join(options), "samplers on devices of their own", split)
                 return
 
 
-def _fewer_rows(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The most that fit, in powers of two; where drawing takes more than learning."""
-    rows, tried = plan.concurrent_rows if _drawing_most(plan) else 0, list[Suggestion]()
-    while rows > ROWS:
+def _generate_fewer_rows(plan: CapacityPlan) -> Iterator[Suggestion]:
+    """The largest power of two that fits, if sampling needs more memory than learning."""
+    if sum(plan.learner.sampling.values()) <= sum(plan.learner.training.values()):
+        return
+    rows, suggestions = plan.concurrent_rows, list[Suggestion]()
+    while rows > MIN_ROWS:
         rows = 1 << ((rows - 1).bit_length() - 1)
-        tried.append(
-            _with(plan, f"--decode-rows {rows}", "fewer completions at once", replace(plan.layout, decode_rows=rows))
-        )
-    yield from ([remedy for remedy in tried if remedy.plan.fits] or tried[::-1])[:1]
+        suggestions.append(_change(plan, f"--decode-rows {rows}", "fewer concurrent completions", decode_rows=rows))
+    yield from ([s for s in suggestions if s.plan.fits] or suggestions[::-1])[:1]
 
 
-def _spread(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """A sampler on several devices, where one does not hold the policy."""
-    layout = plan.layout
+def _split_samplers(plan: CapacityPlan) -> Iterator[Suggestion]:
+    """Samplers of several devices, if one device does not hold the policy."""
     if plan.sampler is None or plan.sampler.peak_bytes <= plan.usable_bytes:
         return
-    for tensor in TENSORS:
-        if tensor > layout.tensor_parallel and layout.samplers % tensor == 0:
-            remedy = _with(
-                plan,
-                f"--tensor-parallel {tensor}",
-                "each sampler on several devices",
-                replace(layout, tensor_parallel=tensor),
+    for tensor in TENSOR_PARALLEL:
+        if tensor > plan.layout.tensor_parallel and plan.layout.samplers % tensor == 0:
+            suggestion = _change(
+                plan, f"--tensor-parallel {tensor}", "several devices per sampler", tensor_parallel=tensor
             )
-            if remedy.plan.sampler is not None and remedy.plan.sampler.peak_bytes <= plan.usable_bytes:
-                yield remedy
+            if suggestion.plan.sampler and suggestion.plan.sampler.peak_bytes <= plan.usable_bytes:
+                yield suggestion
                 return
 
 
-def _drawing_most(plan: CapacityPlan) -> bool:
-    """Of a device that does both."""
-    return sum(plan.learner.sampling.values()) > sum(plan.learner.training.values())
-
-
-def _other_device(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The smallest of those that hold it."""
+def _use_larger_device(plan: CapacityPlan) -> Iterator[Suggestion]:
+    """The smallest device that fits."""
     larger = [d for d in DEVICES.values() if d.memory > plan.request.device.memory and d.name != "cpu"]
     for device in sorted(larger, key=lambda d: d.memory):
-        found = CapacityPlan(replace(plan.request, device=device), plan.layout)
-        if found.fits:
-            yield Suggestion(f"--gpus {device.name}:{plan.layout.gpus}", "devices with more memory", found)
+        changed = CapacityPlan(replace(plan.request, device=device), plan.layout)
+        if changed.fits:
+            yield Suggestion(f"--gpus {device.name}:{plan.layout.gpus}", "devices with more memory", changed)
             return
 
 
-def _more(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The fewest that hold it, twice as many each time."""
+def _add_devices(plan: CapacityPlan) -> Iterator[Suggestion]:
+    """The smallest number of devices that fits, doubling it each time."""
     gpus = plan.layout.gpus * 2
-    while gpus <= MOST:
+    while gpus <= MAX_DEVICES:
         layout = replace(plan.layout, gpus=gpus)
-        found = find_best_split(plan.request, layout) if layout.is_disaggregated else CapacityPlan(plan.request, layout)
-        if found.fits:
-            yield Suggestion(f"--gpus {plan.request.device.name}:{gpus}", "more devices", found)
+        plan_layout = find_best_split if layout.is_disaggregated else CapacityPlan
+        changed = plan_layout(plan.request, layout)
+        if changed.fits:
+            yield Suggestion(f"--gpus {plan.request.device.name}:{gpus}", "more devices", changed)
             return
         gpus *= 2

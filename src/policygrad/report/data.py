@@ -129,7 +129,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _versions(folder: Path) -> Mapping[str, str]:
     """Of the newest checkpoint, which says what the run began with."""
     for state in _states(folder):
-        fingerprint = state.get("began")
+        fingerprint = state.get("fingerprint")
         versions = fingerprint.get("versions") if isinstance(fingerprint, dict) else None
         if versions and isinstance(versions, dict):
             return {str(name): str(version) for name, version in versions.items()}
@@ -138,7 +138,7 @@ def _versions(folder: Path) -> Mapping[str, str]:
 
 def _changes(folder: Path) -> tuple[str, ...]:
     """Of the newest checkpoint, which has those of all before it."""
-    changes = next(_states(folder), {}).get("changes")
+    changes = next(_states(folder), {}).get("option_changes")
     each = [c for c in changes if isinstance(c, dict)] if isinstance(changes, list) else []
     return tuple(
         f"after step {c.get('step')}: {', '.join(map(str, c['options']))}"

@@ -175,19 +175,15 @@ def _score_steps(completion: str, dataset: str, entry: Mapping[str, Any]) -> Ste
     expected, stated = _EXPECTED[dataset](entry), set[str]()
     steps: list[tuple[int, float]] = []
     for match in (_SPELLED if dataset == "spell_backward" else _STATEMENT).finditer(working):
-        left, right = _normalise_statement(match)
+        if match.re is _SPELLED:
+            left, right = "", match.group()
+        else:  # `9 * d = 27` states that 9d is 27
+            left = re.sub(r"(?<=\d)\*(?=[a-z])", "", re.sub(r"\s+", "", match["left"]))
+            right = str(int(match["right"]))
         correct = left not in stated and expected.get(left) == right
         stated.add(left)
         steps.append((match.end(), float(correct)))
     return tuple(steps)
-
-
-def _normalise_statement(match: re.Match[str]) -> tuple[str, str]:
-    """Return (subject, value): `9 * d = 27` is ("9d", "27"); the subject of a spelled word is ""."""
-    if match.re is _SPELLED:
-        return "", match.group()
-    left = re.sub(r"\s+", "", match["left"])
-    return re.sub(r"(?<=\d)\*(?=[a-z])", "", left), str(int(match["right"]))
 
 
 def _expect_sums(entry: Mapping[str, Any]) -> dict[str, str]:

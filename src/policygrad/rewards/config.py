@@ -45,7 +45,7 @@ class Isolation:
 
 @dataclass(frozen=True)
 class RewardConfig(Isolation):
-    """How reward functions run, in worker processes that can be killed, and when their failures stop the run."""
+    """Settings of the worker processes that run reward functions, and of when their failures stop the run."""
 
     num_workers: int = 2
     """Worker processes."""

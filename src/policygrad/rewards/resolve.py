@@ -286,7 +286,7 @@ def _split_gates(text: str) -> tuple[str, tuple[str, ...]]:
         after = text[match.end() :].strip()
         if not _starts_with_reward(after):
             continue
-        cuts = [found.span() for found in _AND.finditer(after) if _starts_with_reward(after[found.end() :].strip())]
+        cuts = [cut.span() for cut in _AND.finditer(after) if _starts_with_reward(after[cut.end() :].strip())]
         starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(after)]
         names = tuple(after[start:end].strip() for start, end in zip(starts, ends, strict=True))
         for name in names:
@@ -348,7 +348,7 @@ class GatedReward:
 
     @property
     def reward_network(self) -> bool:
-        """Whether a part calls a server."""
+        """True if a part calls a server."""
         return any(getattr(part.function, "reward_network", False) for part in self._parts)
 
     def reward_prepare(self) -> None:

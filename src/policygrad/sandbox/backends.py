@@ -45,7 +45,7 @@ class SandboxBackend(Protocol):
 
     @property
     def needs_folder(self) -> bool:
-        """Whether its processes write into a folder of this machine, whose size has to be watched."""
+        """True if its processes write into a folder of this machine, whose size has to be watched."""
 
     def command(self, inner: Sequence[str], readable: Sequence[str], files: int) -> list[str]:
         """Return the command that runs `inner` in the sandbox, with `files` bytes to write."""

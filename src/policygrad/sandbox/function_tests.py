@@ -443,7 +443,7 @@ class _Candidate(_Connection):
 
 
 class _PrintedText(io.RawIOBase):
-    """What the program prints, for tests that look at it; the beginning, if it is very much."""
+    """Text that the program prints, for tests that look at it; only the beginning of very long text."""
 
     def __init__(self) -> None:
         self._data, self._left = bytearray(), _MAX_PRINTED

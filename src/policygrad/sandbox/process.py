@@ -51,7 +51,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended and what it printed, as the parent saw it: nothing here is the program's own account."""
+    """A program's end and output as the parent saw them: nothing here is the program's own account."""
 
     stop_reason: str  # "by itself", or the limit that ended it: "time", "output", "files"
     code: int  # its exit code, -n or 128 + n for signal n
@@ -61,7 +61,7 @@ class ProgramResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """True if it ended by itself with exit code 0."""
         return self.stop_reason == "by itself" and self.code == 0
 
     @property
@@ -102,7 +102,7 @@ def run_program(
 
 @dataclass
 class Pipe:
-    """What arrives from a process, up to `max_bytes`; `full` when it was more."""
+    """Bytes from a process, up to `max_bytes`; `full` if there were more."""
 
     descriptor: int
     max_bytes: int
@@ -200,7 +200,7 @@ class SandboxedProcess:
 
     @property
     def ready(self) -> bool:
-        """Whether the sandbox is set up. Raises SandboxError where it never will be."""
+        """True once the sandbox is set up. Raises SandboxError where it never will be."""
         pipe = self.pipes["ready"]
         if pipe.open:
             return False
@@ -217,7 +217,7 @@ class SandboxedProcess:
 
     @property
     def exceeds_disk_limit(self) -> bool:
-        """Whether it has written too much, where that is on this machine's disk.
+        """True if it has written too much to this machine's disk.
 
         Counts the files in its folder, and those that it has deleted and still has open or mapped. True where they cannot be
         counted.

@@ -206,7 +206,7 @@ def _count_model_bytes(run: Run, parameters: int, adapters: int | None, dtype: t
     return {
         "weights": base,
         "adapters": adapters * trained * 4,
-        **{name: counted[name] for name in ("gradients", "optimiser", "copy of the state")},
+        **{name: counted[name] for name in ("gradients", "optimizer", "copy of the state")},
         "other models": adapters * (frozen - has_reference_model) * 4 + parameters * has_reference_model * weight,
     }
 

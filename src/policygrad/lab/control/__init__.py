@@ -1,5 +1,4 @@
-"""Classic control: the library's gates, advantages, critic and steps on Gymnasium environments.
+"""Classic control: the library's gates, advantages, critic and update rules on Gymnasium environments.
 
-A policy here is a small network, an action stands where a token would, and an episode where a completion would. What is
-done with them is core's.
+The policy is a small network, actions take the place of tokens, and episodes that of completions. Everything else is core.
 """

@@ -1,4 +1,4 @@
-"""Gymnasium's vector environments as tensors. The one file that imports gymnasium."""
+"""Gymnasium's vector environments as tensors. This module alone imports gymnasium for classic control."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from policygrad.errors import ConfigError, install_command
 
 @dataclass(frozen=True)
 class Spaces:
-    """What a policy sees and does."""
+    """The sizes of observations and actions."""
 
     features: int
-    """Numbers in an observation."""
+    """Numbers per observation."""
     actions: int
-    """How many actions there are to choose from, or, if they are continuous, how many numbers an action has."""
+    """Number of discrete actions, or numbers per continuous action."""
     discrete: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Transition:
-    """One step of N environments. Where an episode ended, `observation` is already the first of the next one."""
+    """One step of N environments. After an episode's end, `observation` is already the first of the next episode."""
 
     observation: Tensor
-    """[N, d] what the next action is chosen by."""
+    """[N, d] the input for the next action."""
     reward: Tensor
     """[N]."""
     terminated: Tensor
-    """[N] bool; the episode is over, and its last state is worth nothing more."""
+    """[N] bool; the episode ended in a terminal state, whose value is 0."""
     truncated: Tensor
-    """[N] bool; it was cut off, by a time limit for one: what its last state was worth is left to a critic."""
+    """[N] bool; the episode was cut off, for example by a time limit; a critic estimates its last state's value."""
     final: Tensor
-    """[N, d] the state that the action led to, before any reset."""
+    """[N, d] the state after the action, before any reset."""
 
 
 class VectorEnvironments(Protocol):
@@ -54,27 +54,26 @@ class VectorEnvironments(Protocol):
         ...
 
     def reset(self, seeds: Sequence[int] | None = None) -> Tensor:
-        """[N, d] the first observations; without seeds the random numbers go on where they were."""
+        """Return the first observations [N, d]; without seeds the random generators continue."""
         ...
 
     def step(self, action: Tensor) -> Transition:
-        """One step with the actions [N], or [N, k] where they are continuous."""
+        """Take one step with actions [N], or [N, k] if they are continuous."""
         ...
 
 
 class GymEnvironments:
-    """`number` copies of the Gymnasium environment `name`, one after another in this process.
+    """`number` copies of the Gymnasium environment `name`, stepped sequentially in this process.
 
-    Observations: Box, flattened, or Discrete, as one-hot vectors. Actions: Discrete, or Box, to whose bounds an action is
-    clipped on its way to the environment alone; its log-probability stays that of the action drawn.
+    Observations are Box, flattened, or Discrete, as one-hot vectors. Actions are Discrete or Box; the environment receives them
+    clipped to the bounds, while the log-probability is that of the sampled action.
 
     Raises:
-        ConfigError: an unknown environment, with near names; spaces of another kind, with the reason; no time limit.
-        ImportError: gymnasium, or what the environment itself needs, is not installed.
+        ConfigError: An unknown environment, unsupported spaces, no time limit, or a missing package.
     """
 
     def __init__(self, name: str, number: int, max_episode_steps: int | None = None) -> None:
-        """`max_episode_steps`: a time limit in place of the environment's own."""
+        """max_episode_steps: a time limit, overriding the environment's."""
         gym = _gymnasium()
         try:
             from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -84,41 +83,41 @@ class GymEnvironments:
                 autoreset_mode=AutoresetMode.SAME_STEP,
             )
         except (gym.error.Error, ImportError) as error:
-            raise _refusal(gym, name, error) from error
+            raise _creation_error(gym, name, error) from error
         self.number = number
         self._observations: Any = self.vector.single_observation_space
         self._actions: Any = self.vector.single_action_space
         spec: Any = self.vector.envs[0].spec
         if spec is None or spec.max_episode_steps is None:
             raise ConfigError(
-                f"{name} has no time limit, and an episode may go on for ever: give one, max_episode_steps=1000 "
+                f"{name} has no time limit, so an episode may never end: give one, max_episode_steps=1000 "
                 "(--max-episode-steps 1000)"
             )
-        self.spaces = Spaces(self._features(name), *self._moves(name))
+        self.spaces = Spaces(self._count_features(name), *self._count_actions(name))
 
-    def _features(self, name: str) -> int:
+    def _count_features(self, name: str) -> int:
         space, spaces = self._observations, _gymnasium().spaces
         if isinstance(space, spaces.Box):
             return int(np.prod(space.shape))
         if isinstance(space, spaces.Discrete):
             return int(space.n)
         raise ConfigError(
-            f"{name} observes {space}, and the policies here read vectors of numbers: Box or Discrete observations. Wrap the "
+            f"{name} has observations in {space}, and the policies here need Box or Discrete observations. Wrap the "
             "environment in gymnasium.wrappers.FlattenObservation and register that"
         )
 
-    def _moves(self, name: str) -> tuple[int, bool]:
+    def _count_actions(self, name: str) -> tuple[int, bool]:
         space, spaces = self._actions, _gymnasium().spaces
         if isinstance(space, spaces.Discrete):
             return int(space.n), True
         if isinstance(space, spaces.Box):
             return int(np.prod(space.shape)), False
         raise ConfigError(
-            f"{name} takes {space} as an action, and the policies here draw from one categorical or one Gaussian distribution: "
-            "Discrete or Box actions"
+            f"{name} has actions in {space}, and the policies here have one categorical or one Gaussian distribution: Discrete "
+            "or Box actions"
         )
 
-    def _seen(self, observation: Any) -> Tensor:
+    def _to_tensor(self, observation: Any) -> Tensor:
         if not self._observations.shape and hasattr(self._observations, "n"):
             index = torch.as_tensor(np.asarray(observation, dtype=np.int64) - int(self._observations.start))
             return torch.nn.functional.one_hot(index, int(self._observations.n)).float()
@@ -126,7 +125,7 @@ class GymEnvironments:
 
     def reset(self, seeds: Sequence[int] | None = None) -> Tensor:
         observation, _ = self.vector.reset(seed=None if seeds is None else list(seeds))
-        return self._seen(observation)
+        return self._to_tensor(observation)
 
     def step(self, action: Tensor) -> Transition:
         if self.spaces.discrete:
@@ -141,11 +140,11 @@ class GymEnvironments:
             for i in np.flatnonzero(terminated | truncated):
                 final[i] = info["final_obs"][i]
         return Transition(
-            self._seen(observation),
+            self._to_tensor(observation),
             torch.as_tensor(np.array(reward, dtype=np.float32)),
             torch.as_tensor(np.array(terminated)),
             torch.as_tensor(np.array(truncated)),
-            self._seen(final),
+            self._to_tensor(final),
         )
 
     def close(self) -> None:
@@ -162,87 +161,85 @@ def _gymnasium() -> Any:
     return gymnasium
 
 
-def _refusal(gym: Any, name: str, error: Exception) -> Exception:
-    """What gymnasium would not make, in words."""
+def _creation_error(gym: Any, name: str, error: Exception) -> Exception:
+    """Convert gymnasium's error to a ConfigError."""
     if isinstance(error, (ImportError, gym.error.DependencyNotInstalled)):
         return ConfigError(f"{name} needs more than gymnasium itself: {error}")
     if isinstance(error, gym.error.UnregisteredEnv):
-        known = sorted(gym.registry)
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+        names = sorted(gym.registry)
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names)}"
         return ConfigError(f"unknown environment {name!r}: {hint}")
     return ConfigError(f"gymnasium does not make {name!r}: {error}")
 
 
-# From steps of vector environments to core's `Batch`: an episode, or the part of it in a rollout, is a row.
-
-
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """A rollout: B pieces of episodes, the longest of T steps."""
+    """A rollout: B segments of episodes, at most T steps long; each is a row of the batch."""
 
     batch: Batch
-    """Rewards are at steps (`token_reward`), `group` is the row's own number, `truncated` that the piece was cut off."""
+    """With rewards per step (`token_reward`), each row as its own `group`, and `truncated` for segments that were cut off."""
     observation: Tensor
-    """[B, T, d] the state in which each action was taken; 0 off the mask."""
+    """[B, T, d] the state before each action; 0 off the mask."""
     action: Tensor
     """[B, T] or [B, T, k]."""
     after: Tensor
-    """[B, d] the state that a piece's last action led to."""
+    """[B, d] the state after a segment's last action."""
     finished: tuple[float, ...]
-    """The returns of the episodes that ended in this rollout, from their first step on."""
+    """Returns of the episodes that ended in this rollout, from their first step on."""
     steps: int
-    """Environment steps taken, those that were left out included."""
+    """Environment steps, including those left out."""
 
 
 class Collector:
-    """Plays N environments, and goes on in the next rollout where it stopped, unless rollouts are of whole episodes."""
+    """Collects rollouts from N environments, continuing episodes in the next rollout unless rollouts contain complete episodes."""
 
     def __init__(self, environments: VectorEnvironments, seed: int) -> None:
         self.environments = environments
         self.observation = environments.reset(environment_seeds(seed, environments.number))
-        self.playing = torch.zeros(environments.number, dtype=torch.float64)  # returns of the episodes under way
-        self.begun = False
+        self.returns = torch.zeros(environments.number, dtype=torch.float64)  # of the episodes in progress
+        self.started = False
 
     def __call__(self, act: Callable[[Tensor], Tensor], steps: int, full_episodes: bool = False) -> Experience:
-        """`steps` steps in each environment.
+        """Take `steps` steps in each environment.
 
-        whole: from an episode's first step on, and to the last of the one in which the number is reached, for algorithms that
-        have no value for the rest. Steps of an environment that waits for the others are left out, and counted.
+        full_episodes: Begin with new episodes and finish the last ones, for algorithms without a value for the remainder. Steps of
+        environments that have finished before the others are left out, and counted.
         """
         environments = self.environments
-        if full_episodes and self.begun:
-            self.observation, self.playing = environments.reset(), torch.zeros_like(self.playing)
-        self.begun = True
-        states, actions, found, finished = list[Tensor](), list[Tensor](), list[Transition](), list[float]()
-        taken = torch.zeros(environments.number, dtype=torch.int64)
+        if full_episodes and self.started:
+            self.observation, self.returns = environments.reset(), torch.zeros_like(self.returns)
+        self.started = True
+        states, actions, finished = list[Tensor](), list[Tensor](), list[float]()
+        transitions = list[Transition]()
+        counts = torch.zeros(environments.number, dtype=torch.int64)
         live = torch.ones(environments.number, dtype=torch.bool)
         while bool(live.any()):
             action = act(self.observation)
             step = environments.step(action)
             states.append(self.observation)
             actions.append(action)
-            found.append(step)
+            transitions.append(step)
             self.observation = step.observation
-            taken += live
+            counts += live
             ended = step.terminated | step.truncated
-            self.playing += step.reward
+            self.returns += step.reward
             if bool(ended.any()):
-                finished += self.playing[ended & live].tolist()
-                self.playing[ended] = 0
-            live = live & ((taken < steps) | (~ended if full_episodes else False))
-        return build_experience(states, actions, found, taken.tolist(), tuple(finished))
+                finished += self.returns[ended & live].tolist()
+                self.returns[ended] = 0
+            live = live & ((counts < steps) | (~ended if full_episodes else False))
+        return build_experience(states, actions, transitions, counts.tolist(), tuple(finished))
 
 
 def environment_seeds(seed: int, number: int) -> list[int]:
-    """One per environment, all different for different runs: consecutive ones would share environments between seeds 0 and 1."""
+    """Return a seed per environment. They are random, since consecutive ones would share environments between seeds 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2**31 - 1, (number,), generator=generator).tolist()
 
 
-def split_episodes(ended: Tensor, taken: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(environment, first step, one past the last) of every piece of an episode, from where episodes end [S, N]."""
-    for environment, last in enumerate(taken):
+def split_episodes(ended: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (environment, first step, one past the last) of each segment, from the episodes' ends [S, N]."""
+    for environment, last in enumerate(counts):
         first = 0
         for end in [*(ended[:last, environment].nonzero().squeeze(1) + 1).tolist(), last]:
             if end > first:
@@ -253,22 +250,23 @@ def split_episodes(ended: Tensor, taken: Sequence[int]) -> Iterator[tuple[int, i
 def build_experience(
     states: Sequence[Tensor],
     actions: Sequence[Tensor],
-    found: Sequence[Transition],
-    taken: Sequence[int],
+    transitions: Sequence[Transition],
+    counts: Sequence[int],
     finished: tuple[float, ...],
 ) -> Experience:
-    """The steps of all environments, of which the first `taken` [N] count, as rows."""
+    """Convert the first `counts` [N] steps of all environments to rows."""
     reward, terminated, truncated, final = (
-        torch.stack([getattr(step, name) for step in found]) for name in ("reward", "terminated", "truncated", "final")
+        torch.stack([getattr(step, name) for step in transitions])
+        for name in ("reward", "terminated", "truncated", "final")
     )
-    where = torch.tensor(list(split_episodes(terminated | truncated, taken)))
-    environment, first, end = where.T
+    segments = torch.tensor(list(split_episodes(terminated | truncated, counts)))
+    environment, first, end = segments.T
     t = torch.arange(int((end - first).max()))
     mask = t < (end - first)[:, None]
     time = torch.where(mask, first[:, None] + t, 0)
 
     def rows(x: Tensor) -> Tensor:
-        """[S, N, …] -> [B, T, …], 0 off the mask."""
+        """Convert [S, N, …] to [B, T, …], 0 off the mask."""
         picked = x[time, environment[:, None]]
         return torch.where(mask.reshape(*mask.shape, *[1] * (picked.ndim - 2)), picked, torch.zeros_like(picked))
 
@@ -281,5 +279,5 @@ def build_experience(
         truncated=cut,
     )
     after = final[end - 1, environment]
-    steps = len(found) * len(taken)
+    steps = len(transitions) * len(counts)
     return Experience(batch, rows(torch.stack(list(states))), rows(torch.stack(list(actions))), after, finished, steps)

@@ -1,4 +1,4 @@
-"""Policies over discrete and continuous actions, a critic, and normalised observations; all small networks."""
+"""Policies over discrete and continuous actions, a critic, and normalised observations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Distribution(Protocol):
     """π(·|s) at n states."""
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        """[n] or [n, k] an action for each state, without graph: log π is of the action as it was drawn."""
+        """Sample an action for each state, [n] or [n, k], without graph."""
         ...
 
     def mode(self) -> Tensor:
-        """The most probable actions."""
+        """Return the most probable actions."""
         ...
 
     def logp(self, action: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Distribution(Protocol):
         ...
 
     def at(self, rows: Tensor) -> Distribution:
-        """Some of the states, without graph."""
+        """Select states, without graph."""
         ...
 
 
@@ -76,7 +76,7 @@ class Categorical:
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """Continuous actions, each number independent of the others given the state."""
+    """Continuous actions whose numbers are independent given the state."""
 
     mean: Tensor
     """[n, k]."""
@@ -107,7 +107,7 @@ class Gaussian:
 
 
 def make_mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) -> nn.Sequential:
-    """Linear layers with tanh in between, their weights orthogonal: times √2 within, times `gain` in the last. Biases 0.
+    """Return linear layers with tanh in between and orthogonal weights, scaled by √2, or by `gain` in the last. Biases are 0.
 
     Source: Huang et al. 2022 (PPO details), no. 2.
     """
@@ -122,7 +122,7 @@ def make_mlp(sizes: tuple[int, ...], gain: float, generator: torch.Generator) ->
 
 
 class ControlPolicy(nn.Module):
-    """π_θ: states [n, d] to a distribution over actions at each; near uniform, or near N(0, 1), to begin with."""
+    """π_θ: maps states [n, d] to distributions over actions, initially near uniform or near N(0, 1)."""
 
     def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
@@ -133,11 +133,11 @@ class ControlPolicy(nn.Module):
         out = self.body(states)
         if self.log_std is None:
             return Categorical(out)
-        return Gaussian(out, self.log_std + torch.zeros_like(out))  # numbers of its own: π_old must not move with θ
+        return Gaussian(out, self.log_std + torch.zeros_like(out))  # a new tensor: π_old must not change with θ
 
 
 class ControlValue(nn.Module):
-    """V_φ: states [n, d] to [n]."""
+    """V_φ: maps states [n, d] to [n]."""
 
     def __init__(self, spaces: Spaces, hidden: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ class ControlValue(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """Observations less their mean over their standard deviation, within ±10; its state is all observations so far.
+    """Subtracts the mean of all observations so far and divides by their standard deviation, clamped to ±10.
 
-    Data in, data out: `observe` returns the next one, so that a rollout and its updates see states alike.
+    It is immutable: `observe` returns a new one, so a rollout and its updates normalise equally.
     """
 
     mean: Tensor
@@ -163,7 +163,7 @@ class Normaliser:
 
     @classmethod
     def create(cls, features: int) -> Normaliser:
-        """It has seen nothing, and changes nothing."""
+        """Return one without observations, which changes nothing."""
         return cls(torch.zeros(features, dtype=torch.float64), torch.zeros(features, dtype=torch.float64))
 
     def __call__(self, observation: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Normaliser:
         return ((observation - self.mean.to(observation.dtype)) / std).clamp(-10, 10)
 
     def observe(self, observation: Tensor) -> Normaliser:
-        """After n more observations [n, d]. Source: Chan, Golub & LeVeque 1979, on parallel variances."""
+        """Include n more observations [n, d]. Source: Chan, Golub & LeVeque 1979, on parallel variances."""
         new, n = observation.double(), len(observation)
         mean, total = new.mean(0), self.count + n
         shift = mean - self.mean
@@ -181,39 +181,37 @@ class Normaliser:
         return Normaliser(self.mean + shift * (n / total), squares, total)
 
 
-# A network with the optimiser that moves it.
-
 Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
 class OptimisedNetwork(Generic[Network]):
-    """A network's weights and their Adam."""
+    """A network and its Adam."""
 
     network: Network
     adam: torch.optim.Adam
     clip: float
-    """Of the gradient's norm."""
+    """Maximum norm of the gradient."""
 
     @classmethod
     def create(cls, network: Network, lr: float, clip: float) -> OptimisedNetwork[Network]:
-        """It has taken no update. eps is 1e-5: Huang et al. 2022 (PPO details), no. 3."""
+        """Create the optimiser. eps is 1e-5: Huang et al. 2022 (PPO details), no. 3."""
         return cls(network, torch.optim.Adam(network.parameters(), lr=lr, eps=1e-5), clip)
 
     def descend(self) -> float:
-        """One update, after which there is no gradient; the gradient's norm before it was clipped.
+        """Take one step and clear the gradient. Return its norm before clipping.
 
         Raises:
-            NumericsError: a gradient that is not finite; the weights are as they were.
+            NumericsError: A gradient that is not finite; the weights are unchanged.
         """
         norm = float(nn.utils.clip_grad_norm_(self.network.parameters(), self.clip))
         if not norm < float("inf"):
-            raise NumericsError(f"the gradient's norm is {norm}: the weights were left as they were. Lower --lr")
+            raise NumericsError(f"the gradient's norm is {norm}: the weights are unchanged. Lower --lr")
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         return norm
 
     def scale_lr(self, share: float) -> None:
-        """Sets the learning rate to this share of what it began with."""
+        """Set the learning rate to a share of its initial value."""
         for group in self.adam.param_groups:
             group["lr"] = share * group.setdefault("initial_lr", group["lr"])

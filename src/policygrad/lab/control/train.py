@@ -1,4 +1,4 @@
-"""Rollouts and updates until the environment steps are used up, and the mean return of fresh episodes."""
+"""Training on classic control until the environment steps are used up, and evaluation on new episodes."""
 
 from __future__ import annotations
 
@@ -33,26 +33,24 @@ from policygrad.errors import ConfigError
 from policygrad.lab.control.environments import Collector, Experience, Spaces, VectorEnvironments, environment_seeds
 from policygrad.lab.control.policies import ControlPolicy, ControlValue, Distribution, Normaliser, OptimisedNetwork
 
-# One rollout on two small networks, as the steps of core ask about it.
-
 
 def scatter_to_mask(x: Tensor, mask: Tensor) -> Tensor:
-    """[n] -> [B, T], 0 off the mask."""
+    """Scatter [n] to [B, T], 0 off the mask."""
     return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 @dataclass(frozen=True, eq=False)
 class ControlProblem:
-    """A rollout, or some of its steps: n states in the order of `batch.mask`.
+    """A rollout, or some of its steps, as the problem of an update rule: n states in the order of `batch.mask`.
 
-    A share of it keeps the batch's rows and empties the mask elsewhere: advantages and targets were computed before, so that
-    single steps can be drawn, and minibatches are of equal size however long episodes are.
+    A minibatch keeps the batch's rows and clears the mask elsewhere. Since advantages and targets are computed before, single steps
+    can be selected, so minibatches have equal sizes however long episodes are.
     """
 
     policy: OptimisedNetwork[ControlPolicy]
     critic: OptimisedNetwork[ControlValue] | None
     seed: int
-    """Of the order in which steps are drawn: another one for every rollout."""
+    """Seed of the order of steps, different for every rollout."""
     batch: Batch
     psi: Tensor
     states: Tensor
@@ -63,13 +61,13 @@ class ControlProblem:
     """π_old at the states."""
     algorithm: Algorithm
 
-    # What a first-order step asks for.
+    # For gradient steps.
 
     def split(self, epoch: int, minibatches: int) -> list[ControlProblem]:
-        """Minibatches of single steps, shuffled by (seed, update, epoch)."""
+        """Split into minibatches of single steps, shuffled by (seed, update, epoch)."""
         if minibatches == 1:
             return [self]
-        return [self._of(chunk) for chunk in self._order(epoch).tensor_split(minibatches) if len(chunk)]
+        return [self._subset(chunk) for chunk in self._order(epoch).tensor_split(minibatches) if len(chunk)]
 
     def accumulate(self) -> Metrics:
         return self._policy_pass() | self._critic_pass()
@@ -79,11 +77,11 @@ class ControlProblem:
         metrics: Metrics = {"grad_norm": Max(norm), "updates/taken": Sum(1.0)}
         return metrics | self._descend_critic()
 
-    # What a trust region asks for: θ is one vector of P parameters.
+    # For trust regions: θ is one vector of P parameters.
 
     def subsample(self, share: float) -> ControlProblem:
-        """This share of the steps, at least one."""
-        return self._of(self._order(0)[: max(1, round(share * len(self.states)))])
+        """Select a share of the steps, at least one."""
+        return self._subset(self._order(0)[: max(1, round(share * len(self.states)))])
 
     def gradient(self) -> tuple[Tensor, Metrics]:
         metrics = self._policy_pass()
@@ -112,7 +110,7 @@ class ControlProblem:
     def fit_critic(self) -> Metrics:
         return {} if self.critic is None else self._critic_pass() | self._descend_critic()
 
-    # What adapting β to the KL asks for.
+    # For adapting β to the KL.
 
     @torch.no_grad()
     def measure(self) -> Metrics:
@@ -122,13 +120,13 @@ class ControlProblem:
         algorithm = adapt_penalties(self.algorithm, self.batch, metrics)
         return None if algorithm is None else replace(self, algorithm=algorithm)
 
-    # What stands behind them.
+    # Shared by these.
 
     def _order(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed((self.seed * 1009 + epoch) % 2**63)
         return torch.randperm(len(self.states), generator=generator)
 
-    def _of(self, rows: Tensor) -> ControlProblem:
+    def _subset(self, rows: Tensor) -> ControlProblem:
         rows = rows.sort().values
         chosen = torch.zeros(len(self.states), dtype=torch.bool)
         chosen[rows] = True
@@ -169,14 +167,14 @@ class ControlProblem:
     def _parameters(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.policy.network.named_parameters()}
 
-    def _shares(self, v: Tensor) -> dict[str, Tensor]:
-        """The vector's share of every parameter."""
+    def _split(self, v: Tensor) -> dict[str, Tensor]:
+        """Split a vector into tensors shaped like the parameters."""
         parameters = self._parameters
-        shares = torch.split(v, [p.numel() for p in parameters.values()])
-        return {n: share.view_as(p) for (n, p), share in zip(parameters.items(), shares, strict=True)}
+        pieces = torch.split(v, [p.numel() for p in parameters.values()])
+        return {n: piece.view_as(p) for (n, p), piece in zip(parameters.items(), pieces, strict=True)}
 
     def _moved(self, delta: Tensor) -> dict[str, Tensor]:
-        return {name: self._parameters[name] + change for name, change in self._shares(delta).items()}
+        return {name: self._parameters[name] + change for name, change in self._split(delta).items()}
 
     def _exact_fisher(self, v: Tensor) -> Tensor:
         parameters = list(self.policy.network.parameters())
@@ -188,44 +186,44 @@ class ControlProblem:
         return torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
 
     def _sampled_fisher(self, v: Tensor) -> Tensor:
-        """mean s sᵀv over the actions taken, s = ∇log π: forward mode, then reverse mode."""
+        """Compute the mean of s sᵀv over the sampled actions, s = ∇log π, by forward mode, then reverse mode."""
 
         def logp(parameters: dict[str, Tensor]) -> Tensor:
             return functional_call(self.policy.network, parameters, (self.states,)).logp(self.action)  # type: ignore[no-any-return]
 
-        along = jvp(logp, (self._parameters,), (self._shares(v),))[1]
+        along = jvp(logp, (self._parameters,), (self._split(v),))[1]
         pull = vjp(logp, self._parameters)[1]
         (product,) = pull(along / len(self.states))
         return torch.cat([product[name].flatten() for name in self._parameters])
 
 
-# What the named algorithms need to be on classic control: data, with the reasons.
+# The changes that the named algorithms need for classic control, with reasons.
 #
-# Of all: no reference model, so no KL to one; values are in the reward's own units, so the critic's error is not clipped;
-# γ = 0.99 where there is a critic, so that values stay finite however long an episode is; the critic learns at 5e-3, because it
-# has far to go: at a reward of 1 a step V is about 100, and at 1e-3 it gets there so late that cut-off episodes look as bad as
-# lost ones. `reinforce` has none and takes
-# γ = 1: what is left of an episode's return, undiscounted, is an unbiased weight of ∇log π as it is (no γ^t belongs before it).
+# For all: there is no reference model, so no KL to one. Values are in the reward's units, so the critic's error is not clipped.
+# With a critic γ = 0.99, so that values stay finite however long an episode is. The critic's learning rate is 5e-3, because its
+# targets are large: at a reward of 1 per step V is about 100, and at 1e-3 it gets there so late that truncated episodes look as bad
+# as failed ones. `reinforce` has no critic and uses γ = 1: the remaining undiscounted return is an unbiased weight of ∇log π
+# (without a factor γ^t).
 
 GAMMA = 0.99
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is no part of the equation."""
+    """Settings outside the equation."""
 
     environments: int = 8
-    """N, environments stepped together."""
+    """N, the number of environments."""
     rollout: int = 128
-    """Steps of each of them per rollout."""
+    """Steps of each environment per rollout."""
     lr: float | None = 1e-3
-    """Adam's learning rate for the policy, to begin with; it falls to 0 along a line. None: the algorithm has no use for one."""
+    """Adam's initial learning rate for the policy, which falls linearly to 0. None: the algorithm does not use one."""
     clip: float = 0.5
-    """Of the norm of either network's gradient."""
+    """Maximum gradient norm of each network."""
     hidden: tuple[int, ...] = (64, 64)
-    """Widths of the hidden layers, policy and critic alike."""
+    """Widths of the hidden layers of policy and critic."""
     normalise: bool = False
-    """Whether observations are normalised by what was seen so far."""
+    """Normalise observations by the statistics so far."""
 
     def __post_init__(self) -> None:
         for name in ("environments", "rollout"):
@@ -239,12 +237,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm as it is run here."""
+    """An algorithm's configuration for classic control."""
 
     algorithm: Algorithm
     settings: Settings
     reason: str
-    """Why it is not the named one as it stands."""
+    """Why it differs from the named algorithm."""
 
 
 _critic = Critic(lr=5e-3, lam=0.95, gamma=GAMMA, clip=0.0)
@@ -262,8 +260,8 @@ PRESETS: dict[str, Preset] = {
                 critic=_critic,
             ),
             Settings(lr=1e-3),
-            "Ten epochs of four minibatches of single steps: a network of 64 units is far from where a rollout's data would "
-            "be used up after four passes.",
+            "Ten epochs of four minibatches of single steps: for a network of 64 units, a rollout's data is not used up after four "
+            "passes.",
         ),
         Preset(
             replace(
@@ -280,7 +278,7 @@ PRESETS: dict[str, Preset] = {
                 TRPO, advantage=(GAE(GAMMA, 0.95),), update_rule=TrustRegion(0.01, critic_steps=30), critic=_critic
             ),
             _trust,
-            "A critic that starts from nothing needs more than five steps a rollout.",
+            "A critic trained from scratch needs more than five steps per rollout.",
         ),
         Preset(
             replace(
@@ -300,22 +298,22 @@ PRESETS: dict[str, Preset] = {
                 critic=_critic,
             ),
             Settings(rollout=16, lr=1e-3),
-            "One update per rollout, so rollouts are short; the entropy of a few actions is exact at no cost.",
+            "One update per rollout, so rollouts are short; the exact entropy of a few actions costs nothing.",
         ),
         Preset(
             REINFORCE,
             Settings(rollout=64, lr=5e-3),
-            "The named one itself, on whole episodes.",
+            "The named algorithm itself, on complete episodes.",
         ),
     )
 }
 
 
 def find_preset(name: str) -> Preset:
-    """The named algorithm as it is run here.
+    """Return an algorithm's configuration for classic control.
 
     Raises:
-        ConfigError: an algorithm that is not one of those here, with the nearest.
+        ConfigError: An algorithm without one, with the nearest name.
     """
     key = name.strip().lower().replace("-", "_")
     if key not in PRESETS:
@@ -326,27 +324,27 @@ def find_preset(name: str) -> Preset:
 
 
 def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
-    """The same with another γ in its advantages and in its critic's targets.
+    """Change γ in the algorithm's advantages and its critic's targets.
 
     Raises:
-        ConfigError: no part of it discounts.
+        ConfigError: No part of it discounts.
     """
 
     def changed(part: Any) -> Any:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
 
-    found = replace(algorithm, advantage=tuple(map(changed, algorithm.advantage)), critic=changed(algorithm.critic))
-    if found == algorithm and not any(hasattr(part, "gamma") for part in algorithm.parts()):
-        raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or take ppo, trpo or a2c")
-    return found
+    updated = replace(algorithm, advantage=tuple(map(changed, algorithm.advantage)), critic=changed(algorithm.critic))
+    if updated == algorithm and not any(hasattr(part, "gamma") for part in algorithm.parts()):
+        raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or use ppo, trpo or a2c")
+    return updated
 
 
 SUPPORTED_FIELDS = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"})
-"""The Batch fields that a rollout and the learner here can give."""
+"""The Batch fields available on classic control."""
 
 
 def check_control_algorithm(algorithm: Algorithm) -> None:
-    """Raises ConfigError for what classic control cannot give an algorithm, with the reason and the way out."""
+    """Raise ConfigError for an algorithm that classic control does not support, with the reason and a remedy."""
     check_sampling(algorithm, 1, 1.0)
     for problem in _problems(algorithm):
         raise ConfigError(f"{algorithm.name}: {problem}")
@@ -378,14 +376,11 @@ def _problems(algorithm: Algorithm) -> Iterator[str]:
         )
 
 
-# The two networks and their optimisers: a rollout evaluated, and learned from.
-
-
 class ControlLearner:
-    """The policy's and the critic's weights, each with its Adam; the learning rates fall to 0 along a line."""
+    """The policy and the critic, each with its Adam; the learning rates fall linearly to 0."""
 
     def __init__(self, spaces: Spaces, algorithm: Algorithm, settings: Settings, seed: int) -> None:
-        """Raises ConfigError for what an algorithm cannot be here, and for a learning rate that it lacks."""
+        """Raises ConfigError for an unsupported algorithm, or a missing learning rate."""
         check_control_algorithm(algorithm)
         if settings.lr is None and algorithm.update_rule.uses_lr:
             raise ConfigError(
@@ -402,18 +397,18 @@ class ControlLearner:
         self.normaliser = Normaliser.create(spaces.features) if settings.normalise else None
 
     def states(self, observation: Tensor) -> Tensor:
-        """What the networks read."""
+        """Return the networks' input."""
         return observation if self.normaliser is None else self.normaliser(observation)
 
     @torch.no_grad()
     def distribution(self, observation: Tensor) -> Distribution:
-        """π at observations [n, d]."""
-        found: Distribution = self.policy.network(self.states(observation))
-        return found
+        """Return π at observations [n, d]."""
+        distribution: Distribution = self.policy.network(self.states(observation))
+        return distribution
 
     @torch.no_grad()
     def evaluate(self, experience: Experience, needs: frozenset[str]) -> Batch:
-        """The rollout's batch with log π_old, and the critic's values, that of the state after a piece that was cut off too."""
+        """Add log π_old and the critic's values to the rollout's batch, including the value after a segment that was cut off."""
         batch, mask = experience.batch, experience.batch.mask
         if "logp_old" in needs:
             logp = self.distribution(experience.observation[mask]).logp(experience.action[mask])
@@ -430,8 +425,12 @@ class ControlLearner:
         return batch
 
     def update(self, experience: Experience, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """One rollout's updates, as `algorithm.update_rule` takes them, and what became of the policy: kl, exact, KL(π_old‖π_θ) at the
-        states visited, entropy, and of the critic: explained_variance of the targets, before it is fitted to them."""
+        """Apply `algorithm.update_rule` to one rollout.
+
+        Returns:
+            Its metrics; kl, the exact KL(π_old‖π_θ) at the states visited; entropy; and the critic's explained_variance of the
+            targets before it is fitted to them.
+        """
         mask = batch.mask
         states, action = self.states(experience.observation[mask]), experience.action[mask]
         with torch.no_grad():
@@ -449,50 +448,50 @@ class ControlLearner:
         return metrics
 
     def scale_lr(self, share: float) -> None:
-        """Sets the learning rates to this share of what they began with."""
+        """Set the learning rates to a share of their initial values."""
         self.policy.scale_lr(share)
         if self.critic is not None:
             self.critic.scale_lr(share)
 
 
 def ends_truncated(batch: Batch) -> Tensor:
-    """[B] bool; pieces of episodes that did not terminate."""
-    assert batch.truncated is not None  # every rollout says so
+    """[B] bool; marks segments that did not terminate."""
+    assert batch.truncated is not None  # set in every rollout
     return batch.truncated
 
 
 RECENT_EPISODES = 100
-"""Training episodes whose mean return a progress line shows."""
+"""Episodes in the mean return of a progress line."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """One rollout and what was learned from it: a point of the training curve."""
+    """A point of the training curve: one rollout and its updates."""
 
     steps: int
     """Environment steps so far."""
     episodes: int
     """Episodes that ended so far."""
     mean_return: float | None
-    """Of the last 100 episodes; None before the first has ended."""
+    """Mean return of the last 100 episodes; None before the first has ended."""
     entropy: float
-    """Nats a step, after the update."""
+    """Nats per step, after the update."""
     kl: float
-    """Nats a step, KL(π_old‖π_θ) after the update, exact at the states visited."""
+    """Nats per step, KL(π_old‖π_θ) after the update, exact at the states visited."""
     explained_variance: float | None
     seconds: float
-    """Since training began."""
+    """Seconds since the start of training."""
     accepted: bool | None = None
-    """Whether a trust region's step was taken."""
+    """True if a trust region's step was accepted."""
 
 
 @dataclass(frozen=True)
 class EvalEpisodes:
-    """Returns of fresh episodes."""
+    """Returns of evaluation episodes."""
 
     returns: tuple[float, ...]
     greedy: bool
-    """Whether the most probable action was taken, or one drawn from the policy."""
+    """True if actions were the most probable ones, False if they were sampled."""
 
     @property
     def mean(self) -> float:
@@ -510,11 +509,11 @@ class EvalEpisodes:
 
 @dataclass(frozen=True, eq=False)
 class ControlResult:
-    """What training ends with."""
+    """The result of training."""
 
     learner: ControlLearner
     algorithm: Algorithm
-    """Its parts with the memory of every rollout."""
+    """The algorithm with its parts' final state."""
     curve: tuple[Update, ...]
 
 
@@ -525,30 +524,30 @@ def train_control(
     *,
     steps: int,
     seed: int = 0,
-    watch: Callable[[Update], None] | None = None,
+    on_update: Callable[[Update], None] | None = None,
 ) -> ControlResult:
-    """Trains for `steps` environment steps; an algorithm without a critic finishes the episodes it began.
+    """Train for `steps` environment steps; an algorithm without a critic finishes its last episodes.
 
-    The same every time for the same seed, whatever other random numbers the process draws.
+    The result depends only on the seed, not on other random numbers in the process.
 
     Raises:
-        ConfigError: an algorithm that cannot be had on classic control; fewer steps than there are environments.
+        ConfigError: An unsupported algorithm, or fewer steps than environments.
     """
     if steps < environments.number:
         raise ConfigError(
-            f"{steps} environment steps are less than one in each of {environments.number}: take more steps"
+            f"{steps} environment steps are less than one in each of {environments.number} environments: take more"
         )
     learner = ControlLearner(environments.spaces, algorithm, settings, seed)
     memory = algorithm.init_state()
     collect, draws = Collector(environments, seed), torch.Generator().manual_seed(seed)
     recent: deque[float] = deque(maxlen=RECENT_EPISODES)
-    curve, done, episodes, began = list[Update](), 0, 0, time.perf_counter()
+    curve, done, episodes, start = list[Update](), 0, 0, time.perf_counter()
 
     def act(observation: Tensor) -> Tensor:
         return learner.distribution(observation).sample(draws)
 
-    while (left := (steps - done) // environments.number) > 0:
-        experience = collect(act, min(settings.rollout, left), full_episodes=algorithm.critic is None)
+    while (remaining := (steps - done) // environments.number) > 0:
+        experience = collect(act, min(settings.rollout, remaining), full_episodes=algorithm.critic is None)
         learner.scale_lr(1 - done / steps)
         now = algorithm.with_state(memory)
         batch = learner.evaluate(experience, now.needs)
@@ -559,9 +558,9 @@ def train_control(
             learner.normaliser = learner.normaliser.observe(experience.observation[batch.mask])
         done, episodes = done + experience.steps, episodes + len(experience.finished)
         recent.extend(experience.finished)
-        curve.append(_update(metrics, done, episodes, recent, time.perf_counter() - began))
-        if watch is not None:
-            watch(curve[-1])
+        curve.append(_update(metrics, done, episodes, recent, time.perf_counter() - start))
+        if on_update is not None:
+            on_update(curve[-1])
     return ControlResult(learner, algorithm.with_state(memory), tuple(curve))
 
 
@@ -588,21 +587,21 @@ def evaluate_control(
     seed: int = 0,
     greedy: bool = False,
 ) -> EvalEpisodes:
-    """The returns of fresh episodes, as many in each environment as in any other: the first to end would be the short ones."""
+    """Evaluate on new episodes, equally many in each environment, since the first ones to end would be the short ones."""
     draws = torch.Generator().manual_seed(seed)
     number = environments.number
-    left = torch.tensor([episodes // number + (i < episodes % number) for i in range(number)])
-    observation, playing, returns = (
+    remaining = torch.tensor([episodes // number + (i < episodes % number) for i in range(number)])
+    observation, episode_returns, returns = (
         environments.reset(environment_seeds(seed, number)),
         torch.zeros(number).double(),
         list[float](),
     )
-    while bool((left > 0).any()):
+    while bool((remaining > 0).any()):
         distribution = learner.distribution(observation)
         step = environments.step(distribution.mode() if greedy else distribution.sample(draws))
         observation, ended = step.observation, step.terminated | step.truncated
-        playing += step.reward
-        returns += playing[ended & (left > 0)].tolist()
-        left -= ended.long()
-        playing[ended] = 0
+        episode_returns += step.reward
+        returns += episode_returns[ended & (remaining > 0)].tolist()
+        remaining -= ended.long()
+        episode_returns[ended] = 0
     return EvalEpisodes(tuple(returns), greedy)

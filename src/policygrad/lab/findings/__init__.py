@@ -1,1 +1,1 @@
-"""The field's claims, one small function each: `(seed) -> Finding`."""
+"""Claims from the literature, one function each: `(seed) -> Finding`. Their docstrings are the descriptions in `policygrad lab`."""

@@ -1,9 +1,9 @@
-"""Advantages from a critic of given error: bias against variance. Exact for each critic; the mean over critics has an error."""
+"""Advantages from a critic of given error, credit along turns, and Adam. Exact for each critic; means over critics are not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -27,15 +27,15 @@ from policygrad.core.turns import (
     turn_discount,
 )
 from policygrad.lab.episodes import Walk
-from policygrad.lab.estimators import Estimates, WeightedSteps, enumerate_steps, estimate_gradients
+from policygrad.lab.estimators import WeightedSteps, enumerate_steps, estimate_gradients
 from policygrad.lab.findings.advantages import with_advantage
 from policygrad.lab.measurement import (
-    Figures,
     Finding,
     Measurement,
     choose_text,
     compute_figures,
     format_small,
+    join_numbers,
     measure_algorithm,
 )
 from policygrad.lab.setting import LabSetting
@@ -45,97 +45,80 @@ LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 ERRORS = (0.0, 0.1, 0.3)
 """Standard deviation of the critic's error at a state; rewards are 0 and 1."""
 CRITICS = 4
-NAMED: dict[str, Advantage] = {"TD": NStep(1), "2-step": NStep(2), "3-step": NStep(3), "Monte Carlo": NStep(0)}
-STEPS = ("2-step", "3-step")
-"""Those that are no end of the curve over λ."""
+NSTEP: dict[str, Advantage] = {"TD": NStep(1), "2-step": NStep(2), "3-step": NStep(3), "Monte Carlo": NStep(0)}
+KINDS = ("bias", "variance", "mse")
 
 
 def gae_curve(seed: int = 0) -> Finding:
     """Bias, variance and error of GAE(1, λ) over λ, with n-step advantages beside it. Source: Schulman et al. 2016."""
-    found = _measured(seed)
-    mean = {key: table.mean(0).tolist() for key, table in found.items()}
-    best = {error: min(LAMBDAS, key=lambda lam: mean[f"λ={lam:g}", error][2]) for error in ERRORS}
-    biased, spread = ([mean[f"λ={lam:g}", ERRORS[2]][i] for lam in LAMBDAS] for i in (0, 1))
-    gap = found["λ=1", ERRORS[2]][:, 2] - found[f"λ={best[ERRORS[2]]:g}", ERRORS[2]][:, 2]
-    same = max(
-        float((found[a, e] - found[b, e]).abs().max())
-        for e in ERRORS
-        for a, b in (("TD", "λ=0"), ("Monte Carlo", "λ=1"))
-    )
-    error = float(gap.std() / math.sqrt(CRITICS))
-    unbiased = max(biased[-1], *(mean[f"λ={lam:g}", 0.0][0] for lam in LAMBDAS)) < 1e-9  # λ = 1, or an exact critic
-    holds = unbiased and _falls(biased) and not _falls(spread) and spread[-1] > spread[0] and same < 1e-9
-    return Finding(
-        "gae_curve",
-        "GAE's λ trades bias for variance: low λ trusts the critic, λ = 1 is unbiased whatever it says.",
-        holds,
-        f"With a critic that errs by {ERRORS[2]:g} the bias falls from {biased[0]:.2f} of ‖∇J‖ at λ = 0 to {biased[-1]:.0e} at "
-        f"λ = 1 and the variance {choose_text(spread[-1] > spread[0], 'rises', 'falls')} from {spread[0]:.1f} to {spread[-1]:.1f} "
-        f"of ‖∇J‖². The mean squared error of one completion's gradient is least at λ = "
-        f"{', '.join(f'{best[e]:g}' for e in ERRORS)} for critics that err by {', '.join(f'{e:g}' for e in ERRORS)}. "
-        f"At the largest error the best λ saves {float(gap.mean()):.2f} ± {error:.2f} against λ = 1 (over {CRITICS} critics); "
-        f"TD has {_mse(mean, 'TD')}, two steps {_mse(mean, '2-step')}, three {_mse(mean, '3-step')} and Monte Carlo "
-        f"{_mse(mean, 'Monte Carlo')}. TD is λ = 0 and Monte Carlo λ = 1 to {format_small(same)}.",
-        {f"best_lambda_{e:g}": best[e] for e in ERRORS}
-        | {"gap": float(gap.mean())}
-        | {
-            f"{w} {n} {e:g}": mean[n, e][i]
-            for i, w in enumerate(("bias", "variance", "mse"))
-            for n in NAMED
-            for e in ERRORS
-        },
-        error=error,
-        curves={
-            "lambda": LAMBDAS,
-            **{
-                f"{what}_{error:g}": tuple(mean[f"λ={lam:g}", error][i] for lam in LAMBDAS)
-                for i, what in enumerate(("bias", "variance", "mse"))
-                for error in ERRORS
-            },
-            **{  # flat: an n-step advantage knows no λ
-                f"{what}_{n}": (mean[n, ERRORS[-1]][i],) * len(LAMBDAS)
-                for i, what in enumerate(("bias", "variance", "mse"))
-                for n in STEPS
-            },
-        },
-    )
-
-
-def _measured(seed: int) -> dict[tuple[str, float], torch.Tensor]:
-    """[bias, variance, mse] by link and critic's error, one row per critic."""
-    links: dict[str, Advantage] = {f"λ={lam:g}": GAE(1.0, lam) for lam in LAMBDAS}
-    links |= NAMED
+    links: dict[str, Advantage] = {f"λ={lam:g}": GAE(1.0, lam) for lam in LAMBDAS} | NSTEP
     setting = one_prompt(length=4, seed=seed)
     steps = enumerate_steps(setting, 1)
-    found: dict[tuple[str, float], torch.Tensor] = {}
+    figures: dict[tuple[str, float], Tensor] = {}  # [critics, KINDS]
     for error in ERRORS:
         for name, link in links.items():
             algorithm = Algorithm(advantage=(link,), critic=Critic())
             rows = []
             for critic in range(CRITICS if error else 1):
-                f = measure_algorithm(
-                    algorithm, replace(setting, critic_error=error, seed=seed * 100 + critic), steps
-                ).figures
-                rows.append((f.bias, f.variance, f.mse))
-            found[name, error] = torch.tensor(rows, dtype=torch.float64)
-    return found
+                erring = replace(setting, critic_error=error, seed=seed * 100 + critic)
+                f = measure_algorithm(algorithm, erring, steps).figures
+                rows.append([getattr(f, kind) for kind in KINDS])
+            figures[name, error] = torch.tensor(rows, dtype=torch.float64)
+    mean = {key: table.mean(0).tolist() for key, table in figures.items()}
+    best = {error: min(LAMBDAS, key=lambda lam: mean[f"λ={lam:g}", error][2]) for error in ERRORS}
+    large = ERRORS[-1]
+    bias, spread = ([mean[f"λ={lam:g}", large][i] for lam in LAMBDAS] for i in (0, 1))
+    gap = figures["λ=1", large][:, 2] - figures[f"λ={best[large]:g}", large][:, 2]
+    difference = max(
+        float((figures[a, error] - figures[b, error]).abs().max())
+        for error in ERRORS
+        for a, b in (("TD", "λ=0"), ("Monte Carlo", "λ=1"))
+    )
+    standard_error = float(gap.std() / math.sqrt(CRITICS))
+    unbiased = max(bias[-1], *(mean[f"λ={lam:g}", 0.0][0] for lam in LAMBDAS)) < 1e-9  # λ = 1, or an exact critic
+    trades = _is_falling(bias) and not _is_falling(spread) and spread[-1] > spread[0]
+    mse = {name: f"{mean[name, large][2]:.2f}" for name in NSTEP}
+    return Finding(
+        "gae_curve",
+        "GAE's λ trades bias for variance: low λ trusts the critic, λ = 1 is unbiased whatever it says.",
+        unbiased and trades and difference < 1e-9,
+        f"With a critic that errs by {large:g} the bias falls from {bias[0]:.2f} of ‖∇J‖ at λ = 0 to {bias[-1]:.0e} at "
+        f"λ = 1 and the variance {choose_text(spread[-1] > spread[0], 'rises', 'falls')} from {spread[0]:.1f} to {spread[-1]:.1f} "
+        f"of ‖∇J‖². The mean squared error of one completion's gradient is least at λ = {join_numbers(best.values(), 'g')} for "
+        f"critics that err by {join_numbers(ERRORS, 'g')}. At the largest error the best λ saves {float(gap.mean()):.2f} ± "
+        f"{standard_error:.2f} against λ = 1 (over {CRITICS} critics); TD has {mse['TD']}, two steps {mse['2-step']}, three "
+        f"{mse['3-step']} and Monte Carlo {mse['Monte Carlo']}. TD is λ = 0 and Monte Carlo λ = 1 to {format_small(difference)}.",
+        {f"best_lambda_{e:g}": best[e] for e in ERRORS}
+        | {"gap": float(gap.mean())}
+        | {f"{kind} {n} {e:g}": mean[n, e][i] for i, kind in enumerate(KINDS) for n in NSTEP for e in ERRORS},
+        error=standard_error,
+        curves={
+            "lambda": LAMBDAS,
+            **{
+                f"{kind}_{error:g}": tuple(mean[f"λ={lam:g}", error][i] for lam in LAMBDAS)
+                for i, kind in enumerate(KINDS)
+                for error in ERRORS
+            },
+            **{  # constant: n-step advantages do not depend on λ
+                f"{kind}_{n}": (mean[n, large][i],) * len(LAMBDAS)
+                for i, kind in enumerate(KINDS)
+                for n in ("2-step", "3-step")
+            },
+        },
+    )
 
 
-def _mse(mean: dict[tuple[str, float], list[float]], name: str) -> str:
-    return f"{mean[name, ERRORS[-1]][2]:.2f}"
-
-
-def _falls(values: list[float]) -> bool:
+def _is_falling(values: list[float]) -> bool:
     return all(a >= b for a, b in pairwise(values))
 
 
-# Credit along the turns of a conversation: what each way of giving it costs in bias and variance. Exact for each critic.
+# Credit along the turns of a conversation: the bias and variance of each way to assign it.
 
 GROUP = 2
-"""Episodes of a step."""
+"""Episodes per step."""
 GAMMA = 0.7
 ERROR = 0.3
-"""Of the critic, beside an outcome of 0 or 1."""
+"""Standard deviation of the critic's error; outcomes are 0 or 1."""
 TURN_CRITICS = 2
 TURN_LAMBDAS = (0.0, 0.5, 0.9, 1.0)
 EXACT = 1e-9
@@ -146,7 +129,7 @@ UNBIASED: dict[str, tuple[Advantage, ...]] = {
     "TurnReturn, LeaveOneOut": (TurnReturn(), LeaveOneOut()),
     "TurnReturn, TurnLeaveOneOut": (TurnReturn(), TurnLeaveOneOut()),
 }
-"""Chains whose expectation is ∇J by a theorem."""
+"""Chains whose expectation is ∇J, by a theorem."""
 COMPARED: dict[str, tuple[Advantage, ...]] = {
     "GroupMean, GroupStd": (GroupMean(), GroupStd()),
     "GroupInGroup(std=False)": (GroupInGroup(gamma=1.0, std=False),),
@@ -159,119 +142,110 @@ FAMILIES: dict[str, Callable[[float], Advantage]] = {
     "token": lambda lam: MultiTurnGAE(lam=lam),
     "both": lambda lam: BiLevelGAE(lam=lam, turn_lam=lam),
 }
-"""λ -> an advantage from a critic, at the level of turns, of tokens, of both."""
+"""Advantages from a critic, by λ: over turns, over tokens, over both."""
 
 
-def turn_algorithm(name: str, psi: tuple[Advantage, ...]) -> Algorithm:
-    """REINFORCE with this chain, and the unbiased sequence sum; with a critic where it reads values."""
-    gamma = next((g for link in psi if (g := turn_discount(link)) is not None), None)
-    return replace(REINFORCE, name=name, advantage=psi, critic=None if gamma is None else Critic(turn_gamma=gamma))
+def turn_algorithm(name: str, advantage: tuple[Advantage, ...]) -> Algorithm:
+    """Return REINFORCE with this chain and the unbiased sequence sum, and with a critic if the chain reads values."""
+    gamma = next((g for link in advantage if (g := turn_discount(link)) is not None), None)
+    critic = None if gamma is None else Critic(turn_gamma=gamma)
+    return replace(REINFORCE, name=name, advantage=advantage, critic=critic)
 
 
-def measure_chain(name: str, psi: tuple[Advantage, ...], setting: LabSetting, steps: WeightedSteps) -> Measurement:
-    """One chain in one setting, exact."""
-    return measure_algorithm(turn_algorithm(name, psi), setting, steps)
-
-
-def compare_discounted(
-    psi: tuple[Advantage, ...], setting: LabSetting, steps: WeightedSteps, gamma: float, seed: int
-) -> Figures:
-    """The same against the gradient of E[Σ_n γ^n r_n]."""
-    found = estimate_gradients(turn_algorithm("", psi), setting, steps)
-    return compute_figures(
-        found.gradient, found.weight, walk_setting(gamma=gamma, seed=seed).true_gradient(Algorithm())
-    )
+def measure_chain(
+    name: str, advantage: tuple[Advantage, ...], setting: LabSetting, steps: WeightedSteps
+) -> Measurement:
+    """Measure a chain exactly in a setting."""
+    return measure_algorithm(turn_algorithm(name, advantage), setting, steps)
 
 
 def turn_credit(seed: int = 0) -> Finding:
     """Outcome to all turns, the reward to go, siblings' turns, a discount per turn, and GAE over turns; γ = 1 but where said."""
     setting, costly = walk_setting(seed=seed), walk_setting(seed=seed, game=Walk(progress_reward=0.0))
     steps = enumerate_steps(setting, GROUP)
-    exact = {name: measure_chain(name, psi, setting, steps).figures for name, psi in UNBIASED.items()}
-    lost = {name: measure_chain(name, psi, costly, steps).figures for name, psi in UNBIASED.items()}
-    alone, siblings, go, _, own = exact.values()
+    exact = {name: measure_chain(name, chain, setting, steps).figures for name, chain in UNBIASED.items()}
+    cost = {name: measure_chain(name, chain, costly, steps).figures for name, chain in UNBIASED.items()}
+    outcome, siblings, to_go, _, same_turn = exact.values()
     states = measure_chain("", (GroupInGroup(gamma=1.0, std=False),), setting, steps).figures
-    later = (TurnReturn(GAMMA),)
-    against = [
-        compare_discounted(psi, setting, steps, GAMMA, seed).bias for psi in (later, (*later, TurnDiscount(GAMMA)))
-    ]
-    away = measure_chain("", later, setting, steps).figures.bias
-    curves, sure = _over_lambda(setting, seed)
+    discounted_truth = walk_setting(gamma=GAMMA, seed=seed).true_gradient(Algorithm())
+    discounted = []  # bias against the gradient of E[Σ_n γ^n r_n], without and with the weights γ^n
+    for chain in ((TurnReturn(GAMMA),), (TurnReturn(GAMMA), TurnDiscount(GAMMA))):
+        result = estimate_gradients(turn_algorithm("", chain), setting, steps)
+        discounted.append(compute_figures(result.gradient, result.weight, discounted_truth).bias)
+    undiscounted = measure_chain("", (TurnReturn(GAMMA),), setting, steps).figures.bias
+    curves, exact_bias = _measure_over_lambda(setting, seed)
     (low, *_, high), (least, *_, most) = curves["bias_turn"], curves["variance_turn"]
-    bias = max(f.bias for f in (*exact.values(), *lost.values()))
-    unbiased = (
-        max(bias, against[1], sure["turn"], sure["token"], *(curves[f"bias_{level}"][-1] for level in FAMILIES)) < EXACT
-    )
+    bias = max(f.bias for f in (*exact.values(), *cost.values()))
+    zero = (bias, discounted[1], exact_bias["turn"], exact_bias["token"], *(curves[f"bias_{k}"][-1] for k in FAMILIES))
+    cuts_variance = to_go.variance < outcome.variance and same_turn.variance < siblings.variance
+
+    def variances(*names: str) -> str:
+        return join_numbers((cost[name].variance for name in names), ".1f", " and ")
+
     return Finding(
         "turn_credit",
         "Rewards to go per turn cut variance against the outcome at all turns, without bias; a critic of turns trades one for "
         "the other.",
-        unbiased and go.variance < alone.variance and own.variance < siblings.variance and low > high and least < most,
+        max(zero) < EXACT and cuts_variance and low > high and least < most,
         f"In a walk of up to three turns ({setting.world.tree.size} episodes, groups of {GROUP}) the variance is "
-        f"{alone.variance:.1f} of ‖∇J‖² with the outcome at all turns and {go.variance:.1f} with the reward to go; "
-        f"{siblings.variance:.1f} and {own.variance:.1f} less the siblings' episodes, or their same turns. Where turns only cost "
-        f"something it is {_variances(lost, 'outcome to all turns', 'TurnReturn')}, and "
-        f"{_variances(lost, 'LeaveOneOut', 'TurnReturn, TurnLeaveOneOut')} less siblings': what was lost before can stand in for a "
-        "baseline. "
+        f"{outcome.variance:.1f} of ‖∇J‖² with the outcome at all turns and {to_go.variance:.1f} with the reward to go; "
+        f"{siblings.variance:.1f} and {same_turn.variance:.1f} less the siblings' episodes, or their same turns. If turns only "
+        f"cost something it is {variances('outcome to all turns', 'TurnReturn')}, and "
+        f"{variances('LeaveOneOut', 'TurnReturn, TurnLeaveOneOut')} less siblings': earlier losses can act as a baseline. "
         f"The largest bias of all these is {bias:.0e}. GiGPO's sum of two comparisons (F = 1) has {states.variance:.1f}, at "
-        f"{states.scale:.2f} times ∇J's length and a cosine of {states.cosine:.4f}. A discount of {GAMMA:g} per turn is {away:.2f} "
-        f"of ‖∇J‖ away from ∇J and {against[0]:.2f} from the gradient of the discounted J, which it is with γ^n to "
-        f"{format_small(against[1])}. GAE over turns with a critic that errs by {ERROR:g} has a bias of {low:.2f} at λ = 0 and "
-        f"{high:.0e} at λ = 1, and a variance of {least:.1f} and {most:.1f}, one episode at a time. An exact critic leaves no bias "
-        f"over turns or tokens ({max(sure['turn'], sure['token']):.0e}), and up to {sure['both']:.2f} at both levels: which token "
-        "is a turn's last is the policy's own choice.",
-        {f"{what} {name}": getattr(f, what) for name, f in exact.items() for what in ("bias", "variance")}
-        | {f"lost {name}": f.variance for name, f in lost.items()}
+        f"{states.scale:.2f} times ∇J's length and a cosine of {states.cosine:.4f}. A discount of {GAMMA:g} per turn is "
+        f"{undiscounted:.2f} of ‖∇J‖ away from ∇J and {discounted[0]:.2f} from the gradient of the discounted J, which it equals "
+        f"with γ^n to {format_small(discounted[1])}. GAE over turns with a critic that errs by {ERROR:g} has a bias of "
+        f"{low:.2f} at λ = 0 and {high:.0e} at λ = 1, and a variance of {least:.1f} and {most:.1f}, one episode at a time. An "
+        f"exact critic leaves no bias over turns or tokens ({max(exact_bias['turn'], exact_bias['token']):.0e}), and up to "
+        f"{exact_bias['both']:.2f} at both levels: which token is a turn's last is the policy's own choice.",
+        {f"{kind} {name}": getattr(f, kind) for name, f in exact.items() for kind in ("bias", "variance")}
+        | {f"lost {name}": f.variance for name, f in cost.items()}
         | {
-            "discounted": away,
-            "discounted_own": against[0],
-            "discounted_weighed": against[1],
+            "discounted": undiscounted,
+            "discounted_own": discounted[0],
+            "discounted_weighed": discounted[1],
             "states": states.variance,
         }
-        | {f"exact_{level}": x for level, x in sure.items()},
+        | {f"exact_{level}": x for level, x in exact_bias.items()},
         curves=curves,
     )
 
 
-def _variances(found: Mapping[str, Figures], *names: str) -> str:
-    return " and ".join(f"{found[name].variance:.1f}" for name in names)
-
-
-def _over_lambda(setting: LabSetting, seed: int) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
-    """(bias and variance over λ with an erring critic, the mean over a few; the largest bias with an exact one), G = 1."""
+def _measure_over_lambda(setting: LabSetting, seed: int) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
+    """Return (bias and variance over λ, means over a few erring critics; the largest bias with an exact critic), at G = 1."""
     steps = enumerate_steps(setting, 1)
     erring = [replace(setting, critic_error=ERROR, seed=seed * 100 + k) for k in range(TURN_CRITICS)]
     curves: dict[str, tuple[float, ...]] = {"lambda": TURN_LAMBDAS}
-    sure = dict.fromkeys(FAMILIES, 0.0)
-    for level, made in FAMILIES.items():
+    exact_bias = dict.fromkeys(FAMILIES, 0.0)
+    for level, make in FAMILIES.items():
         rows = []
         for lam in TURN_LAMBDAS:
-            sure[level] = max(sure[level], measure_chain("", (made(lam),), setting, steps).figures.bias)
-            each = [measure_chain("", (made(lam),), one, steps).figures for one in erring]
-            rows.append(torch.tensor([(f.bias, f.variance) for f in each], dtype=torch.float64).mean(0).tolist())
-        for i, what in enumerate(("bias", "variance")):
-            curves[f"{what}_{level}"] = tuple(row[i] for row in rows)
-    return curves, sure
+            chain = (make(lam),)
+            exact_bias[level] = max(exact_bias[level], measure_chain("", chain, setting, steps).figures.bias)
+            figures = [measure_chain("", chain, critic, steps).figures for critic in erring]
+            rows.append(torch.tensor([(f.bias, f.variance) for f in figures], dtype=torch.float64).mean(0).tolist())
+        for i, kind in enumerate(("bias", "variance")):
+            curves[f"{kind}_{level}"] = tuple(row[i] for row in rows)
+    return curves, exact_bias
 
 
 def measure_turn_table(size: int = 3, seed: int = 0) -> tuple[list[Measurement], list[Measurement]]:
-    """(chains without a critic, and chains with one that errs) for the lab's page on turns."""
+    """Measure (chains without a critic, chains with an erring one) for the page on turns."""
     setting = walk_setting(seed=seed)
     erring = replace(setting, critic_error=ERROR, seed=seed)
     steps = enumerate_steps(setting, size)
     discount = {f"TurnReturn({GAMMA:g})": (TurnReturn(GAMMA),)}
-    plain = [measure_chain(name, psi, setting, steps) for name, psi in (UNBIASED | discount | COMPARED).items()]
-    links: list[Advantage] = [GAE()]
-    links += [made(lam) for made in FAMILIES.values() for lam in (0.0, 0.9, 1.0)]
-    return plain, [measure_chain(_named(link), (link,), erring, steps) for link in links]
+    plain = [measure_chain(name, chain, setting, steps) for name, chain in (UNBIASED | discount | COMPARED).items()]
+    links: list[Advantage] = [GAE(), *(make(lam) for make in FAMILIES.values() for lam in (0.0, 0.9, 1.0))]
+    named = {}
+    for link in links:
+        settings = {name: getattr(link, name) for name in ("turn_lam", "lam") if hasattr(link, name)}
+        named[f"{type(link).__name__}({', '.join(f'{k}={v:g}' for k, v in settings.items())})"] = link
+    return plain, [measure_chain(name, (link,), erring, steps) for name, link in named.items()]
 
 
-def _named(link: Advantage) -> str:
-    given = {"turn_lam": getattr(link, "turn_lam", None), "lam": getattr(link, "lam", None)}
-    return f"{type(link).__name__}({', '.join(f'{k}={v:g}' for k, v in given.items() if v is not None)})"
-
-
-# What Adam keeps of E[Δθ]ᵀ∇J ≥ 0, which every step of fixed size along an unbiased gradient has.
+# Whether Adam keeps E[Δθ]ᵀ∇J ≥ 0, as every step of fixed size along an unbiased gradient does.
 
 CHAINS, ADAM_STEPS = 512, 300
 
@@ -279,20 +253,26 @@ CHAINS, ADAM_STEPS = 512, 300
 def adam(seed: int = 0) -> Finding:
     """E[Δθ]ᵀ∇J/(E‖Δθ‖·‖∇J‖) of Adam's first step (exact) and of a late one at a θ held still (sampled), in two worlds.
 
-    In the second an answer of probability 0.1 pays 1 and the other 0.2, without a baseline: mostly small gradients in the
-    wrong direction, seldom a large one in the right.
+    In the second an answer of probability 0.1 earns 1 and the other 0.2, without a baseline: mostly small gradients in the
+    wrong direction, rarely a large one in the right direction.
     """
     usual, skewed = one_prompt(seed=seed), two_answers(0.1, rewards=(0.2, 1.0))
     plain = replace(REINFORCE, advantage=())
-    worlds = {"usual": (usual, estimate_gradients(with_advantage(LeaveOneOut()), usual, enumerate_steps(usual, 4)))}
-    worlds["skewed"] = (skewed, estimate_gradients(plain, skewed, enumerate_steps(skewed, 1)))
+    worlds = {
+        "usual": (usual, estimate_gradients(with_advantage(LeaveOneOut()), usual, enumerate_steps(usual, 4))),
+        "skewed": (skewed, estimate_gradients(plain, skewed, enumerate_steps(skewed, 1))),
+    }
     first, late, error, gradient = {}, {}, {}, {}
-    for name, (setting, found) in worlds.items():
-        truth = _unit(setting)
-        delta = _adam(found.gradient[None])
-        first[name] = float(found.weight @ (delta @ truth)) / float(found.weight @ delta.norm(dim=1))
-        gradient[name] = float(found.mean @ truth) / float(found.weight @ found.gradient.norm(dim=1))
-        moves = _adam(_chains(found, seed))
+    for name, (setting, estimates) in worlds.items():
+        truth = setting.world.gradient(setting.theta)
+        truth = truth / truth.norm()
+        delta = _adam_step(estimates.gradient[None])
+        first[name] = float(estimates.weight @ (delta @ truth)) / float(estimates.weight @ delta.norm(dim=1))
+        length = float(estimates.weight @ estimates.gradient.norm(dim=1))
+        gradient[name] = float(estimates.mean @ truth) / length
+        generator = torch.Generator().manual_seed(seed)
+        sampled = torch.multinomial(estimates.weight, ADAM_STEPS * CHAINS, replacement=True, generator=generator)
+        moves = _adam_step(estimates.gradient[sampled].reshape(ADAM_STEPS, CHAINS, -1))
         along = moves @ truth / moves.norm(dim=1).mean()
         late[name], error[name] = float(along.mean()), float(along.std() / math.sqrt(CHAINS))
     holds = all(first[name] >= 0 and late[name] - 2 * error[name] >= 0 for name in worlds)
@@ -301,35 +281,22 @@ def adam(seed: int = 0) -> Finding:
         "Adam's per-coordinate steps keep E[Δθ]ᵀ∇J ≥ 0.",
         holds,
         f"As a share of the mean step's length, the gradient goes {gradient['usual']:.3f} along ∇J in a usual world; Adam's first "
-        f"step {first['usual']:+.3f}, a late one {late['usual']:+.3f} (± {error['usual']:.3f}). With seldom, large right "
+        f"step {first['usual']:+.3f}, a late one {late['usual']:+.3f} (± {error['usual']:.3f}). With rare, large right "
         f"gradients: {gradient['skewed']:+.3f}, {first['skewed']:+.3f} and {late['skewed']:+.3f} (± {error['skewed']:.3f}). "
-        f"{choose_text(holds, 'It holds in both', 'The guarantee is lost where a coordinate’s sign is mostly wrong')}: the first step "
-        f"is the gradient's sign, and only averaging brings its size back. No theorem falls: E[Δθ]ᵀ∇J ≥ 0 is said of steps α·g "
-        f"with a fixed α, and Adam's α depends on g.",
+        f"{choose_text(holds, 'It holds in both', 'The guarantee is lost where a coordinate’s sign is mostly wrong')}: the "
+        f"first step is the gradient's sign, and only averaging restores its size. This contradicts no theorem: E[Δθ]ᵀ∇J ≥ 0 "
+        f"is stated for steps α·g with a fixed α, and Adam's α depends on g.",
         {
-            f"{what}_{name}": v[name]
-            for what, v in (("gradient", gradient), ("first", first), ("late", late))
+            f"{kind}_{name}": values[name]
+            for kind, values in (("gradient", gradient), ("first", first), ("late", late))
             for name in worlds
         },
         error=max(error.values()),
     )
 
 
-def _unit(setting: LabSetting) -> Tensor:
-    truth = setting.world.gradient(setting.theta)
-    unit: Tensor = truth / truth.norm()
-    return unit
-
-
-def _chains(found: Estimates, seed: int) -> Tensor:
-    """[steps, chains, P] gradients drawn independently."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.multinomial(found.weight, ADAM_STEPS * CHAINS, replacement=True, generator=generator)
-    return found.gradient[drawn].reshape(ADAM_STEPS, CHAINS, -1)
-
-
-def _adam(gradients: Tensor) -> Tensor:
-    """[chains, P] the last step of torch's Adam after these gradients of J, θ held still; it works coordinate by coordinate."""
+def _adam_step(gradients: Tensor) -> Tensor:
+    """Return the last step [chains, P] of torch's Adam after gradients [steps, chains, P] of J, with θ held still."""
     parameter = torch.zeros(gradients.shape[1:], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([parameter], lr=1.0)
     for gradient in gradients:

@@ -97,10 +97,10 @@ def _parse_quotient(above: str, below: str) -> MeasureUnit | None:
 
 def _parse_power(text: str) -> tuple[str, int] | None:
     """Parse `square feet` or `cm^2` to the unit's name and its power."""
-    words, power = text.split(), 1
-    if len(words) == 2 and words[0].lower() in _POWERS:
-        words, power = words[1:], _POWERS[words[0].lower()]
-    match = _SUFFIX.fullmatch(" ".join(words))
+    parts, power = text.split(), 1
+    if len(parts) == 2 and parts[0].lower() in _POWERS:
+        parts, power = parts[1:], _POWERS[parts[0].lower()]
+    match = _SUFFIX.fullmatch(" ".join(parts))
     if match is None or (match["high"] and len(match["name"]) == 1):  # s^4 is a variable's power
         return None
     # a single letter is a unit only in lower case: M may be millions

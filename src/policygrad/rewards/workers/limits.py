@@ -81,7 +81,7 @@ class MemoryLimit:
 
     @property
     def is_half_used(self) -> bool:
-        """Whether this process has grown by more than half of its limit: what it retains between calls will become too much."""
+        """True once the process has grown by more than half of its limit: what it retains between calls will become too much."""
         return self._count is not None and get_resident_bytes() - self._start > self._count // 2
 
 

@@ -637,9 +637,17 @@ class Dispatcher:
         """Hand out work from the queue to idle workers, and return the calls that finish by the time `due`. Raises as `run`."""
         for slot in self._slots:
             item = next((item for item in queue if slot.accepts(item)), None) if slot.work is None else None
-            if item is not None:
-                queue.remove(item)
-                self._assign(slot, item)
+            if item is None:
+                continue
+            queue.remove(item)
+            slot.work, slot.done = item, 0
+            if slot.worker is None or not slot.worker.alive():
+                slot.kill()
+                slot.launch()
+            elif slot.ready:
+                self._send(slot)
+            else:
+                self._set_deadline(slot)  # anew: its first message may have been waiting for long
         busy = [slot for slot in self._slots if slot.work]
         readable = self._wait(busy, due) if busy else []
         now = time.monotonic()  # before killing workers, which takes time
@@ -662,16 +670,6 @@ class Dispatcher:
         if not all(map(self._detector.has_succeeded, functions)):
             return 0.0
         return sum(self._call_times[function] for function in functions)
-
-    def _assign(self, slot: WorkerSlot, item: WorkItem) -> None:
-        slot.work, slot.done = item, 0
-        if slot.worker is None or not slot.worker.alive():
-            slot.kill()
-            slot.launch()
-        elif slot.ready:
-            self._send(slot)
-        else:
-            self._set_deadline(slot)  # anew: its first message may have been waiting for long
 
     def _send(self, slot: WorkerSlot) -> None:
         assert slot.worker

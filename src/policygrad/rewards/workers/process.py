@@ -80,7 +80,7 @@ class WorkerProcess:
 
     @property
     def writing(self) -> bool:
-        """Whether `flush` still has bytes to write."""
+        """True while `flush` has bytes to write."""
         return len(self._outbox) > 0
 
     def send(self, message: WorkerStart | Chunk) -> None:
@@ -385,11 +385,11 @@ def check_sandbox(sandbox: str, rewards: Sequence[Reward] = ()) -> None:
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How to start a worker."""
+    """Command, environment and temporary folder of a worker."""
 
     argv: Sequence[str]
     environment: dict[str, str]
-    folder: str | None = None  # temporary folder of the worker, if the sandbox needs one here
+    folder: str | None = None  # deleted with the worker; None = the sandbox makes its own
 
     def cleanup(self) -> None:
         if self.folder is not None:

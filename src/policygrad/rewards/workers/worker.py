@@ -46,23 +46,18 @@ def main(parent: int) -> None:
     callers: list[RewardCaller | None] = []
     for name, pickled, process_reward in start.functions:
         try:
-            callers.append(None if pickled is None else _load_caller(name, pickled, process_reward))
+            function: Any = None if pickled is None else pickle.loads(pickled)
+            if (prepare := getattr(function, "reward_prepare", None)) is not None:
+                prepare()
         except BaseException as error:
             message = f"reward {name!r} cannot be loaded in a worker process: it {describe_error(error)}"
             _send(sink, encode_ready(start.nonce, message))
             return
+        callers.append(None if pickled is None else RewardCaller(name, function, process_reward))
     service = _Service(callers, sink, start.nonce, MemoryLimit(start.memory))
     _send(sink, encode_ready(start.nonce))
     while not service.stopping and (chunk := _receive(source)) is not None:
         service.serve(chunk)
-
-
-def _load_caller(name: str, pickled: bytes, process_reward: bool) -> "RewardCaller":
-    function = pickle.loads(pickled)
-    prepare = getattr(function, "reward_prepare", None)
-    if prepare is not None:
-        prepare()
-    return RewardCaller(name, function, process_reward)
 
 
 @dataclass

@@ -49,7 +49,7 @@ def read(data: bytes, asked: PendingCall = ASKED) -> object:
 
 
 @given(st.lists(values, max_size=8), st.booleans(), st.data())
-def test_numbers_come_back_to_the_bit_in_any_pieces(said: list[SampleResult], last: bool, data: st.DataObject) -> None:
+def test_results_round_trip_exactly_in_any_pieces(said: list[SampleResult], last: bool, data: st.DataObject) -> None:
     asked = PendingCall(12, (0,) * len(said))
     whole, inbox = encode_reply(OURS, asked, said, last), ReplyParser(OURS)
     cut = data.draw(st.integers(0, len(whole) - 1))
@@ -66,13 +66,13 @@ def test_numbers_come_back_to_the_bit_in_any_pieces(said: list[SampleResult], la
 
 
 @given(st.lists(scored, min_size=1, max_size=4))
-def test_steps_come_back(said: list[SampleResult]) -> None:
+def test_steps_round_trip(said: list[SampleResult]) -> None:
     asked = PendingCall(0, (40,) * len(said), process_reward=True)
     found = read(encode_reply(OURS, asked, said), asked)
     assert found.results == said  # type: ignore[attr-defined]
 
 
-def test_the_first_word() -> None:
+def test_first_message_round_trips() -> None:
     for error in (None, "no licence\nfile"):
         inbox = ReplyParser(OURS)
         inbox.feed(encode_ready(OURS, error))
@@ -81,7 +81,7 @@ def test_the_first_word() -> None:
         assert found.error == error
 
 
-def test_texts_are_cut_and_do_not_steer_a_terminal() -> None:
+def test_messages_are_truncated_without_control_characters() -> None:
     said = SampleResult(None, "raised", "\x1b[2J" + "\ud800" + "x" * 5000, "E" * 500)
     found = read(encode_reply(OURS, replace(ASKED, lengths=(5,)), [said]), replace(ASKED, lengths=(5,)))
     (judgement,) = found.results  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def test_texts_are_cut_and_do_not_steer_a_terminal() -> None:
     assert (len(judgement.message), len(judgement.kind)) == (1000, 100)
 
 
-def test_more_steps_than_an_answer_may_have_are_a_failure_of_that_call() -> None:
+def test_a_reply_beyond_its_limit_fails_only_that_call() -> None:
     asked = PendingCall(0, (10,), process_reward=True)
     many = SampleResult(steps=tuple((1 + k % 10, 0.123456789) for k in range(9000)))
     (judgement,) = read(encode_reply(OURS, asked, [many]), asked).results  # type: ignore[attr-defined]
@@ -137,14 +137,14 @@ class Bomb:
         ([3, [1, 2], False], "malformed result"),
     ],
 )
-def test_what_is_no_answer(body: object, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_replies_are_rejected(body: object, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ProtocolError, match=says):
         read(framed(body if isinstance(body, bytes) else json.dumps(body).encode()))
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("step", [[0, 1.0], [6, 1.0], [1.0, 1.0], [True, 1.0], [1, None], [1], "11", [1, 1e19]])
-def test_what_is_no_step(step: object) -> None:
+def test_malformed_steps_are_rejected(step: object) -> None:
     body = json.dumps([3, [[None, None, "", "", [step]]], False]).encode()
     with pytest.raises(ProtocolError):
         read(framed(body), PendingCall(3, (5,), process_reward=True))
@@ -153,7 +153,7 @@ def test_what_is_no_step(step: object) -> None:
         read(framed(value), PendingCall(3, (5,), process_reward=True))
 
 
-def test_a_foreign_beginning_and_a_great_length_are_refused_at_once() -> None:
+def test_wrong_nonce_and_excessive_length_are_rejected_at_once() -> None:
     with pytest.raises(ProtocolError, match="wrong nonce"):
         read(framed(b"", nonce=bytes(NONCE_BYTES))[: NONCE_BYTES + 4])
     with pytest.raises(ProtocolError, match="4,294,967,295 bytes"):
@@ -169,7 +169,7 @@ def test_a_foreign_beginning_and_a_great_length_are_refused_at_once() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_an_answer_or_none(data: bytes) -> None:
+def test_arbitrary_bytes_are_parsed_or_rejected(data: bytes) -> None:
     for stream in (data, framed(data)):
         inbox = ReplyParser(OURS)
         inbox.feed(stream)

@@ -40,7 +40,7 @@ def score(name: str, texts: Sequence[str], environment: Sequence[str] = (), **co
         return pool.score([f"about {text}" for text in texts], texts, columns)
 
 
-def test_scores_are_asked_for_once_and_kept(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_cached(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "s3cret")
     with judging(lambda text, before: (200, said(len(text)), {})) as asked:
         name = spec(rubric, asked, f"key={KEY}", "columns=answer", "temperature=0.5")
@@ -58,14 +58,14 @@ def test_scores_are_asked_for_once_and_kept(rubric: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("form", ["{}", "0.5*{} within 0..1 if format"])
-def test_a_wall_without_network_is_refused_before_anybody_is_asked(rubric: Path, form: str) -> None:
+def test_a_sandbox_is_refused_before_any_request(rubric: Path, form: str) -> None:
     with judging(lambda text, before: (200, said(5), {})) as asked:
         with pytest.raises(ConfigError, match=r"'judge:.* calls a server, and --rewards.sandbox auto has no network"):
             RewardPool([form.format(spec(rubric, asked))], num_workers=1, sandbox="auto")
         assert not asked.bodies
 
 
-def test_equal_texts_are_one_question(rubric: Path) -> None:
+def test_equal_texts_are_one_request(rubric: Path) -> None:
     with (
         judging(lambda text, before: (200, said(5), {})) as asked,
         RewardPool([spec(rubric, asked)], num_workers=1) as pool,
@@ -75,7 +75,7 @@ def test_equal_texts_are_one_question(rubric: Path) -> None:
         assert "authorization" not in asked.headers[0]
 
 
-def test_a_failed_judgement_is_a_failed_sample_and_no_zero(rubric: Path) -> None:
+def test_a_failed_judgement_is_a_failed_sample_not_zero(rubric: Path) -> None:
     says: dict[str, Answer] = {
         "good": (200, said(10), {}),
         "worthless": (200, said(0), {}),
@@ -92,7 +92,7 @@ def test_a_failed_judgement_is_a_failed_sample_and_no_zero(rubric: Path) -> None
     assert all(asked.about(text) == 1 for text in says), "what was said is not asked for again"
 
 
-def test_what_is_wrong_for_a_while_is_asked_again(rubric: Path) -> None:
+def test_temporary_failures_are_retried(rubric: Path) -> None:
     def says(text: str, before: int) -> Answer:
         if text == "down":
             return 503, b"starting", {}
@@ -108,7 +108,7 @@ def test_what_is_wrong_for_a_while_is_asked_again(rubric: Path) -> None:
     assert "has not answered in 2 tries: ConnectError" in found.messages[0]
 
 
-def test_requests_have_a_budget_that_workers_share(rubric: Path) -> None:
+def test_max_calls_is_shared_by_workers(rubric: Path) -> None:
     with judging(lambda text, before: (200, said(10), {})) as asked:
         reward = resolve_reward(spec(rubric, asked, "max_calls=2"))
         with RewardPool([reward], num_workers=1) as pool:
@@ -121,7 +121,7 @@ def test_requests_have_a_budget_that_workers_share(rubric: Path) -> None:
         assert "was called 2 times, the maximum" in found.messages[0]
 
 
-def test_a_key_that_is_held_back_or_wrong(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_withheld_or_wrong_key(rubric: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "s3cret")
     with judging(lambda text, before: (401, b'{"error": "s3cret is no key"}', {})) as asked:
         found = score(spec(rubric, asked, f"key={KEY}"), ["a"])
@@ -132,20 +132,20 @@ def test_a_key_that_is_held_back_or_wrong(rubric: Path, monkeypatch: pytest.Monk
         assert "s3cret" not in found.messages[0]
 
 
-def test_behind_a_gate_nothing_is_asked(rubric: Path) -> None:
+def test_a_closed_gate_sends_no_request(rubric: Path) -> None:
     with judging(lambda text, before: (200, said(10), {})) as asked:
         found = score(f"0.5*{spec(rubric, asked)} if format:\\Aok", ["ok", "no"])
         assert found.total == [0.5, 0.0]
         assert asked.about("no") == 0
 
 
-def test_a_column_that_is_not_there(rubric: Path) -> None:
+def test_a_missing_column(rubric: Path) -> None:
     with judging(lambda text, before: (200, said(1), {})) as asked, pytest.raises(RewardError, match="column 'hint'"):
         score(spec(rubric, asked, "columns=hint"), ["a"])
 
 
 @pytest.mark.parametrize("text", [said(3), f" {said(3)}\n", f"```json\n{said(3)}\n```", f"```\n{said(3.0)}\n```"])
-def test_an_answer_that_counts(text: str) -> None:
+def test_valid_responses(text: str) -> None:
     assert parse_score(text, 0, 10) == 3
 
 
@@ -163,7 +163,7 @@ def test_an_answer_that_counts(text: str) -> None:
         '{"score": 1e999}',
     ],
 )
-def test_an_answer_that_does_not(text: str) -> None:
+def test_invalid_responses(text: str) -> None:
     with pytest.raises(RewardError, match="the judge's response is not"):
         parse_score(text, 0, 10)
 
@@ -181,12 +181,12 @@ def test_an_answer_that_does_not(text: str) -> None:
         ("{rubric},model=m,timeout=nan", "timeout above 0"),
     ],
 )
-def test_what_is_refused(rubric: Path, words: str, says: str) -> None:
+def test_invalid_options(rubric: Path, words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         resolve_reward(f"judge:{words.format(rubric=rubric)}")
 
 
-def test_a_file_may_not_send_texts_and_keys_anywhere(tmp_path: Path) -> None:
+def test_files_need_permission_for_remote_judges(tmp_path: Path) -> None:
     """A run folder from somebody else names the server, the key and the variables that workers get: that takes leave."""
     away = "judge:r.md,model=m,url=http://localhost@evil.example/v1,key=AWS_SECRET_ACCESS_KEY"
     file = tmp_path / "run.toml"
@@ -199,7 +199,7 @@ def test_a_file_may_not_send_texts_and_keys_anywhere(tmp_path: Path) -> None:
     assert find_code("judge:r.md,model=m,url=http://127.0.0.1:8000/v1") == ()
 
 
-def test_its_defaults_are_those_of_the_documentation(rubric: Path) -> None:
+def test_defaults(rubric: Path) -> None:
     found = resolve_reward(f"judge:{rubric},model=m")
     assert isinstance(found.function, LLMJudge)
     assert (found.batched, found.function.url, found.function.scale) == (True, "https://api.openai.com/v1", (0.0, 10.0))

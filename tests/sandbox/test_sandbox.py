@@ -58,7 +58,7 @@ def decide(code, machine, number, first=0):
 
 
 @pytest.mark.parametrize(("machine", "audit", "other"), [("x86_64", X86, ARM), ("aarch64", ARM, X86)])
-def test_the_filter_by_its_instructions(machine, audit, other):
+def test_seccomp_filter_decisions(machine, audit, other):
     which = 0 if machine == "x86_64" else 1
     alone = seccomp.build_filter(machine, 77, alone=True, attributes=True)
     worker = seccomp.build_filter(machine, 77, alone=False, attributes=False)
@@ -85,7 +85,7 @@ def test_the_filter_by_its_instructions(machine, audit, other):
     assert decide(worker, audit, kill, 1) == ALLOW
 
 
-def test_the_filter_knows_this_machine_or_says_so():
+def test_seccomp_is_supported():
     assert seccomp.is_supported() == (platform.machine() in ("x86_64", "aarch64"))
 
 
@@ -111,7 +111,7 @@ def nothing(value):
 
 
 @given(DATA)
-def test_plain_data_comes_back_as_it_was(value):
+def test_plain_data_round_trips(value):
     back = decode_value(encode_value(value, nothing), nothing)
     assert back == value
     assert repr(back) == repr(value)
@@ -133,12 +133,12 @@ def test_sets_arrays_and_objects():
         st.none() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=4), max_leaves=10
     )
 )
-def test_what_nobody_packed_is_refused_or_data(packed):
+def test_arbitrary_json_is_decoded_or_rejected(packed):
     with contextlib.suppress(PeerClosedError):
         decode_value(packed, lambda number: number)
 
 
-def test_unhashable_keys_and_bad_numbers_are_refused():
+def test_unhashable_keys_and_bad_numbers_are_rejected():
     for packed in (["d", [[["l", []], ["=", 1]]]], ["i", "zz"], ["f", "x"], ["b", "0"], ["s", [["d", []]]], ["x"], []):
         with pytest.raises(PeerClosedError):
             decode_value(packed, nothing)
@@ -162,7 +162,7 @@ def test_unhashable_keys_and_bad_numbers_are_refused():
     ],
     ids=repr,
 )
-def test_the_library_s_data_comes_back_as_what_it_was(value):
+def test_standard_library_data_round_trips(value):
     back = decode_value(encode_value(value, nothing), nothing)
     assert (back, type(back), repr(back)) == (value, type(value), repr(value))
 
@@ -175,7 +175,7 @@ def test_named_tuples_keep_their_names():
         decode_value(["n", "print(1)", ["x"], [["i", "0x1"]]], nothing)
 
 
-def test_arrays_come_back_as_arrays_where_they_are_wanted():
+def test_arrays_round_trip_on_request():
     numpy = pytest.importorskip("numpy")
     for value in (numpy.arange(6).reshape(2, 3), numpy.float32(0.5), numpy.array(["ab"]), numpy.array([], bool)):
         back = decode_value(encode_value(value, nothing, arrays=True), nothing)
@@ -193,8 +193,8 @@ def there_and_back(error):
     numbers = []
     packed = encode_error(error, nothing, lambda kind: numbers.append(kind) or len(numbers) - 1)
     errors = ForeignErrors(lambda number: None)
-    assert type(errors.error(packed, nothing)) is type(errors.error(packed, nothing))
-    return errors.error(packed, nothing)
+    assert type(errors.decode_error(packed, nothing)) is type(errors.decode_error(packed, nothing))
+    return errors.decode_error(packed, nothing)
 
 
 class Short(ValueError):
@@ -232,7 +232,7 @@ class Stops(StopIteration):
     ],
     ids=repr,
 )
-def test_exceptions_of_the_other_side_are_what_they_were_or_runtime_errors(error, kind, text):
+def test_exceptions_keep_their_class_or_become_runtime_errors(error, kind, text):
     found = there_and_back(error)
     assert isinstance(found, kind)
     assert text in str(found)
@@ -242,18 +242,18 @@ def test_exceptions_of_the_other_side_are_what_they_were_or_runtime_errors(error
     )
 
 
-def test_an_exception_of_ones_own_keeps_its_attributes():
+def test_custom_exceptions_keep_their_attributes():
     found = there_and_back(Short(3, 1))
     assert (type(found).__name__, found.args, found.need) == ("Short", (3, 1), 3)
 
 
-def test_lines_are_compared_without_blanks_at_their_ends():
+def test_compare_output_ignores_trailing_blanks():
     assert compare_output("1 \n2\r\n\n", "1\n2")
     assert not compare_output("1\n\n2", "1\n2")
     assert not compare_output(" 1", "1")
 
 
-def test_lines_of_numbers_are_compared_as_numbers_and_exactly():
+def test_compare_output_compares_numbers_exactly():
     assert compare_output("2.50 1e2\nx\n", "2.5 100\nx")
     assert not compare_output("50000000000000000", "50000000000000001")
     assert not compare_output("1  2", "1 2")
@@ -402,7 +402,7 @@ SPOKEN = {  # a program, and tests that it passes
 
 @needs_wall
 @pytest.mark.parametrize("name", SPOKEN)
-def test_what_tests_and_programs_say_to_each_other(name):
+def test_tests_and_programs_exchange_values(name):
     source, *tests = SPOKEN[name]
     verdict = run_function_tests(source, FunctionTests(tuple(tests)))
     assert verdict.points == (1.0,) * len(tests), verdict.message
@@ -412,9 +412,9 @@ CONFINED = """
 import os, sys
 from policygrad.sandbox import landlock, seccomp
 landlock.get_abi_version = lambda: int(sys.argv[1])
-landlock.drop()
+landlock.drop_capabilities()
 landlock.restrict(["/usr", sys.prefix, sys.base_prefix], [sys.argv[2]])
-seccomp.install(alone=True, attributes=True)
+seccomp.install_filter(alone=True, attributes=True)
 with open(os.path.join(sys.argv[2], "mine"), "w") as file:
     file.write("x")
 for attempt in (
@@ -437,7 +437,7 @@ for attempt in (
 
 @pytest.mark.skipif(not landlock.get_abi_version(), reason="the kernel has no Landlock")
 @pytest.mark.parametrize("version", range(1, 8))
-def test_every_version_of_landlock_holds(version, tmp_path):
+def test_every_landlock_version_restricts(version, tmp_path):
     """As an older kernel would be asked, with seccomp for what it does not see: truncation before version 3, signals before 6."""
     if version > landlock.get_abi_version():
         pytest.skip(f"this kernel has version {landlock.get_abi_version()}")
@@ -451,7 +451,7 @@ def test_every_version_of_landlock_holds(version, tmp_path):
 
 
 @needs_wall
-def test_python_as_a_tool():
+def test_python_tool():
     tool = PythonTool(max_output_chars=60)
     assert tool("print('a')\n2 ** 10") == "a\n1024\n"
     assert tool("x = 1") == ""
@@ -477,7 +477,7 @@ def test_python_as_a_tool():
         ("\0", ["SyntaxError: source code string cannot contain null bytes"]),
     ],
 )
-def test_a_traceback_of_the_python_tool_has_no_frame_of_ours(code: str, shown: list[str]) -> None:
+def test_tracebacks_omit_sandbox_frames(code: str, shown: list[str]) -> None:
     said = PythonTool()(code)
     places = [said.index(word) for word in shown]
     assert places == sorted(places)
@@ -487,7 +487,7 @@ def test_a_traceback_of_the_python_tool_has_no_frame_of_ours(code: str, shown: l
 
 
 @needs_wall
-def test_the_page_prints_what_it_says():
+def test_documented_examples():
     """Every line of the page's Python that ends in a comment is worth what the comment says."""
     block = PAGE.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     space = {}
@@ -502,5 +502,5 @@ def test_the_page_prints_what_it_says():
     assert checked == 4
 
 
-def test_every_wall_has_its_name():
+def test_backend_names():
     assert {name: wall.name for name, wall in BACKENDS.items()} == {name: name for name in BACKENDS}

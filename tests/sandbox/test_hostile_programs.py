@@ -50,7 +50,7 @@ def attempts(wall, source, limits=None):
     return dict(line.split(" ", 1) for line in outcome.stdout.splitlines())
 
 
-def test_some_wall_stands_here_or_this_test_says_so():
+def test_a_sandbox_works_here():
     if not STANDING:
         pytest.skip("no wall stands on this machine: the tests behind one do not run")
 
@@ -97,7 +97,7 @@ attempt("raw", lambda: raw((56, 17), (57,), (58,), (435, 0), (220, 17)) if os.un
 
 
 @behind
-def test_what_is_ended_leaves_nothing_behind(wall, tmp_path, monkeypatch):
+def test_a_killed_program_leaves_nothing_behind(wall, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with SandboxedProcess(
         find_backend(wall), SHORT, {"role": "program", "source": "open('f', 'w')\nwhile True: pass", "show": False}, {}
@@ -137,7 +137,7 @@ attempt("file", lambda: os.memfd_create("x"))
     ],
     ids=["one file", "many"],
 )
-def test_disk_fillers_write_no_more_than_they_may(wall, source, tmp_path, monkeypatch):
+def test_disk_fillers_are_limited(wall, source, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     outcome = run_program(source, limits=Limits(files=8 << 20), backend=wall)
     assert not outcome.succeeded
@@ -166,20 +166,20 @@ time.sleep(60)
 @pytest.mark.parametrize(
     "hold", ["held = file", "held = mmap.mmap(file.fileno(), 4096); file.close()"], ids=["open", "mapped"]
 )
-def test_files_that_are_removed_and_held_count_as_written(wall, hold):
+def test_deleted_open_files_count_as_written(wall, hold):
     """No folder has them, but the disk has."""
     outcome = run_program(HOLDS.replace("HOLD", hold), limits=Limits(files=16 << 20), backend=wall)
     assert outcome.stop_reason == "files" or outcome.stderr.strip().endswith("No space left on device")
 
 
 @behind
-def test_a_few_files_that_are_removed_and_held_are_no_offence(wall):
+def test_a_few_deleted_open_files_are_allowed(wall):
     source = "import tempfile, sys\nf = tempfile.TemporaryFile()\nf.write(bytes(1 << 20))\nf.flush()\nprint(len(sys.stdin.read()))"
     outcome = run_program(source + "\nimport time\ntime.sleep(0.2)", "x" * (3 << 20), Limits(files=2 << 20), wall)
     assert (outcome.succeeded, outcome.stdout) == (True, f"{3 << 20}\n")
 
 
-def test_a_process_that_hides_what_it_holds_is_ended():
+def test_a_process_that_hides_its_files_is_killed():
     """Without rights, a parent does not see into a child that is not to be dumped; where it has them, it does."""
     if "landlock" not in STANDING:
         pytest.skip("Landlock does not stand here")
@@ -188,7 +188,7 @@ def test_a_process_that_hides_what_it_holds_is_ended():
 
 
 @behind
-def test_names_of_files_and_files_in_messages_are_not_to_be_had(wall):
+def test_file_notifications_and_files_in_messages_are_denied(wall):
     """inotify tells the names of what others create in a folder that may not be listed; a file in a message counts nowhere."""
     done = attempts(
         wall,
@@ -220,7 +220,7 @@ attempt("bytes", told)
 
 
 @behind
-def test_an_endless_loop_is_ended_by_the_clock_and_an_endless_print_by_its_length(wall):
+def test_endless_loops_and_prints_are_limited(wall):
     assert run_program("while True: pass", limits=Limits(timeout=0.5), backend=wall).stop_reason == "time"
     assert (
         run_program(
@@ -269,7 +269,7 @@ attempt("name", lambda: socket.getaddrinfo("example.org", 80))
 
 
 @behind
-def test_environments_are_nobodys(wall, monkeypatch):
+def test_environment_variables_are_hidden(wall, monkeypatch):
     monkeypatch.setenv("POLICYGRAD_TEST_SECRET", "hunter2")
     outcome = run_program(
         """
@@ -324,7 +324,7 @@ attempt("limit", lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE, (4, 4)
 
 
 @behind
-def test_privileges_are_gone(wall):
+def test_privileges_are_dropped(wall):
     done = attempts(
         wall,
         """
@@ -429,13 +429,13 @@ STOPPED = FunctionTests(
 
 @behind
 @pytest.mark.parametrize("name", STOPS)
-def test_what_a_program_raises_ends_its_call_and_nothing_of_the_tests(name, wall):
+def test_exceptions_of_a_program_end_only_its_call(name, wall):
     """A StopIteration that got into a test's `map` would end it as if every call had been right."""
     assert run_function_tests(STOPS[name], STOPPED, SHORT, wall).points == (0.0,) * len(STOPPED.tests)
 
 
 @behind
-def test_what_tests_hand_over_runs_nothing_of_the_program_s_where_the_verdict_is(wall):
+def test_values_from_tests_run_no_program_code_in_the_examiner(wall):
     """`eval` is each process's own; of a function of the tests' nothing can be had but what it returns."""
     source = """
 import sys
@@ -465,7 +465,7 @@ def test_a_program_that_hangs_fails_all_its_tests(wall):
 
 
 @behind
-def test_a_program_that_is_gone_passes_nothing_whatever_tests_catch(wall):
+def test_an_exited_program_passes_nothing(wall):
     tests = FunctionTests(("try:\n    double(1)\nexcept Exception:\n    pass", "pass"))
     assert run_function_tests("def double(x):\n    import os\n    os._exit(0)", tests, SHORT, wall).points == (0.0, 0.0)
 
@@ -479,7 +479,7 @@ def test_a_right_program_passes(wall):
 
 
 @behind
-def test_walls_of_two_programs_at_once(wall):
+def test_two_sandboxes_at_once(wall):
     found = []
     threads = [
         threading.Thread(target=lambda i=i: found.append(run_program(f"print({i})", backend=wall).stdout))
@@ -492,7 +492,7 @@ def test_walls_of_two_programs_at_once(wall):
     assert sorted(found) == [f"{i}\n" for i in range(4)]
 
 
-def test_where_no_wall_stands_nothing_runs(monkeypatch):
+def test_nothing_runs_without_a_sandbox(monkeypatch):
     monkeypatch.setattr("policygrad.sandbox.backends.find_bwrap", lambda: None)
     monkeypatch.setattr("policygrad.sandbox.landlock.get_abi_version", lambda: 0)
     find_backend.cache_clear()
@@ -509,7 +509,7 @@ def test_where_no_wall_stands_nothing_runs(monkeypatch):
         find_backend("paper")
 
 
-def test_a_wall_that_falls_is_no_verdict(monkeypatch, tmp_path):
+def test_a_broken_sandbox_is_an_error(monkeypatch, tmp_path):
     """A bwrap that fails is found out when it is tried, and said."""
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
@@ -525,7 +525,7 @@ def test_a_wall_that_falls_is_no_verdict(monkeypatch, tmp_path):
         find_backend.cache_clear()
 
 
-@pytest.mark.parametrize("wrong", [{"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1}, {"output": 0}])
-def test_limits_that_make_no_sense(wrong):
+@pytest.mark.parametrize("wrong", [{"timeout": 0.0}, {"timeout": float("inf")}, {"memory": 1}, {"output": 0}])
+def test_invalid_limits(wrong):
     with pytest.raises(ConfigError, match="a sandbox's"):
         Limits(**wrong)

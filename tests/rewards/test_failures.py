@@ -33,7 +33,7 @@ def raises_or_hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
 # --- a function that never answers
 
 
-def test_a_function_that_never_answers_ends_the_scoring_after_two_calls_of_every_worker() -> None:
+def test_an_unresponsive_function_ends_scoring_after_two_calls_per_worker() -> None:
     with RewardPool([hangs], num_workers=2, timeout=TIMEOUT) as pool:
         with pytest.raises(RewardError) as caught:
             pool.score(["p"] * 512, ["x"] * 512, {})
@@ -43,7 +43,7 @@ def test_a_function_that_never_answers_ends_the_scoring_after_two_calls_of_every
             pool.score(["p"], ["fine"], {})
 
 
-def test_calls_that_raise_are_no_rewards() -> None:
+def test_calls_that_raise_do_not_count_as_rewards() -> None:
     with (
         RewardPool([raises_or_hangs], num_workers=2, timeout=TIMEOUT) as pool,
         pytest.raises(RewardError, match="4 calls"),
@@ -51,7 +51,7 @@ def test_calls_that_raise_are_no_rewards() -> None:
         pool.score(["p"] * 64, [str(i) for i in range(64)], {})
 
 
-def test_one_reward_is_enough_and_patience_is_endless_where_it_is_asked_for() -> None:
+def test_scoring_continues_after_one_reward_or_when_tolerated() -> None:
     with RewardPool([hangs], num_workers=1, timeout=TIMEOUT) as pool:
         assert pool.score(["p"], ["fine"], {}).total == [1.0]
         assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
@@ -59,7 +59,7 @@ def test_one_reward_is_enough_and_patience_is_endless_where_it_is_asked_for() ->
         assert pool.score(["p"] * 5, ["x"] * 5, {}).failures == {"timeout": 5}
 
 
-def test_before_it_gives_up_other_prompts_are_tried() -> None:
+def test_other_samples_are_tried_before_giving_up() -> None:
     """The first three samples hang, as the answers to one prompt may: the others are asked before they are all tried."""
     completions = ["x"] * 3 + ["fine"] * 9
     with RewardPool([hangs], num_workers=1, timeout=TIMEOUT) as pool:  # chunks of three
@@ -82,7 +82,7 @@ def test_lost_calls_are_counted_per_function() -> None:
 # --- steps
 
 
-def test_three_failing_steps_in_a_row() -> None:
+def test_failed_steps_in_a_row_stop_the_run() -> None:
     rule = FailedStepTracker(0.5, 3)
     said = ["reward 'x' raised A", "dynamic sampling: …", "reward 'x' raised B"]
     assert rule.record_step(0.0, ()) is None
@@ -95,7 +95,7 @@ def test_three_failing_steps_in_a_row() -> None:
     )
 
 
-def test_a_first_step_or_evaluation_without_any_reward() -> None:
+def test_a_first_step_or_evaluation_without_reward_stops_the_run() -> None:
     assert (
         FailedStepTracker(0.5, 3).record_step(1.0, ["no reward: why"])
         == "no sample of the first step has a reward: no reward: why"
@@ -111,7 +111,7 @@ def test_a_first_step_or_evaluation_without_any_reward() -> None:
     assert rule.record_step(1.0, ()) is None
 
 
-def test_endless_patience_and_none() -> None:
+def test_zero_max_failed_steps_never_stops() -> None:
     rule = FailedStepTracker(0.5, 0)
     assert rule.record_evaluation(True, ()) is None
     assert [rule.record_step(1.0, ()) for _ in range(9)] == [None] * 9
@@ -129,7 +129,7 @@ def test_endless_patience_and_none() -> None:
         {"environment": ("=",)},
     ],
 )
-def test_impossible_options(options: dict[str, Any]) -> None:
+def test_invalid_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"rewards\.{next(iter(options))}"):
         RewardConfig(**options)
 
@@ -143,7 +143,7 @@ def slot(name: str, *, ready: bool, deadline: float) -> WorkerSlot:
     return WorkerSlot(start, ready=ready, work=work, deadline=deadline)
 
 
-def test_what_is_waited_for_is_said_after_seconds_and_then_every_second() -> None:
+def test_slow_calls_are_reported_after_seconds_and_then_every_second() -> None:
     now, told = [0.0], list[tuple[str, int, int]]()
     waits = SlowCallReporter(lambda *words: told.append(words), ["x"], [10.0], 512, after=4.0, clock=lambda: now[0])
     busy = [slot("x", ready=True, deadline=9.0), slot("x", ready=False, deadline=99.0)]
@@ -162,7 +162,7 @@ def test_what_is_waited_for_is_said_after_seconds_and_then_every_second() -> Non
     assert told[3:] == [("", 0, 0)]
 
 
-def test_a_quick_scoring_says_nothing_and_a_slow_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_slow_scoring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[tuple[str, int, int]]()
     with RewardPool([hangs], num_workers=1, progress=lambda *words: told.append(words)) as pool:
         pool.score(["p"], ["fine"], {})

@@ -88,7 +88,7 @@ DEEDS = st.sampled_from(["a", "bb", "ccc", "a", "bb", "raise", "none", "nan", "t
 
 @settings(max_examples=15, deadline=None)
 @given(st.data(), st.lists(DEEDS, min_size=1, max_size=12))
-def test_whatever_is_over_when_the_scores_are_the_same(
+def test_scores_do_not_depend_on_when_completions_finish(
     pool: RewardPool, data: st.DataObject, completions: list[str]
 ) -> None:
     order = data.draw(st.permutations(range(len(completions))))
@@ -97,7 +97,7 @@ def test_whatever_is_over_when_the_scores_are_the_same(
     assert told(pool, completions, looks) == at_once(pool, completions)
 
 
-def test_what_hangs_costs_its_sample_and_what_was_answered_is_not_asked_again(tmp_path: Path) -> None:
+def test_a_hanging_call_costs_its_sample_and_no_call_is_repeated(tmp_path: Path) -> None:
     def counted(prompts: Any, completions: Any, **_: Any) -> list[float]:
         with (tmp_path / "calls").open("a") as file:
             file.write(f"{prompts[0]}\n")
@@ -119,7 +119,7 @@ def test_what_hangs_costs_its_sample_and_what_was_answered_is_not_asked_again(tm
         assert sorted((tmp_path / "calls").read_text().split()) == ["p0", "p1", "p2", "p3", "p4", "p5"]
 
 
-def test_completions_that_were_changed_afterwards_are_judged_anew(pool: RewardPool) -> None:
+def test_changed_completions_are_scored_again(pool: RewardPool) -> None:
     prompts, columns = asked(["a", "bb"])
     whole = at_once(pool, ["a", "bb"])
     with pool.score_incrementally(prompts, columns) as begun:
@@ -128,7 +128,7 @@ def test_completions_that_were_changed_afterwards_are_judged_anew(pool: RewardPo
         assert pool.score(prompts, ["a", "bb"], columns, begun) == whole
 
 
-def test_an_error_is_raised_with_the_scores_and_not_where_it_is_drawn() -> None:
+def test_errors_are_raised_by_score_and_not_while_sampling() -> None:
     prompts, columns = ["p"] * 2, {"part": [threading.Lock()] * 2}
     with RewardPool([unruly], num_workers=1) as pool, pool.score_incrementally(prompts, columns) as begun:
         begun.add_completions({0: "a"})
@@ -139,7 +139,7 @@ def test_an_error_is_raised_with_the_scores_and_not_where_it_is_drawn() -> None:
             pool.score(["p"], ["a"], {})
 
 
-def test_what_is_waited_for_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_results_that_arrived_before(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[tuple[str, int, int]]()
     with RewardPool([unruly], num_workers=1, timeout=TIMEOUT, progress=lambda *words: said.append(words)) as pool:
         at_once(pool, ["a"])
@@ -165,7 +165,7 @@ def break_off(pool: RewardPool, found: list[IncrementalScoring], error: type[Bas
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_what_breaks_it_off_leaves_the_pool_as_it_was(error: type[BaseException]) -> None:
+def test_an_interrupted_scoring_leaves_the_pool_usable(error: type[BaseException]) -> None:
     threads = {thread.name for thread in threading.enumerate()}
     with RewardPool([unruly], num_workers=2, timeout=60.0) as pool:
         at_once(pool, ["a", "bb"])
@@ -179,7 +179,7 @@ def test_what_breaks_it_off_leaves_the_pool_as_it_was(error: type[BaseException]
         assert {thread.name for thread in threading.enumerate()} == threads | {"reward workers"}
 
 
-def test_another_scoring_waits_until_it_is_over() -> None:
+def test_another_scoring_waits_for_its_turn() -> None:
     found: list[RewardScores] = []
     with RewardPool([unruly], num_workers=1) as pool:
         with pool.score_incrementally(["p"] * 2, {}) as begun:
@@ -237,7 +237,7 @@ COUNT = 16  # completions: 0.8 s of `slow`
 
 @pytest.mark.parametrize("kind", NEVER)
 @pytest.mark.filterwarnings("ignore:.*cannot be sent")
-def test_it_does_not_pay_for_a_reward_that_is(kind: str) -> None:
+def test_overlap_is_not_worthwhile_for(kind: str) -> None:
     function: Any = NEVER[kind]() if kind == "in this process" else NEVER[kind]
     with RewardPool([function], num_workers=1) as pool:
         for score in (pool.score, pool.score_steps):
@@ -245,7 +245,7 @@ def test_it_does_not_pay_for_a_reward_that_is(kind: str) -> None:
         assert not pool.is_overlap_worthwhile(COUNT)
 
 
-def test_it_pays_for_what_has_been_found_slow_and_for_many() -> None:
+def test_overlap_is_worthwhile_for_many_slow_calls() -> None:
     with RewardPool([cheap, Reward("later", slow)], num_workers=1) as pool:
         assert not pool.is_overlap_worthwhile(10**9)  # nothing is known
         pool.score(["p"], ["c"], {})
@@ -255,7 +255,7 @@ def test_it_pays_for_what_has_been_found_slow_and_for_many() -> None:
         assert not pool.is_overlap_worthwhile(1)
 
 
-def test_a_pace_is_a_mean_that_forgets() -> None:
+def test_call_times_are_discounted_means() -> None:
     pace = CallTimeEstimator()
     assert pace[0] == 0.0
     for seconds in (1.0, 3.0):
@@ -291,7 +291,7 @@ def test_a_worker_outlives_the_thread_that_scored() -> None:
         assert pool._slots[0].worker is worker
 
 
-def test_a_pool_that_is_closed_starts_no_worker() -> None:
+def test_a_closed_pool_starts_no_worker() -> None:
     with RewardPool([unruly], num_workers=1) as pool:
         slot = pool._slots[0]
     with pytest.raises(RewardError, match="closed"):

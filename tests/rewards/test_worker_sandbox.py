@@ -85,7 +85,7 @@ def hangs(prompts, completions):
 
 
 @behind
-def test_what_a_walled_reward_reaches_and_what_it_needs(wall, tmp_path):
+def test_a_sandboxed_reward_reaches_only_what_it_needs(wall, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     with RewardPool([reaches, works], num_workers=1, sandbox=wall) as pool:
@@ -95,7 +95,7 @@ def test_what_a_walled_reward_reaches_and_what_it_needs(wall, tmp_path):
 
 
 @behind
-def test_a_walled_worker_that_hangs_is_ended_with_what_it_started(wall, tmp_path, monkeypatch):
+def test_a_hanging_sandboxed_worker_is_killed_with_its_children(wall, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with RewardPool([Reward("hangs", hangs, timeout=1.0)], num_workers=1, sandbox=wall) as pool:
         scores = pool.score([""] * 3, ["a", "hang", "b"], {})
@@ -104,13 +104,13 @@ def test_a_walled_worker_that_hangs_is_ended_with_what_it_started(wall, tmp_path
 
 
 @behind
-def test_programs_are_run_inside_a_walled_worker(wall):
+def test_programs_run_inside_a_sandboxed_worker(wall):
     with RewardPool(["code"], num_workers=1, sandbox=wall) as pool:
         assert pool.score([""], ["print(5)"], {"inputs": [["x"]], "outputs": [["5"]]}).total == [1.0]
 
 
 @behind
-def test_a_program_in_a_walled_worker_does_not_hold_more_than_it_may(wall):
+def test_the_disk_limit_holds_inside_a_sandboxed_worker(wall):
     """Where its supervisor, behind Landlock itself, cannot list what the program has open."""
     program = """
 kept = []
@@ -127,7 +127,7 @@ print(5)
         assert pool.score([""], [program], {"inputs": [["x"]], "outputs": [["5"]]}).total == [0.0]
 
 
-def test_what_cannot_be_sent_to_a_worker_is_refused_where_a_wall_is_asked_for():
+def test_unpicklable_functions_are_refused_with_a_sandbox():
     if not any(stands(name) for name in BACKENDS):
         pytest.skip("no wall stands on this machine")
     lock = threading.Lock()
@@ -135,7 +135,7 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_where_a_wall_is_asked_for():
         RewardPool([Reward("locked", lambda prompts, completions: [float(lock.locked())])], sandbox="auto")
 
 
-def test_names_of_walls():
+def test_sandbox_choices():
     assert get_args(SandboxChoice) == SANDBOX_CHOICES
     assert RewardConfig().sandbox == "none"
     with pytest.raises(ConfigError, match="choose none, auto, bubblewrap, landlock"):

@@ -80,7 +80,7 @@ def test_a_weight_is_never_part_of_a_pattern(text: str, name: str, weight: float
     assert (found.name, found.weight) == (name, pytest.approx(weight))
 
 
-def test_every_way_of_writing_it_means_the_same() -> None:
+def test_weight_before_or_after_is_equivalent() -> None:
     texts = ["1", "x"]
     assert scores("format:[0-9]*0.1", texts=texts) == scores("0.1*format:[0-9]", texts=texts) == [0.1, 0.0]
 
@@ -105,19 +105,19 @@ def test_every_way_of_writing_it_means_the_same() -> None:
         ("repetition_penalty:ngram=0", "ngram must be at least 1"),
     ],
 )
-def test_what_is_refused(text: str, says: str) -> None:
+def test_invalid_rewards_are_rejected(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         resolve_reward(text)
 
 
-def test_all_code_that_is_named_needs_leave() -> None:
+def test_gates_count_as_code() -> None:
     """A gate is code as well: a file of options may not name it unseen."""
     assert find_code("0.5*a.py:f if b.py:g and c.d") == ("a.py", "b.py", "c")
     assert find_code("format:x if evil.py:f") == ("evil.py",)
     assert find_code("math within 0..1 if format") == ()
 
 
-def test_a_spec_says_what_it_is() -> None:
+def test_spec_titles() -> None:
     assert RewardSpec("math", 2.0).title == "math"
     assert RewardSpec("math", 2.0, 0.0, math.inf, ("format",)).title == "math within 0.. if format"
 
@@ -125,7 +125,7 @@ def test_a_spec_says_what_it_is() -> None:
 # --- as they count
 
 
-def test_gates_come_first_and_bounds_hold(mine: str) -> None:
+def test_gates_are_called_first_and_bounds_clip(mine: str) -> None:
     texts = ["ok", "okay", "no", "ok ok"]
     label: list[object] = [1] * 4
     found = scores(f"{mine}:asked within ..3 if format:\\Aok", texts=texts, label=label)
@@ -134,18 +134,18 @@ def test_gates_come_first_and_bounds_hold(mine: str) -> None:
     assert both == [0.0, 2.0, 2.0, 0.0]
 
 
-def test_a_gate_that_does_not_apply_holds_nothing_back(mine: str) -> None:
+def test_a_gate_that_does_not_apply_holds(mine: str) -> None:
     assert scores(f"{mine}:slow if exact_match", texts=["4", "5", "5"], answer=["4", "4", None]) == [2.0, 0.0, 2.0]
 
 
-def test_the_whole_batch_reaches_who_wants_it_and_only_that(mine: str) -> None:
+def test_batched_parts_get_one_call_with_what_passes(mine: str) -> None:
     """A batched function gets all that pass at once; a gate that is none gets one text at a time."""
     reward = resolve_reward(f"{mine}:all_at_once if {mine}:slow and format:a")
     assert (reward.batched, reward.timeout, reward.dedicated_worker) == (True, 77, False)
     assert scores(f"{mine}:all_at_once if format:a", texts=["a", "b", "a", "a"]) == [3.0, 0.0, 3.0, 3.0]
 
 
-def test_what_fails_fails_with_its_own_reason(mine: str) -> None:
+def test_a_failing_part_fails_the_sample_with_its_reason(mine: str) -> None:
     texts = ["a", "b"]
     with RewardPool([f"{mine}:nan if format:a"], num_workers=1) as pool:
         found = pool.score(["", ""], texts, {})
@@ -158,7 +158,7 @@ def test_what_fails_fails_with_its_own_reason(mine: str) -> None:
     assert "KeyError: 'gone'" in found.messages[0]
 
 
-def test_columns_that_any_part_needs_are_asked_for_at_once(mine: str) -> None:
+def test_columns_of_every_part_are_required(mine: str) -> None:
     with (
         RewardPool([f"format if {mine}:asked"], num_workers=1) as pool,
         pytest.raises(RewardError, match="column 'label'"),
@@ -166,14 +166,14 @@ def test_columns_that_any_part_needs_are_asked_for_at_once(mine: str) -> None:
         pool.score([""], ["x"], {})
 
 
-def test_below_a_loop_of_somebody_else_s() -> None:
+def test_gated_rewards_work_inside_a_running_loop() -> None:
     async def inside() -> list[float | None]:
         return [said.value for said in resolve_reward("format:a if format:b").function([""], ["ab"])]  # type: ignore[union-attr]
 
     assert asyncio.run(inside()) == [1.0]
 
 
-def test_a_run_tells_what_each_reward_says(small: pg.Run, tmp_path: Path) -> None:
+def test_a_run_logs_each_reward(small: pg.Run, tmp_path: Path) -> None:
     """In metrics by its name, in completions.jsonl before its weight; weighted they add up to the reward."""
     own = small.reward[0]
     names = (f"{own} if format:..", "format:[0-9]*0.5", "repetition_penalty:ngram=1,unit=characters")
