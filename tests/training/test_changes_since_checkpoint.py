@@ -65,10 +65,7 @@ def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, 
 
 def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> None:
     said = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
-    assert (
-        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
-        in said
-    )
+    assert "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16" in said
     assert "no longer bit for bit" in said
     mine = tmp_path / "mine.py"
     mine.write_text(mine.read_text() + "\n# mended\n")

@@ -106,7 +106,10 @@ def test_the_command_applies_a_row_map_and_skips_bad_rows(
     assert "with another --row-map would make evaluations before and after incomparable" in err
     for flag, words in (("--task.decontaminate", ("8",)), ("--no-task.skip-bad-rows", ())):
         code, _, err = run_command("train", "--resume", "out", flag, *words)
-        assert (code, f"another {flag.replace('--no-', '--')} would make evaluations before and after incomparable" in err) == (2, True), err
+        assert (
+            code,
+            f"another {flag.replace('--no-', '--')} would make evaluations before and after incomparable" in err,
+        ) == (2, True), err
     assert run_command("eval", str(run.model), "--task", str(run.task), "--row-map", "mapping.py:shorter", "--reward", "exact_match",
                        "--problems", "2", "--samples", "1", "--max-tokens", "4")[0] == 0  # fmt: skip
 

@@ -228,7 +228,9 @@ def test_a_run_can_be_repeated_from_another_folder(
         ("reward", "mine.digit", "mine.digit"),
     ],
 )
-def test_resolve_each_kind_of_name(project: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str, there: str) -> None:
+def test_resolve_each_kind_of_name(
+    project: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str, there: str
+) -> None:
     (project / "saved").mkdir()
     (project / "saved" / "dataset_info.json").write_text("{}")
     value: Any = (name,) if option == "reward" else name

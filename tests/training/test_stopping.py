@@ -356,9 +356,7 @@ class Interrupted(io.StringIO):
         return written
 
 
-def test_a_signal_during_print_is_safe(
-    run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_print_is_safe(run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Interrupted()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)

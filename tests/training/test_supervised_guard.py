@@ -88,9 +88,7 @@ def test_a_spike_is_noted_and_training_continues(kind: tuple[Any, Train], tmp_pa
     assert same(weights(tmp_path / "run"), weights(tmp_path / "away"))
 
 
-def test_a_skipped_step_is_undone_and_resume_is_bitwise(
-    kind: tuple[Any, Train], tmp_path: Path
-) -> None:
+def test_a_skipped_step_is_undone_and_resume_is_bitwise(kind: tuple[Any, Train], tmp_path: Path) -> None:
     config, train = kind
     config = replace(config, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     whole, pieces = tmp_path / "run", tmp_path / "pieces"

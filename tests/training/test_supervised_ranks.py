@@ -209,9 +209,7 @@ class Killing(pg.Callback):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward-model"])
-def test_two_processes_equal_one_and_any_number_resumes(
-    random_model: Path, tmp_path: Path, kind: str
-) -> None:
+def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_path: Path, kind: str) -> None:
     """As many go on to the bit. A process that is killed ends the run, which then goes on from its last checkpoint."""
     train = TRAIN[kind]
     alone = train(configured(kind, random_model, tmp_path, 1, "one"), display=False)
