@@ -226,7 +226,7 @@ def test_a_run_logs_each_part_and_resumes_bitwise(small: pg.Run, tmp_path: Path)
         assert row["reward"] <= max(row[name] for name in parts) + 1e-9
     third = pg.train(replace(run, output=str(tmp_path / "third")), stop_after=1, display=False).output
     write_rows(Path(b), sums(41, "f"))
-    with pytest.raises(RunError, match=r"is not what the run in .* began with"):
+    with pytest.raises(RunError, match=r"is not what the run in .* started with"):
         pg.train(resume=third, allow_code=("/",), display=False)
 
 

@@ -15,7 +15,7 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.config.trust import config_code_references
+from policygrad.training.config.trust import find_code_references
 
 pa = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
@@ -69,7 +69,7 @@ def test_a_run_on_parquet_resumes_bit_for_bit_and_refuses_another_file(run: pg.R
     again = replace(run, output=str(tmp_path / "other"))
     pg.train(again, stop_after=1, display=False)
     pq.write_table(pa.Table.from_pylist(VERL[1:]), tmp_path / "train.parquet")
-    with pytest.raises(RunError, match=r"train\.parquet is not what the run in .* began with"):
+    with pytest.raises(RunError, match=r"train\.parquet is not what the run in .* started with"):
         pg.train(again, resume=again.output, display=False)
 
 
@@ -118,7 +118,7 @@ def test_an_invalid_row_map_is_refused(run: pg.Run, tmp_path: Path) -> None:
     for given, says in ((f"{tmp_path / 'mapping.py'}:longer", "there is no 'longer'"), (7, "is no function")):
         with pytest.raises(ConfigError, match=says):
             pg.train(replace(run, row_map=given, output=str(tmp_path / "run")), display=False)
-    assert list(config_code_references({"map": "/elsewhere/mine.py:f"})) == [
+    assert list(find_code_references({"row_map": "/elsewhere/mine.py:f"})) == [
         "/elsewhere/mine.py"
     ]  # so that a file of options needs leave for it
 

@@ -31,7 +31,7 @@ def kind(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> 
     held = [{"prompt": f"{i} + 40 =\n"} for i in range(4)]
     answers = {"sft": ("completion",), "reward-model": ("chosen", "rejected")}[request.param]
     files = {}
-    for name, prompts in (("data", asked[:24]), ("eval/reward", held)):
+    for name, prompts in (("data", asked[:24]), ("eval_data", held)):
         made = [row | {key: f"{key} {i}" for key in answers} for i, row in enumerate(prompts)]
         files[name] = write_rows(tmp_path / f"{name}.jsonl", made)
     if request.param == "sft":
