@@ -161,8 +161,8 @@ def test_report_shows_half_a_surrogate_pair_as_it_is_written(run: Path, run_comm
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('algorithm = ["grpo"]', "algorithm is ['grpo'], where a run writes a table"),
-        ('algorithm = "grpo"', "algorithm is 'grpo', where a run writes a table"),
+        ('algorithm = ["grpo"]', "algorithm is ['grpo'], but should be a table"),
+        ('algorithm = "grpo"', "algorithm is 'grpo', but should be a table"),
         ("a = " + DEEP, "too deep"),
         (".".join("a" * 5000) + " = 1", "deeper than 100"),
     ],
@@ -291,7 +291,7 @@ def test_compare_waits_for_no_pipe(tmp_path: Path, run_command: Command) -> None
 @pytest.mark.parametrize("text", [DEEP, "[1]", '{"rows": 3}', '{"rows": [3]}', '{"rows": [[]]}', '"x"'])
 def test_compare_refuses_a_plan_of_another_kind(tmp_path: Path, text: str, run_command: Command) -> None:
     (tmp_path / "plan.json").write_text(text)
-    refused(run_command("compare", "--resume", str(tmp_path)), "plan.json is no plan of a comparison")
+    refused(run_command("compare", "--resume", str(tmp_path)), "plan.json is not a plan of a comparison")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
