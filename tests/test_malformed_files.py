@@ -161,8 +161,8 @@ def test_report_shows_half_a_surrogate_pair_as_it_is_written(run: Path, run_comm
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('algorithm = ["grpo"]', "algorithm is ['grpo'], where a run writes a table"),
-        ('algorithm = "grpo"', "algorithm is 'grpo', where a run writes a table"),
+        ('algorithm = ["grpo"]', "algorithm is ['grpo'], but should be a table"),
+        ('algorithm = "grpo"', "algorithm is 'grpo', but should be a table"),
         ("a = " + DEEP, "too deep"),
         (".".join("a" * 5000) + " = 1", "deeper than 100"),
     ],
@@ -212,7 +212,7 @@ def test_report_refuses_a_line_without_an_end(run: Path, run_command: Command) -
 def test_report_of_versions_of_another_kind_has_none(run: Path, run_command: Command) -> None:
     folder = run / "checkpoints" / "step-000001"
     folder.mkdir(parents=True)
-    for text in ('{"state": [1]}', '{"state": {"began": 3}}', '{"state": {"began": {"versions": "x"}}}', DEEP, "NaN"):
+    for text in ('{"state": [1]}', '{"state": {"fingerprint": 3}}', '{"state": {"fingerprint": {"versions": "x"}}}', DEEP, "NaN"):
         (folder / "state.json").write_text(text)
         assert run_command("report", str(run))[0] == 0
 
@@ -291,7 +291,7 @@ def test_compare_waits_for_no_pipe(tmp_path: Path, run_command: Command) -> None
 @pytest.mark.parametrize("text", [DEEP, "[1]", '{"rows": 3}', '{"rows": [3]}', '{"rows": [[]]}', '"x"'])
 def test_compare_refuses_a_plan_of_another_kind(tmp_path: Path, text: str, run_command: Command) -> None:
     (tmp_path / "plan.json").write_text(text)
-    refused(run_command("compare", "--resume", str(tmp_path)), "plan.json is no plan of a comparison")
+    refused(run_command("compare", "--resume", str(tmp_path)), "plan.json is not a plan of a comparison")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])

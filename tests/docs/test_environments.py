@@ -60,7 +60,7 @@ def test_the_way_from_a_function_to_a_trained_tool_user(
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("products.py").write_text(BLOCKS["products"])
     block("products")["write"](64)
-    shown = [row["messages"] for row in rows(Path("shown.jsonl"))]
+    shown = [row["messages"] for row in rows(Path("demonstrations.jsonl"))]
     assert [len(talk) for talk in shown[:2]] == [4, 2]
     assert [words[1] for words in COMMANDS] == ["sft", "eval", "train", "eval"]
     for words in COMMANDS:

@@ -19,13 +19,13 @@ NOT_OURS = ("policygrad: command not found", "KeyError: 'OPENAI_API_KEY'", "Memo
 
 def quoted() -> list[str]:
     """What stands between backticks in the first column of the tables, word for word; of two parts each."""
-    tables = re.findall(r"^\| (?:it says|what is seen).*?\n\| --- .*?\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    tables = re.findall(r"^\| (?:message|symptom).*?\n\| --- .*?\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
     return [part.strip() for cell in cells for words in re.findall(r"`([^`]+)`", cell) for part in words.split(";")]
 
 
 @pytest.mark.parametrize("words", quoted())
-def test_the_program_says_so(words: str) -> None:
+def test_each_quoted_message_is_in_the_source(words: str) -> None:
     metrics = {metric.name for chapter in load_glossary() for metric in chapter.metrics}
     known = words in metrics or words in ("rewards/NAME", "/high", "metrics.jsonl") or words in NOT_OURS
     assert known or words in SOURCE, words

@@ -56,7 +56,7 @@ def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, 
     before = (tmp_path / file).read_text()
     (tmp_path / file).write_text(before.replace("1 =", "2 ="))
     with pytest.raises(
-        RunError, match=rf"{file} is not what the run in .* began with.*Put the old file back, or train anew"
+        RunError, match=rf"{file} is not what the run in .* started with.*restore the old file, or start a new run"
     ):
         go_on(run)
     (tmp_path / file).write_text(before)
@@ -65,10 +65,7 @@ def test_changed_training_or_eval_data_are_refused(run: pg.Run, tmp_path: Path, 
 
 def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> None:
     said = go_on(run, seed=7, sampling=pg.SamplingParams(max_tokens=6), learner=pg.LearnerConfig(dtype="bf16"))
-    assert (
-        "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16"
-        in said
-    )
+    assert "changed since the checkpoint: seed 0 -> 7, sampling.max_tokens 8 -> 6, learner.dtype fp32 -> bf16" in said
     assert "no longer bit for bit" in said
     mine = tmp_path / "mine.py"
     mine.write_text(mine.read_text() + "\n# mended\n")
@@ -81,8 +78,8 @@ def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"lr": 0.5}, "lr 0.01 -> 0.5; the run goes on, and no longer bit for bit"),
-        ({"optimizer": pg.OptimizerConfig(clip=0.5)}, "optimizer.clip 1.0 -> 0.5; the run goes on"),
+        ({"lr": 0.5}, "lr 0.01 -> 0.5; the run continues, but no longer bit for bit"),
+        ({"optimizer": pg.OptimizerConfig(clip=0.5)}, "optimizer.clip 1.0 -> 0.5; the run continues"),
         (
             {"algorithm": replace(pg.DAPO, gate=pg.Clip(0.1, 0.1))},
             "algorithm.gate Clip(low=0.2, high=0.28) -> Clip(low",
@@ -109,7 +106,7 @@ def test_card_and_report_list_changed_options_by_step(run: pg.Run) -> None:
         "-&gt;", "->"
     )
     card = (Path(run.output) / "model" / "README.md").read_text(encoding="utf-8")
-    assert "## Changed on the way" in card
+    assert "## Changed during training" in card
     for line in lines:
         assert "| " + line.replace(": ", " | ") + " |" in card
 
@@ -141,7 +138,9 @@ def test_inputs_without_a_file_have_no_hash(run: pg.Run) -> None:
         assert fingerprint_run(replace(run, task=task, eval_data=None), "cpu")["files"] == {}
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# whole with its la", '# whole with its last line, "# end"\n# end\n'])
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "# complete only wi", '# complete only with its last line, "# end"\n# end\n']
+)
 @pytest.mark.parametrize(
     ("command", "file"), [("train", "run.toml"), ("sft", "sft.toml"), ("reward-model", "reward-model.toml")]
 )
@@ -151,7 +150,7 @@ def test_an_empty_configuration_is_refused(
     (tmp_path / file).write_text(text)
     code, _, err = run_command(command, "--resume", str(tmp_path), "--dry-run")
     assert code == 2
-    assert f"{file} is empty, so the run's options are lost: put a copy of it back, or write it anew" in err
+    assert f"{file} is empty, so the run's options are lost: restore a copy of it, or write it again" in err
 
 
 def test_a_truncated_configuration_is_refused_wherever_it_ends(run: pg.Run, tmp_path: Path) -> None:
@@ -161,7 +160,7 @@ def test_a_truncated_configuration_is_refused_wherever_it_ends(run: pg.Run, tmp_
     lines = text.splitlines(keepends=True)
     for end in range(len(lines) - 1):
         file.write_text("".join(lines[:end]))
-        with pytest.raises(RunError, match=r"run\.toml is (cut off|empty), so nobody knows"):
+        with pytest.raises(RunError, match=r"run\.toml is (truncated|empty), so the run's options are lost"):
             check_resumable(file.parent, "train")
     file.write_text(text + "\n# a remark of one's own\n")
     check_resumable(file.parent, "train")

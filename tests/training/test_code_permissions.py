@@ -78,9 +78,7 @@ def ways(file: object) -> list[str]:
 
 @pytest.mark.parametrize("way", range(len(ways(""))))
 @pytest.mark.parametrize("place", ["runs/x", "bundle", "../elsewhere", "runs/other"])
-def test_foreign_code_is_refused_and_not_imported(
-    run_command: Command, here: Path, place: str, way: int
-) -> None:
+def test_foreign_code_is_refused_and_not_imported(run_command: Command, here: Path, place: str, way: int) -> None:
     run = "bundle/runs/x" if place == "bundle" else "runs/x"
     file = code(here / place)
     run_file(here / run, ways(file)[way])
@@ -192,9 +190,7 @@ def test_a_file_cannot_write_weights_outside_its_folder(run_command: Command, he
     assert not other.exists()
 
 
-def test_local_servers_and_those_of_the_command_line_need_no_permission(
-    run_command: Command, here: Path
-) -> None:
+def test_local_servers_and_those_of_the_command_line_need_no_permission(run_command: Command, here: Path) -> None:
     run_file(here / "runs" / "x", SAMPLER.format("localhost:8000"))
     assert run_command("train", "--resume", "runs/x", "--dry-run")[0] == 0
     run_file(here / "runs" / "x", SAMPLER.format("gpu-1:8000"))

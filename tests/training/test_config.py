@@ -126,7 +126,10 @@ def test_a_file_changes_the_base_configuration(tmp_path: Path) -> None:
         ('algorithm = "gprpo"', "unknown algorithm 'gprpo': did you mean 'grpo'?"),
         ("algorithm = 3", "'algorithm' is a table, not 3"),
         ("[algorithm]\ngat = 3", "unknown key 'algorithm.gat': did you mean 'gate'?"),
-        ('[algorithm]\nadvantage = "GroupMean"', "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]"),
+        (
+            '[algorithm]\nadvantage = "GroupMean"',
+            "'algorithm.advantage' is a list of parts: write [[algorithm.advantage]]",
+        ),
         ("[[algorithm.advantage]]\nddof = 1", "'algorithm.advantage' needs a `part`"),
         ('[algorithm]\ngate = "Clipp"', "algorithm.gate: no part is called 'Clipp': did you mean 'Clip'?"),
         ('[algorithm]\ngate = "grpo"', "algorithm.gate: no part is called 'grpo'"),

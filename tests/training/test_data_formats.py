@@ -15,7 +15,7 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from doubles.trackers import Record
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.supervised import SFTConfig
-from policygrad.training.config.trust import config_code_references
+from policygrad.training.config.trust import find_code_references
 
 pa = pytest.importorskip("pyarrow")
 datasets = pytest.importorskip("datasets")
@@ -69,7 +69,7 @@ def test_a_run_on_parquet_resumes_bit_for_bit_and_refuses_another_file(run: pg.R
     again = replace(run, output=str(tmp_path / "other"))
     pg.train(again, stop_after=1, display=False)
     pq.write_table(pa.Table.from_pylist(VERL[1:]), tmp_path / "train.parquet")
-    with pytest.raises(RunError, match=r"train\.parquet is not what the run in .* began with"):
+    with pytest.raises(RunError, match=r"train\.parquet is not what the run in .* started with"):
         pg.train(again, resume=again.output, display=False)
 
 
@@ -106,7 +106,10 @@ def test_the_command_applies_a_row_map_and_skips_bad_rows(
     assert "with another --row-map would make evaluations before and after incomparable" in err
     for flag, words in (("--task.decontaminate", ("8",)), ("--no-task.skip-bad-rows", ())):
         code, _, err = run_command("train", "--resume", "out", flag, *words)
-        assert (code, f"another {flag.replace('--no-', '--')} would make evaluations before and after incomparable" in err) == (2, True), err
+        assert (
+            code,
+            f"another {flag.replace('--no-', '--')} would make evaluations before and after incomparable" in err,
+        ) == (2, True), err
     assert run_command("eval", str(run.model), "--task", str(run.task), "--row-map", "mapping.py:shorter", "--reward", "exact_match",
                        "--problems", "2", "--samples", "1", "--max-tokens", "4")[0] == 0  # fmt: skip
 
@@ -115,7 +118,7 @@ def test_an_invalid_row_map_is_refused(run: pg.Run, tmp_path: Path) -> None:
     for given, says in ((f"{tmp_path / 'mapping.py'}:longer", "there is no 'longer'"), (7, "is no function")):
         with pytest.raises(ConfigError, match=says):
             pg.train(replace(run, row_map=given, output=str(tmp_path / "run")), display=False)
-    assert list(config_code_references({"map": "/elsewhere/mine.py:f"})) == [
+    assert list(find_code_references({"row_map": "/elsewhere/mine.py:f"})) == [
         "/elsewhere/mine.py"
     ]  # so that a file of options needs leave for it
 

@@ -95,14 +95,16 @@ def test_constant_rewards_are_skipped_and_finally_stop() -> None:
     assert [v.action for v in idle] == ["warn", "warn", "stop"]
 
 
-@pytest.mark.parametrize("wrong", [{"action": "pray"}, {"window": 1}, {"kl": 0.5}, {"lower": 1.0}, {"patience": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"action": "pray"}, {"window": 1}, {"kl": 0.5}, {"lr_factor": 1.0}, {"max_consecutive_alarms": -1}]
+)
 def test_invalid_guard_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"guard\.{next(iter(wrong))}"):
         GuardConfig(**wrong)
 
 
 def test_a_rollback_needs_a_learning_rate() -> None:
-    with pytest.raises(ConfigError, match=r"guard\.action rollback lowers .*TrustRegion has none"):
+    with pytest.raises(ConfigError, match=r"guard\.action=rollback lowers .*TrustRegion has none"):
         pg.Run(algorithm=pg.get_algorithm("trpo"), guard=GuardConfig(action="rollback"))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import policygrad as pg
 from doubles.files import rows, same, untimed, weights
-from policygrad.training.config.trust import config_code_references
+from policygrad.training.config.trust import find_code_references
 
 MINE = """
 import asyncio
@@ -135,7 +135,7 @@ def test_the_command_takes_an_environment_by_name(
 def test_the_calculator_is_built_in(run: pg.Run) -> None:
     run = replace(run, environment="calculator", reward=("exact_match",), sampling=pg.SamplingParams(max_tokens=16))
     assert {"environment/calls"} <= pg.collect(run).metrics.keys()
-    assert not list(config_code_references({"environment": "calculator"}))  # ours: a file may name it
+    assert not list(find_code_references({"environment": "calculator"}))  # ours: a file may name it
 
 
 def test_an_invalid_environment_is_refused(run: pg.Run, tmp_path: Path) -> None:
@@ -148,4 +148,4 @@ def test_an_invalid_environment_is_refused(run: pg.Run, tmp_path: Path) -> None:
             pg.train(replace(run, environment=given), display=False)
     with pytest.raises(pg.ConfigError, match="the run has an environment and another one is given"):
         pg.collect(run, environment=lambda example: pg.SingleTurn(example))
-    assert list(config_code_references({"environment": "/elsewhere/mine.py:Guess"})) == ["/elsewhere/mine.py"]
+    assert list(find_code_references({"environment": "/elsewhere/mine.py:Guess"})) == ["/elsewhere/mine.py"]

@@ -247,9 +247,7 @@ def test_tokens_across_pre_tokenizer_splits_are_refused() -> None:
         extract_byte_pairs(own, 400)
 
 
-def test_an_unsupported_model_is_refused(
-    random_model: Path, tmp_path: Path, run_command: Command
-) -> None:
+def test_an_unsupported_model_is_refused(random_model: Path, tmp_path: Path, run_command: Command) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 487}

@@ -135,9 +135,7 @@ def test_orphaned_reward_workers_do_not_hold_the_lock(tmp_path: Path) -> None:
     child.communicate(b"\n")
 
 
-def test_a_refused_run_leaves_no_folder(
-    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_run_leaves_no_folder(small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for output in (None, "mine", "a/b/c"):
         with pytest.raises(ModelError):
@@ -192,9 +190,7 @@ def test_fine_tuning_and_reward_models_lock_their_folders(random_model: Path, tm
         train(resume=folder, display=False, stop_after=1)
 
 
-def test_a_file_system_without_locks_is_noted(
-    small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_noted(small: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -221,9 +217,7 @@ def test_a_lock_in_a_deleted_folder_is_void(tmp_path: Path, monkeypatch: pytest.
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_without_locks_folder_creation_is_exclusive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_folder_creation_is_exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(filesystem, "LOCKS", False)

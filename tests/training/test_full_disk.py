@@ -61,9 +61,7 @@ def no_file_longer_than(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("size", "name"), [(0, "lock"), (1000, "run.toml")])
-def test_a_full_disk_at_the_start_leaves_no_folder(
-    run: pg.Run, tmp_path: Path, size: int, name: str
-) -> None:
+def test_a_full_disk_at_the_start_leaves_no_folder(run: pg.Run, tmp_path: Path, size: int, name: str) -> None:
     with pytest.raises(RunError, match=rf"{name} .*File too large"), no_file_longer_than(size):
         pg.train(run, display=False)
     assert not (tmp_path / "run").exists()

@@ -27,7 +27,10 @@ from policygrad.training.trainer import train
         ({"algorithm": pg.PRORL, "steps": 200}, ["Reference.refresh_every = 200"]),
         ({"algorithm": pg.PRORL, "steps": 400}, []),
         ({"algorithm": pg.VAPO, "steps": 100}, []),
-        ({"algorithm": pg.VAPO, "steps": 20}, ["Critic.pretrain = 20", "is not trained", "--algorithm.critic.pretrain"]),
+        (
+            {"algorithm": pg.VAPO, "steps": 20},
+            ["Critic.pretrain = 20", "is not trained", "--algorithm.critic.pretrain"],
+        ),
         ({"algorithm": pg.GRPO, "steps": 1}, []),
     ],
 )
@@ -64,9 +67,7 @@ def test_the_report_is_correct(small: Run, tmp_path: Path, every: int, acts: boo
     assert any("never takes effect in this run" in note for note in record.notes) is not acts
 
 
-def test_a_dry_run_reports_idle_schedules(
-    run_command: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_a_dry_run_reports_idle_schedules(run_command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, said, _ = run_command("train", "prorl", "--dry-run")
     assert code == 0
     assert "# Note: Reference.refresh_every = 200 never takes effect" in said

@@ -105,9 +105,7 @@ def test_each_rollout_and_completion_is_sampled_once(whole: tuple[Path, InFlight
     assert told == [0] + [1] * (STEPS - 1)
 
 
-def test_resume_amid_a_weight_change_repeats_nothing(
-    run: pg.Run, whole: tuple[Path, InFlight], tmp_path: Path
-) -> None:
+def test_resume_amid_a_weight_change_repeats_nothing(run: pg.Run, whole: tuple[Path, InFlight], tmp_path: Path) -> None:
     folder, made = tmp_path / "run", list[InFlight]()
     stopped = replace(run, output=str(folder))
     before, result = trained(stopped, sampler=drawing(made), callbacks=[Waiting(made, 2)], stop_after=2)

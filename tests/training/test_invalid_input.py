@@ -334,7 +334,9 @@ def test_a_missing_device_is_refused(bench: Bench) -> None:
         ("remax", "worth what the greedy one of its prompt is"),
     ],
 )
-def test_empty_completions_leave_the_weights(bench: Bench, changed_model: Callable[..., str], name: str, why: str) -> None:
+def test_empty_completions_leave_the_weights(
+    bench: Bench, changed_model: Callable[..., str], name: str, why: str
+) -> None:
     """A model that ends at once: one token per completion, nothing to compare, no crash."""
     from transformers import AutoModelForCausalLM
 

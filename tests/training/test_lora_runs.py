@@ -166,9 +166,7 @@ def test_the_export_command_merges(
     )
 
 
-def test_an_adapter_without_its_base_is_refused(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_without_its_base_is_refused(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "adapter"
     shutil.copytree(trained / "model", folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -62,7 +62,9 @@ def test_every_model_of_a_run_is_counted() -> None:
     assert (
         half.fixed["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
     )  # masters and two moments
-    assert _count_model_bytes(pg.Run(), 2**27, None, torch.float32)["copy of the state"] == 0  # of a large one none is kept
+    assert (
+        _count_model_bytes(pg.Run(), 2**27, None, torch.float32)["copy of the state"] == 0
+    )  # of a large one none is kept
     assert half.training < found["dr_grpo"].training
 
 

@@ -11,7 +11,7 @@ from policygrad.training.model_card import as_merged_card, render_model_card
 CONFIG = {
     "model": "HuggingFaceTB/SmolLM2-135M",
     "task": "/home/me/secret/problems.jsonl",
-    "eval/reward": "",
+    "eval_data": "",
     "reward": ["math", "0.5*/home/me/secret/mine.py:short"],
     "lr": 1e-6,
     "seed": 3,
@@ -68,6 +68,6 @@ def test_a_run_writes_a_card_beside_its_model(tmp_path: Path) -> None:
     result = pg.train(replace(run, output=str(tmp_path / "mine")), display=False)
     text = (result.output / "model" / "README.md").read_text(encoding="utf-8")
     assert "# mine\n\ntiny, trained by `dapo`, with policygrad" in text
-    assert "measured on the training prompts" in text
+    assert "the training prompts, which are too few" in text
     assert f"{result.before:.2f} -> {result.after:.2f}" in text
     assert str(tmp_path) not in text

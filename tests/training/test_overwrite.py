@@ -63,7 +63,7 @@ def test_a_stop_while_loading_leaves_the_old_run(run: pg.Run, monkeypatch: pytes
         patch.setattr(Trainer, "build", stopped)
         found = pg.train(replace(run, seed=1), overwrite=True, display=record)
     assert found.interrupted
-    assert f"the run that was in {old} is unchanged" in record.said
+    assert f"the earlier run in {old} is unchanged" in record.said
     assert files(old) == before
     assert pg.train(resume=old, allow_code=("/",), display=False).steps == 2
 

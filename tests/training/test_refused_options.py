@@ -165,9 +165,7 @@ def test_the_embedded_model_as_a_reward_is_refused_with_a_hint() -> None:
         ({"model_type": "bart", "is_encoder_decoder": True}, "is an encoder-decoder"),
     ],
 )
-def test_inconsistent_models_are_refused(
-    random_model: Path, tmp_path: Path, files: dict[str, Any], says: str
-) -> None:
+def test_inconsistent_models_are_refused(random_model: Path, tmp_path: Path, files: dict[str, Any], says: str) -> None:
     texts = {name: text for name, text in files.items() if name.endswith(".json")}
     changes: Any = {} if texts else {"config": files}
     folder = changed_copy(random_model, tmp_path / "model", **changes)
@@ -239,9 +237,7 @@ def test_an_overlong_line_is_refused_before_parsing(tmp_path: Path, monkeypatch:
         read_examples(str(file))
 
 
-def test_custom_code_that_exits_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_code_that_exits_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exits_at_once.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

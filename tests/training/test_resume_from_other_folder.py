@@ -17,7 +17,7 @@ from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.paths import (
     relative_to_folder,
     resolve_directory,
-    resolve_paths,
+    resolve_config_paths,
     resolve_rewards,
     with_full_paths,
 )
@@ -140,7 +140,7 @@ def test_fine_tuning_and_reward_models_resume_from_another_folder(
     done(run_command, kind, "--resume", pieces, "--row-map", there, "--plain")  # named again: leave to import it
     assert same(weights(project / "runs" / "whole"), weights(pieces))
     whole = settings(project / "runs" / "whole", f"{kind}.toml")
-    assert settings(pieces, f"{kind}.toml") == whole | {"map": there}
+    assert settings(pieces, f"{kind}.toml") == whole | {"row_map": there}
 
 
 def test_missing_files_are_reported_with_the_directory_option(
@@ -150,7 +150,7 @@ def test_missing_files_are_reported_with_the_directory_option(
     there = project.parent / "there"
     monkeypatch.chdir(project.parent / "elsewhere")
     go_on = ("train", "--resume", project / "runs" / "x", "--allow-code", project.parent, "--plain")
-    for name, option in (("data/b.jsonl", "task"), ("data/held.jsonl", "held-out"), ("mine.py", "map")):
+    for name, option in (("data/b.jsonl", "task"), ("data/held.jsonl", "eval-data"), ("mine.py", "row-map")):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(project / name, there / name)
         code, _, err = run_command(*map(str, go_on))
@@ -209,9 +209,9 @@ def test_a_run_can_be_repeated_from_another_folder(
         ("task", "data", "data"),  # a folder that `datasets` has not saved is no data
         ("task", "saved:train", "{}/saved:train"),
         ("task", "hf:org/data:main", "hf:org/data:main"),
-        ("eval/reward", "data/held.jsonl", "{}/data/held.jsonl"),
-        ("map", "mine.py:kept", "{}/mine.py:kept"),
-        ("map", "mine:kept", "mine:kept"),
+        ("eval_data", "data/held.jsonl", "{}/data/held.jsonl"),
+        ("row_map", "mine.py:kept", "{}/mine.py:kept"),
+        ("row_map", "mine:kept", "mine:kept"),
         ("environment", "calculator", "calculator"),
         ("reward", "mine.py:digit", "{}/mine.py:digit"),
         (
@@ -228,16 +228,18 @@ def test_a_run_can_be_repeated_from_another_folder(
         ("reward", "mine.digit", "mine.digit"),
     ],
 )
-def test_resolve_each_kind_of_name(project: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str, there: str) -> None:
+def test_resolve_each_kind_of_name(
+    project: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str, there: str
+) -> None:
     (project / "saved").mkdir()
     (project / "saved" / "dataset_info.json").write_text("{}")
     value: Any = (name,) if option == "reward" else name
     expected: Any = there.format(project)
     config = replace(UncheckedRun(), **{option: value})
-    assert resolve_paths(config) is config  # of the current folder, as it is typed
+    assert resolve_config_paths(config) is config  # of the current folder, as it is typed
     monkeypatch.chdir(project.parent / "elsewhere")
     config = replace(config, directory="../project")
-    assert getattr(resolve_paths(config), option) == ((expected,) if option == "reward" else expected)
+    assert getattr(resolve_config_paths(config), option) == ((expected,) if option == "reward" else expected)
     data = with_full_paths({option: [name] if option == "reward" else name, "directory": str(project)})
     assert data[option] == ([expected] if option == "reward" else expected)
 
@@ -248,7 +250,7 @@ def test_a_teacher_is_resolved_and_rewards_keep_their_names(project: Path, monke
     draft = UncheckedRun(
         algorithm=replace(pg.DISTILL, reference=reference), directory="project", reward=("2*mine.py:digit",)
     )
-    teacher = resolve_paths(draft).algorithm.reference
+    teacher = resolve_config_paths(draft).algorithm.reference
     assert teacher is not None
     assert teacher.model == str(project / "models" / "mine")
     (reward,) = resolve_rewards(draft)

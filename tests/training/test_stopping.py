@@ -356,9 +356,7 @@ class Interrupted(io.StringIO):
         return written
 
 
-def test_a_signal_during_print_is_safe(
-    run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_during_print_is_safe(run: pg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Interrupted()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)
@@ -470,7 +468,7 @@ def test_fine_tuning_and_reward_models_stop_resumably(
     rows = [{"prompt": f"{i} =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(6)]
     held = [{"prompt": f"{i} + 1 =\n", "completion": str(i), "chosen": str(i), "rejected": "no"} for i in range(2)]
     how: dict[str, Any] = {"data": write_rows(tmp_path / "rows.jsonl", rows), "model": str(random_model)}
-    how |= {"eval/reward": write_rows(tmp_path / "held.jsonl", held), "batch_size": 2, "output": str(tmp_path / "run")}
+    how |= {"eval_data": write_rows(tmp_path / "held.jsonl", held), "batch_size": 2, "output": str(tmp_path / "run")}
     config = pg.SFTConfig(**how) if kind == "sft" else pg.RewardModelConfig(**how)
     train: Any = pg.train_sft if kind == "sft" else pg.train_reward_model
     given: dict[str, Any] = {"callbacks": [AtUpdate(2, number)]} if phase == "updating" else {}

@@ -31,7 +31,7 @@ def kind(request: pytest.FixtureRequest, random_model: Path, tmp_path: Path) -> 
     held = [{"prompt": f"{i} + 40 =\n"} for i in range(4)]
     answers = {"sft": ("completion",), "reward-model": ("chosen", "rejected")}[request.param]
     files = {}
-    for name, prompts in (("data", asked[:24]), ("eval/reward", held)):
+    for name, prompts in (("data", asked[:24]), ("eval_data", held)):
         made = [row | {key: f"{key} {i}" for key in answers} for i, row in enumerate(prompts)]
         files[name] = write_rows(tmp_path / f"{name}.jsonl", made)
     if request.param == "sft":
@@ -88,9 +88,7 @@ def test_a_spike_is_noted_and_training_continues(kind: tuple[Any, Train], tmp_pa
     assert same(weights(tmp_path / "run"), weights(tmp_path / "away"))
 
 
-def test_a_skipped_step_is_undone_and_resume_is_bitwise(
-    kind: tuple[Any, Train], tmp_path: Path
-) -> None:
+def test_a_skipped_step_is_undone_and_resume_is_bitwise(kind: tuple[Any, Train], tmp_path: Path) -> None:
     config, train = kind
     config = replace(config, guard=replace(GUARD, action="skip"), checkpoint=pg.CheckpointConfig(every=1, keep=9))
     whole, pieces = tmp_path / "run", tmp_path / "pieces"

@@ -371,7 +371,9 @@ def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
         read_preferences(path)
 
 
-def test_invalid_files_models_and_folders_are_refused(config: pg.RewardModelConfig, judge: Path, tmp_path: Path) -> None:
+def test_invalid_files_models_and_folders_are_refused(
+    config: pg.RewardModelConfig, judge: Path, tmp_path: Path
+) -> None:
     def refused(says: str, **changes: Any) -> None:
         with pytest.raises(PolicygradError, match=says):
             pg.train_reward_model(replace(config, output=str(tmp_path / "run"), **changes))

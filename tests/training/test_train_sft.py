@@ -214,7 +214,7 @@ def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> 
     data = write_rows(tmp_path / "data.jsonl", ROWS)
     pg.train_sft(replace(config, data=data, output=str(tmp_path / "run")), stop_after=1)
     write_rows(Path(data), ROWS[1:])
-    with pytest.raises(RunError, match=r"is not what the run in .* began with: put the old file back"):
+    with pytest.raises(RunError, match=r"is not what the run in .* started with: put the old file back"):
         pg.train_sft(resume=tmp_path / "run")
     with pytest.raises(RunError, match=r"no run of `policygrad reward-model`.*`policygrad sft --resume"):
         pg.train_reward_model(resume=tmp_path / "run")
@@ -263,7 +263,7 @@ def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], comm
     code, out = run(command, "--resume", str(tmp_path), "--dry-run")
     assert (code, "epochs = 3" in out) == (0, True)
     for args, says in (
-        (("--resume", str(tmp_path), "--epochs", "5"), "so another --epochs would not be what the run began with"),
+        (("--resume", str(tmp_path), "--epochs", "5"), "so another --epochs would not be what the run started with"),
         (("--resume", str(tmp_path / "nowhere")), f"holds no run of `policygrad {command}`"),
         ((), f"{command} needs data: --data FILE.jsonl"),
         (("--data", "a", "--batch-size", "0"), "batch_size must be at least 1, not 0"),
