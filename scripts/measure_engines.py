@@ -16,21 +16,25 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import platform
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from measure_algorithms import RESULTS, WORK
+from policygrad.commands.engine import EngineOptions, build_launch_command
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
@@ -38,7 +42,50 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.http import HttpClient
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.weight_sync.base import PublishedWeights
-from vllm_server import START, serving
+
+START = 300.0
+"""Seconds that a server may take to start."""
+
+
+@contextmanager
+def serving(
+    venv: str,
+    folder: Path,
+    without: tuple[str, ...] = (),
+    parallel: int = 16,
+    transfer: Literal["folder", "nccl"] = "folder",
+    lora: str = "",
+) -> Iterator[str]:
+    """Its address, while it serves the embedded model. venv: the virtual environment that has bin/vllm. folder: for its log.
+    without: options that are left away, with their value. transfer: how it gets weights. lora: of the adapters that it is sent;
+    "" = whole weights. VLLM_ARGS in the environment are further words."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = EngineOptions(
+        "vllm",
+        model="tiny",
+        port=port,
+        context_length=512,
+        max_concurrency=parallel,
+        weight_transport=transfer,
+        lora=lora,
+    )
+    environment, words = build_launch_command(told)
+    for option in without:
+        at = words.index(option)
+        words = [*words[:at], *words[at + 2 :]]
+    words = [f"{venv}/bin/{words[0]}", *words[1:], "--enforce-eager", *shlex.split(os.environ.get("VLLM_ARGS", ""))]
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with (folder / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(words, env=clean | quiet | environment, stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
+
 
 ENGINES = ("local", "llama_cpp", "vllm")
 LONG = ("--steps", "100", "--prompts-per-step", "8", "--evaluation.problems", "0")

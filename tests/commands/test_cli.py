@@ -182,7 +182,9 @@ def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
     assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
     assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 16
     out = run_command("train", "dapo", "--prompts-per-step", "4", "--dry-run")[1]
-    assert out.startswith("# dapo splits a rollout into 16 minibatches of whole groups, but 4 prompts per step make only 4")
+    assert out.startswith(
+        "# dapo splits a rollout into 16 minibatches of whole groups, but 4 prompts per step make only 4"
+    )
     assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 4
 
 

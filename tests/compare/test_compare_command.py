@@ -373,7 +373,10 @@ def test_resume_plan_that_trusts_a_models_code_is_refused_without_the_flag(
         (("grpo", "--output", "elsewhere"), "has --output"),
         (("grpo", "--resume=elsewhere"), "has --resume"),
         (("grpo", "--cluster", "ray://elsewhere:10001"), "--cluster is an option of `policygrad train` only"),
-        (("grpo", "--tyro-write-completion", "bash", "file"), "has --tyro-write-completion, which is no option of train"),
+        (
+            ("grpo", "--tyro-write-completion", "bash", "file"),
+            "has --tyro-write-completion, which is no option of train",
+        ),
     ],
 )
 def test_resume_plan_with_options_that_no_row_has_is_refused(

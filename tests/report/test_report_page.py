@@ -139,9 +139,7 @@ def test_what_is_no_run_in_a_glob_is_left_out_and_said(folders: list[Path], tmp_
     file = tmp_path / "out.html"
     words = [str(path) for path in (*folders, begun, tmp_path / "notes.txt", tmp_path / "plots")]
     assert main(["report", *words, "--output", str(file)]) == 0
-    assert (
-        capsys.readouterr().err == f"skipped, not runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
-    )
+    assert capsys.readouterr().err == f"skipped, not runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
     assert "<h1>dapo and gspo</h1>" in file.read_text(encoding="utf-8")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from measure_engines import START, serving
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
@@ -20,7 +21,6 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
-from vllm_server import START, serving
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
 GPUS = torch.cuda.device_count()

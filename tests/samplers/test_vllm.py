@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from measure_engines import START, serving
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
@@ -23,7 +24,6 @@ from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 from policygrad.weight_sync.folder import make_safetensors_writer
-from vllm_server import START, serving
 
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM")]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import policygrad as pg
+from measure_engines import START, serving
 from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
@@ -25,7 +26,6 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
-from vllm_server import START, serving
 
 pytest.importorskip("peft")
 VENV = os.environ.get("POLICYGRAD_VLLM", "")
