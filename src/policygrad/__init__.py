@@ -50,7 +50,7 @@ _HOME = {
         "CheckpointError ConfigError DataError EngineError HangError ModelError NumericsError PolicygradError "
         "RewardError RunError"
     ),
-    "policygrad.learners.base": "Learner",
+    "policygrad.learners.base": "Learner LearnerSpec",
     "policygrad.learners.config": "LearnerConfig OptimizerConfig",
     "policygrad.learners.local.learner": "LocalLearner",
     "policygrad.models.replica": "load_reference clone_model",

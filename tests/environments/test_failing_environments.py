@@ -213,7 +213,9 @@ def test_a_raising_tool_function_fails_its_episode(tokenizer: Tokenizer, what: s
         """
         return a
 
-    given: dict[str, Any] = {"tools": (add,), "tools_in_prompt": False, "reward": lambda answer, example: 0.5} | {what: fails}
+    given: dict[str, Any] = {"tools": (add,), "tools_in_prompt": False, "reward": lambda answer, example: 0.5} | {
+        what: fails
+    }
     turns = (CALL % ("add", '"a": 1'), "3")
     (lost, kept), judged = judged_alone(played(tokenizer, pg.ToolUse(**given), turns))
     assert lost.reward is None

@@ -136,7 +136,9 @@ def test_custom_action_names_and_turn_limits() -> None:
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "much"])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    with pytest.raises(pg.EngineError, match=r"somewhere:1 gives the reward (nan|inf|'much'): it must be a finite number"):
+    with pytest.raises(
+        pg.EngineError, match=r"somewhere:1 gives the reward (nan|inf|'much'): it must be a finite number"
+    ):
         played(Server(lambda m: seen({"prompt": "?"}, reward=reward)), "1")
 
 
@@ -148,7 +150,10 @@ def test_a_reward_is_a_finite_number(reward: Any) -> None:
         (lambda m: "no json", "answers a reset with a message that is not OpenEnv's"),
         (lambda m: {"type": "observation"}, "a message that is not OpenEnv's"),
         (lambda m: ["observation"], "a message that is not OpenEnv's"),
-        (lambda m: {"type": "observation", "data": {"observation": "text"}}, "returns the observation 'text': it must be an object"),
+        (
+            lambda m: {"type": "observation", "data": {"observation": "text"}},
+            "returns the observation 'text': it must be an object",
+        ),
         (lambda m: error("2 of 2", "CAPACITY_REACHED"), "no capacity for another session: 2 of 2.*max_concurrent_envs"),
         (lambda m: error("no key", "FACTORY_ERROR"), "cannot start a session: no key"),
         (lambda m: error("seed?", "EXECUTION_ERROR"), "refused to reset: seed?"),
