@@ -15,30 +15,29 @@ import sys
 from pathlib import Path
 
 from make_primer import FIGURES
-from pages.algorithm import algorithm_page
-from pages.architecture import layers_block, tree
-from pages.architectures import architectures_block
+from pages.algorithms import algorithm_page, by_family, index_page, quoted
+from pages.architecture import layers_block, picture, tree
+from pages.blocks import (
+    accuracy_block,
+    architectures_block,
+    engines_block,
+    extras_block,
+    faults_block,
+    judged_block,
+    learned_block,
+    metrics_page,
+    options,
+    seen_block,
+    supervised,
+)
+from pages.blocks import picture as real_model_picture
 from pages.checked import renew
-from pages.coming_from import options, supervised
-from pages.curves import curves
-from pages.engine_faults import faults_block
-from pages.engines import engines_block
-from pages.environments import learned_block
-from pages.extras import extras_block
-from pages.gate import gate_figure, owners
-from pages.index import by_family, index_page
-from pages.lab_numbers import quoted
-from pages.math_rewards import judged_block
-from pages.measured import measured_page
-from pages.metrics import metrics_page
-from pages.picture import picture
+from pages.figures import gate_figure, owners
+from pages.formatting import load
+from pages.measured import curves, measured_page
 from pages.planning import checked_block
-from pages.ranks import accuracy_block
-from pages.real_model import picture as real_model_picture
-from pages.real_model import seen_block
 from pages.reference import reference_pages
 from pages.reliability import reliability_page
-from pages.reports import load
 from pages.staleness import staleness_page
 from pages.tables import tables_page
 from policygrad.algorithms import ALGORITHMS

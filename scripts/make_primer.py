@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pages.chart import chart
+from pages.figures import chart
 from policygrad.lab.plots import choose_plot
 from policygrad.lab.report import select_experiments
 

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from make_lab import table
-
 from policygrad.lab.findings import critics as turns
 from policygrad.lab.report import single_threaded
 from policygrad.lab.worlds import walk_setting

@@ -1,6 +1,9 @@
 """Runs `policygrad train` as a newcomer does, once per seed, and prints the table of docs/index.md.
 
 python scripts/measure_default.py [--seeds 0 1 2] [further options of `policygrad train`]
+python scripts/measure_default.py --ranks 1 2 [--seeds 0 1 2]
+
+With --ranks, train on several processes and write docs/results/ranks.json.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,5 +61,31 @@ def main() -> None:
         print(line(seed, trained(seed, options)), flush=True)
 
 
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "ranks.json"
+
+
+def compare_world_sizes() -> None:
+    """One row per number and seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    versions = {name: version(name) for name in ("policygrad", "torch", "transformers")}
+    said: dict[str, Any] = {"runs": {}, "versions": versions}
+    if args.results.is_file():
+        said = json.loads(args.results.read_text())
+        if said["versions"] != versions:
+            sys.exit(f"{args.results} holds runs of other versions: delete it, or name another file by --results")
+    print(f"ranks {HEAD}", flush=True)
+    for ranks in args.ranks:
+        runs = said["runs"].setdefault(str(ranks), {})
+        for seed in args.seeds:
+            if str(seed) not in runs:
+                runs[str(seed)] = trained(seed, ["--learner.world-size", str(ranks)])
+                args.results.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+            print(f"{ranks:5} {line(seed, runs[str(seed)])}", flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    compare_world_sizes() if "--ranks" in sys.argv else main()

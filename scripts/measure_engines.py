@@ -16,14 +16,17 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import platform
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from typing import Any
 import torch
 
 from measure_algorithms import RESULTS, WORK
+from policygrad.commands.engine import EngineOptions, build_launch_command
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
@@ -38,7 +42,55 @@ from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.http import HttpClient
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.weight_sync.base import PublishedWeights
-from vllm_server import START, serving
+
+START = 300.0
+"""Seconds that a server may take to start."""
+
+
+@contextmanager
+def serving(
+    venv: str,
+    folder: Path,
+    without: tuple[str, ...] = (),
+    max_concurrency: int = 16,
+    weight_transport: str = "folder",
+    lora: str = "",
+) -> Iterator[str]:
+    """Serve the embedded model during the context and yield the server's address. VLLM_ARGS in the environment are further options.
+
+    Args:
+        venv: A virtual environment with bin/vllm.
+        folder: For its log.
+        without: Options to leave out, with their values.
+        lora: The adapters that it is sent; "" = full weights.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = EngineOptions(
+        "vllm",
+        model="tiny",
+        port=port,
+        context_length=512,
+        max_concurrency=max_concurrency,
+        weight_transport=weight_transport,
+        lora=lora,
+    )
+    environment, argv = build_launch_command(options)
+    for option in without:
+        at = argv.index(option)
+        argv = [*argv[:at], *argv[at + 2 :]]
+    argv = [f"{venv}/bin/{argv[0]}", *argv[1:], "--enforce-eager", *shlex.split(os.environ.get("VLLM_ARGS", ""))]
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with (folder / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(argv, env=clean | quiet | environment, stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
+
 
 ENGINES = ("local", "llama_cpp", "vllm")
 LONG = ("--steps", "100", "--prompts-per-step", "8", "--evaluation.problems", "0")
@@ -142,7 +194,7 @@ def throughput(venv: str, folder: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer("tiny", model)
     tokenizer.hf.save_pretrained(folder / "tokenizer")
     found: dict[str, list[float]] = {"policygrad": [], "vllm bench serve": []}
-    with serving(venv, folder, parallel=PARALLEL) as url, asyncio.Runner() as runner:
+    with serving(venv, folder, max_concurrency=PARALLEL) as url, asyncio.Runner() as runner:
         config = SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START, max_concurrency=PARALLEL)
         sampler = VllmSampler(model, tokenizer, config, folder / "weights")
         sampler.http = http = Endless(config.timeout)

@@ -87,7 +87,8 @@ def works(shape: Shape, dtype: str, prompts: int, length: int) -> dict[str, Call
     asked = requests(list(batch.prompts or ()), 8, [length] * len(batch.mask))
     algorithm = pg.DR_GRPO.with_max_tokens(length)
     learner = pg.LocalLearner(
-        untrained(shape).to(DTYPES[dtype]), algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype)
+        untrained(shape).to(DTYPES[dtype]),
+        pg.LearnerSpec(algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype)),
     )
     problem = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
     return {

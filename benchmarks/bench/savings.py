@@ -54,7 +54,7 @@ def savings(small: bool, repeats: int) -> Table:
     }
     for work, (model, batch) in works.items():
         algorithm = pg.DR_GRPO.with_max_tokens(batch.mask.shape[1])
-        learner = pg.LocalLearner(model, algorithm, lr=0.0, steps=1)
+        learner = pg.LocalLearner(model, pg.LearnerSpec(algorithm, lr=0.0, steps=1))
         psi = algorithm.compute_advantages(batch)
         every = learner.build_problem(batch, psi, algorithm)
         policy = learner.evaluator
@@ -105,7 +105,9 @@ def matmul(small: bool, repeats: int) -> Table:
         for dtype in ("fp32", "bf16") if has_bfloat16() else ("fp32",):
             model = untrained(shape).to(DTYPES[dtype])
             algorithm = pg.DR_GRPO.with_max_tokens(length)
-            learner = pg.LocalLearner(model, algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype))
+            learner = pg.LocalLearner(
+                model, pg.LearnerSpec(algorithm, lr=0.0, steps=1, config=pg.LearnerConfig(dtype=dtype))
+            )
             problem = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
             seconds = cpu_seconds({"": partial(learned, learner, problem)}, repeats)[""]
             needed, bare = operations.gradient(shape, groups(batch)), rate(DTYPES[dtype], small)

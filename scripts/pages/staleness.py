@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from measure_staleness import BEHAVIOURS, NAMES, STALENESS, label
-from pages.markdown import block, page, table
-from pages.reports import Data, estimate, files, link, load, short
+from pages.formatting import Data, block, estimate, files, link, load, page, short, table
 
 INTRO = """# Training on samples of older weights
 

@@ -1,4 +1,4 @@
-"""policygrad: the policy-gradient family for language models, as one equation with interchangeable parts."""
+"""policygrad: policy-gradient methods for language models, as one equation with interchangeable parts."""
 
 from importlib import import_module
 from typing import Any
@@ -50,7 +50,7 @@ _HOME = {
         "CheckpointError ConfigError DataError EngineError HangError ModelError NumericsError PolicygradError "
         "RewardError RunError"
     ),
-    "policygrad.learners.base": "Learner",
+    "policygrad.learners.base": "Learner LearnerSpec",
     "policygrad.learners.config": "LearnerConfig OptimizerConfig",
     "policygrad.learners.local.learner": "LocalLearner",
     "policygrad.models.replica": "load_reference clone_model",
@@ -81,7 +81,7 @@ __all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
-    """Lazy exports (PEP 562): `import policygrad` costs nothing, and a reward worker never imports torch."""
+    """Import names on first use (PEP 562), so that `import policygrad` is fast and reward workers never import torch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'policygrad' has no attribute {name!r}")
     value = getattr(import_module(_WHERE[name]), name)

@@ -1,4 +1,4 @@
-"""THE MATRIX: every named algorithm as a composition of parts. An algorithm is data; this is all of it."""
+"""The named algorithms, each a composition of parts."""
 
 from __future__ import annotations
 
@@ -346,15 +346,15 @@ ALGORITHMS: dict[str, Algorithm] = {a.name: a for family in _FAMILIES for a in f
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """The named algorithm.
+    """Return an algorithm by name; case, dashes and underscores do not matter.
 
     Raises:
-        ConfigError: an unknown name, with the nearest known one.
+        ConfigError: an unknown name; the message suggests the nearest one.
     """
     key = name.strip().lower().replace("-", "_")
     if key not in ALGORITHMS:
         near = difflib.get_close_matches(key, ALGORITHMS, n=3, cutoff=0.6)
-        near.sort(key=lambda known: sorted(known) != sorted(key))  # letters that changed places, before others
+        near.sort(key=lambda candidate: sorted(candidate) != sorted(key))  # swapped letters first
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ALGORITHMS)}"
         raise ConfigError(f"unknown algorithm {name!r}: {hint}")
     return ALGORITHMS[key]

@@ -1,6 +1,6 @@
-"""Every refusal that is meant for a user, as one tree: the message names the file, line, option or function, and the way out.
+"""Exceptions for errors that the user can fix. Messages name the file, line, option or function, and a remedy.
 
-Each child is also of the built-in class that older code catches.
+Each class also inherits the matching built-in exception.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from typing import ClassVar
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml, and where to run it.
+    """Return the command that installs an extra of pyproject.toml, for messages.
 
-    The package is on no index, so only a clone (or a wheel's file, docs/extras.md) can be named. Every message takes it from here.
+    The package is not on an index, so the command names a clone (docs/extras.md covers wheel files).
     """
     return f"pip install '.[{extra}]' in a clone of policygrad"
 
 
 class PolicygradError(Exception):
-    """What was asked cannot be done, and the message says why. Anything else that is raised is a bug."""
+    """Base class of errors that the user can fix. Any other exception is a bug."""
 
     code: ClassVar[int] = 2
-    """The command's exit code."""
+    """Exit code of the command."""
 
 
 class ConfigError(PolicygradError, ValueError):
-    """Options, files of options, or parts of an algorithm that make no sense, alone or together."""
+    """Invalid options, configuration files or parts of an algorithm, or an invalid combination of them."""
 
 
 class DataError(PolicygradError, ValueError):
@@ -36,31 +36,31 @@ class ModelError(PolicygradError, ValueError):
 
 
 class RewardError(PolicygradError, RuntimeError):
-    """Rewards cannot be computed: a function that no worker can load, a column that does not exist, or nearly all samples fail."""
+    """Rewards that cannot be computed: a function that fails to load, a missing column, or too many failed samples."""
 
 
 class EngineError(PolicygradError, RuntimeError):
-    """A sampler or an environment that does not do what it is asked to."""
+    """A sampler or an environment that violates its protocol."""
 
 
 class CheckpointError(PolicygradError, RuntimeError):
-    """A checkpoint cannot be written or read."""
+    """A checkpoint that cannot be written or read."""
 
 
 class RunError(PolicygradError, RuntimeError):
-    """A run that cannot start or go on."""
+    """A run that cannot start or continue."""
 
 
 class HangError(RunError):
-    """A run of several processes of which one stood still; it can be gone on with."""
+    """A run with several processes of which one hung; it can be resumed."""
 
     code = 75
 
 
 class NumericsError(PolicygradError, FloatingPointError):
-    """Numbers that are not finite; the weights are as they were."""
+    """Numbers that are not finite; the weights are unchanged."""
 
     def __init__(self, message: str, part: str = "") -> None:
         super().__init__(message)
         self.part = part
-        """The part of the algorithm that made them, "" where none did."""
+        """Name of the part that caused them; "" if none did."""

@@ -102,8 +102,8 @@ CRAFTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no random state": (lambda p: without(p, lambda n: n == "rng/torch", told=True), "lacks the random state"),
     "no learner": (lambda p: changed(p, lambda s: s.pop("learner")), "it has no 'learner'"),
     "no optimiser": (lambda p: changed(p, lambda s: s["learner"].pop("optimizer")), "'optimizer'"),
-    "a list": (lambda p: changed(p, lambda s: s.update(learner=[])), "lacks what a run goes on with"),
-    "no count": (lambda p: changed(p, lambda s: s.update(tokens="many")), "its counts are no numbers"),
+    "a list": (lambda p: changed(p, lambda s: s.update(learner=[])), "lacks a part of the state"),
+    "no count": (lambda p: changed(p, lambda s: s.update(tokens="many")), "its counts are not numbers"),
 }
 
 

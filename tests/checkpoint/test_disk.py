@@ -48,7 +48,7 @@ def test_a_model_is_on_the_disk_before_the_old_one_goes(random_model: Path, tmp_
     (final / "mark").write_text("old")
     synced: list[str] = []
     real_sync, real_replace = model_export.fsync_path, filesystem.os.replace
-    monkeypatch.setattr(model_export, "sync", lambda path: (synced.append(path.name), real_sync(path))[1])
+    monkeypatch.setattr(model_export, "fsync_path", lambda path: (synced.append(path.name), real_sync(path))[1])
 
     def fails_when_installed(source, target):
         if Path(target) == final and Path(source).name == ".tmp-model":

@@ -48,7 +48,7 @@ def test_the_second_rename_fails(tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", picky)
-    with pytest.raises(CheckpointError, match=r"Input/output error.*see to the cause"):
+    with pytest.raises(CheckpointError, match=r"Input/output error.*fix the cause"):
         save_checkpoint(tmp_path, 1, content(1), {"save": 2})
     assert names(tmp_path) == ["step-000001"]
     assert load_checkpoint(tmp_path / "step-000001").state == {"save": 1}
@@ -74,7 +74,7 @@ def test_a_failed_checkpoint_names_the_option_that_goes_on(tmp_path: Path, monke
     folder = tmp_path / "run" / "checkpoints"
     checkpoint.save_checkpoint(folder, 1, {"w": torch.zeros(2)}, {})
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(CheckpointError, match=r"free some space; --resume .*run goes on from there$"):
+    with pytest.raises(CheckpointError, match=r"free some space, then resume from it with --resume .*run$"):
         checkpoint.save_checkpoint(folder, 2, {"w": torch.zeros(2)}, {})
 
 

@@ -87,7 +87,7 @@ def test_a_share_is_a_file_that_safetensors_reads(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     assert all(bits(found[name]) == bits(tensors[name]) for name in tensors)
     assert share.entry["bytes"] == (tmp_path / "x.safetensors").stat().st_size
-    assert share.pieces["special"] == ["F32", [3], [0], [3]]
+    assert share.tensors["special"] == ["F32", [3], [0], [3]]
     with pytest.raises(FileExistsError):
         write_shard_file(tmp_path / "x.safetensors", pieces)
     with pytest.raises(CheckpointError, match=r"'c' is torch\.complex64: convert it"):
@@ -141,7 +141,7 @@ def test_pieces_that_make_no_whole_are_refused() -> None:
     def share(*box: list[int]) -> ShardFile:
         return ShardFile({}, {"x": ["F32", [4, 2], *box]})
 
-    assert build_shard_index([share([0, 0], [3, 2]), share([3, 0], [1, 2])])["x"]["pieces"] == [
+    assert build_shard_index([share([0, 0], [3, 2]), share([3, 0], [1, 2])])["x"]["shards"] == [
         [0, [0, 0], [3, 2]],
         [1, [3, 0], [1, 2]],
     ]
@@ -152,9 +152,9 @@ def test_pieces_that_make_no_whole_are_refused() -> None:
         [share([0, 0], [2, 2]), share([1, 0], [2, 2])],  # as many numbers, and the last row is nowhere
         [share([0, 0], [4, 1]), share([0, 0], [4, 1])],
     ):
-        with pytest.raises(CheckpointError, match="pieces of 'x' do not make the whole"):
+        with pytest.raises(CheckpointError, match="shards of 'x' do not make up the complete"):
             build_shard_index(wrong)
-    with pytest.raises(CheckpointError, match="do not agree on what 'x' is"):
+    with pytest.raises(CheckpointError, match="disagree on the shape or dtype of 'x'"):
         build_shard_index([share([0, 0], [3, 2]), ShardFile({}, {"x": ["F64", [4, 2], [3, 0], [1, 2]]})])
 
 
@@ -167,7 +167,7 @@ def test_one_process_s_format_is_what_it_was(tmp_path: Path) -> None:
 
 # --- damage
 
-FILES = ["share-00000.safetensors", "share-00002.safetensors", "tensors.safetensors", "state.json", "manifest.json"]
+FILES = ["shard-00000.safetensors", "shard-00002.safetensors", "tensors.safetensors", "state.json", "manifest.json"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -201,30 +201,39 @@ def crafted(change: Callable[[dict], object]) -> Callable[[Path], None]:  # type
 
     def harm(path: Path) -> None:
         record = json.loads((path / "state.json").read_bytes())
-        change(record["spread"])
+        change(record["shards"])
         (path / "state.json").write_bytes(dump_json(record))
         entries = json.loads((path / "manifest.json").read_bytes())["files"]
-        seal(path, ["state.json", "tensors.safetensors"], {n: e for n, e in entries.items() if n.startswith("share")})
+        seal(path, ["state.json", "tensors.safetensors"], {n: e for n, e in entries.items() if n.startswith("shard")})
 
     return harm
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda path: (path / shard_name(1)).unlink(), "share-00001.safetensors is missing"),
-    "cut off": (lambda path: os.truncate(path / shard_name(1), 9), "share-00001.safetensors is damaged: 9 bytes"),
-    "two swapped": (swap, "share-0000[02].safetensors is damaged"),
+    "missing": (lambda path: (path / shard_name(1)).unlink(), "shard-00001.safetensors is missing"),
+    "cut off": (lambda path: os.truncate(path / shard_name(1), 9), "shard-00001.safetensors is damaged: 9 bytes"),
+    "two swapped": (swap, "shard-0000[02].safetensors is damaged"),
     "a pipe": (pipe, "it is no regular file"),
-    "a piece less": (crafted(lambda spread: spread["weights"]["pieces"].pop()), "'weights' do not make the whole"),
+    "a piece less": (
+        crafted(lambda spread: spread["weights"]["shards"].pop()),
+        "'weights' do not make up the complete",
+    ),
     "a piece on another": (
-        crafted(lambda s: s["weights"]["pieces"][1].__setitem__(1, s["weights"]["pieces"][0][1])),
+        crafted(lambda s: s["weights"]["shards"][1].__setitem__(1, s["weights"]["shards"][0][1])),
         "'weights'",
     ),
     "a shape that is not there": (
-        crafted(lambda s: s["few"].update(shape=[10**12], pieces=[[0, [0], [10**12]]])),
-        "holds another piece of 'few' than state.json says",
+        crafted(lambda s: s["few"].update(shape=[10**12], shards=[[0, [0], [10**12]]])),
+        "contains another shard of 'few' than state.json says",
     ),
-    "a file that is not there": (crafted(lambda s: s["few"]["pieces"][0].__setitem__(0, 7)), "fewer shares than 'few'"),
-    "a name that is none": (crafted(lambda s: s["few"]["pieces"][0].__setitem__(0, "../x")), "fewer shares than 'few'"),
+    "a file that is not there": (
+        crafted(lambda s: s["few"]["shards"][0].__setitem__(0, 7)),
+        "fewer shard files than 'few'",
+    ),
+    "a name that is none": (
+        crafted(lambda s: s["few"]["shards"][0].__setitem__(0, "../x")),
+        "fewer shard files than 'few'",
+    ),
     "twice": (crafted(lambda s: s.update(rng=s["few"])), "'rng' twice"),
     "no shape": (crafted(lambda s: s["few"].pop("shape")), "KeyError"),
 }
@@ -371,7 +380,7 @@ def test_a_share_that_fails_is_a_note_and_the_final_one_an_error(tmp_path: Path)
     saves.on_step(Steps(2), final=False)
     (said,) = notes
     assert "step-000001 was not written: rank 1: broken; there is no earlier checkpoint" in said
-    assert "Training goes on" in said
+    assert "Training continues" in said
     saves.rewind()
     assert saves.saved == 2
     slow.fails.append("rank 1: broken")
@@ -387,5 +396,5 @@ def test_an_error_waits_for_what_is_being_written(tmp_path: Path) -> None:
     threading.Timer(0.1, slow.let.set).start()
     with pytest.raises(ValueError, match="oh"), saves.save_on_error():
         raise ValueError("oh")
-    assert "step 2 failed: RESUME goes on from step 1" in notes[0]
+    assert "step 2 failed: RESUME resumes from step 1" in notes[0]
     assert names(tmp_path / "checkpoints") == ["step-000001"]

@@ -48,11 +48,11 @@ def test_an_address(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["", "head", "http://head:8265", "ray://head", "ray://"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no address: ray://HOST:10001"):
+    with pytest.raises(ConfigError, match=r"is not an address: give ray://HOST:10001"):
         ClusterConfig(address)
 
 
-@pytest.mark.parametrize("changes", [{"samplers": -1}, {"restarts": -1}, {"cpus": 0}, {"patience": 0}, {"cpus": 1.5}])
+@pytest.mark.parametrize("changes", [{"samplers": -1}, {"restarts": -1}, {"cpus": 0}, {"timeout": 0}, {"cpus": 1.5}])
 def test_odd_numbers_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"--cluster\.{next(iter(changes))}"):
         ClusterConfig("auto", **changes)
@@ -93,7 +93,7 @@ def test_signals_at_once_are_one_and_another_one_later_ends_the_command(monkeypa
         ending.started = True
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # as `timeout` and `ray job stop` send them
             signal.raise_signal(number)
-        monkeypatch.setattr("policygrad.cluster.launch.AGAIN", 0.0)
+        monkeypatch.setattr("policygrad.cluster.launch.DUPLICATE_WINDOW_SECONDS", 0.0)
         signal.raise_signal(signal.SIGHUP)  # a terminal that goes says nothing new
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -111,7 +111,7 @@ def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
 def test_a_run_whose_rewards_fail_is_gone_on_with_where_it_was(small: pg.Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def fails(prompts, completions, **columns):\n    raise ValueError('no')\n")
     failing = replace(small, output=str(tmp_path / "run"), reward=(f"{tmp_path / 'mine.py'}:fails",))
-    with pytest.raises(pg.RewardError, match=r"policygrad train --resume \S+/run .*--cluster auto goes on once"):
+    with pytest.raises(pg.RewardError, match=r"policygrad train --resume \S+/run .*--cluster auto "):
         Trainer(failing, display=False, placement=Placement(cli_flags="--cluster auto")).train()
 
 
@@ -137,7 +137,7 @@ def test_learners_and_samplers_take_gpus_where_there_are_any_or_one_is_asked_for
 def test_an_engine_draws_instead_of_actors() -> None:
     run = pg.Run(sampler=SamplerConfig(engine="llama_cpp"))
     assert SAMPLERS not in counts(run, ClusterConfig("auto"))
-    with pytest.raises(ConfigError, match=r"--cluster\.samplers 1 .* sampler\.engine is llama_cpp"):
+    with pytest.raises(ConfigError, match=r"--cluster\.samplers 1 .* sampler\.engine=llama_cpp"):
         plan_actor_groups(run, ClusterConfig("auto", samplers=1), 0.0)
 
 
@@ -145,8 +145,8 @@ def test_what_is_missing_is_said() -> None:
     crew = plan_actor_groups(pg.Run(), ClusterConfig("auto", cpus=1), 1.0)
     assert describe_shortage(crew, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}) == ""
     assert describe_shortage(crew, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 0.5, "GPU": 1.0}) == (
-        "the run's actors (1 × learner, 1 × sampler, 1 × reward workers) need 3 CPUs, and the cluster has 2, of which 0.5 are "
-        "free; and 2 GPUs, and the cluster has 1, of which 1 are free"
+        "the run's actors (1 × learner, 1 × sampler, 1 × reward workers) need 3 CPUs, of which the cluster has 2, 0.5 of them "
+        "free, and 2 GPUs, of which the cluster has 1, 1 of them free"
     )
 
 
@@ -154,7 +154,7 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{unheard.getsockname()[1]}"
-        with pytest.raises(RunError, match=rf"nobody answers at {where} .*ray start --head.*GCS"):
+        with pytest.raises(RunError, match=rf"nothing listens at {where} .*ray start --head.*GCS"):
             check_reachable(ClusterConfig(where))
         with pytest.raises(RunError, match="Ray Client server"):
             check_reachable(ClusterConfig(f"ray://{where}"))
@@ -191,11 +191,13 @@ def test_auto_with_an_address_at_which_nobody_listens_is_refused_before_ray_is_a
         monkeypatch.setenv(
             "RAY_ADDRESS", {"RAY_ADDRESS": where, "RAY_ADDRESS of a client": f"ray://{where}"}.get(by, "")
         )
-        refused = pytest.raises(RunError, match=rf"--cluster auto: .*{by.split()[0]}.* at {where}, and nobody answers")
+        refused = pytest.raises(
+            RunError, match=rf"--cluster auto: .*{by.split()[0]}.* at {where}, where nothing listens"
+        )
         with refused, connect_ray(ClusterConfig("auto")):
             pass
         held.listen()
-        with pytest.raises(RunError, match=r"no Ray cluster is there \(asked to"), connect_ray(ClusterConfig("auto")):
+        with pytest.raises(RunError, match=r"no Ray cluster answers \(asked to"), connect_ray(ClusterConfig("auto")):
             pass
 
 
@@ -210,14 +212,16 @@ def test_auto_without_any_address_is_left_to_ray(monkeypatch: pytest.MonkeyPatch
 
 def test_other_versions_are_refused() -> None:
     check_versions(installed_versions())
-    with pytest.raises(RunError, match=r"the cluster has torch 1\.0, and this is torch .*on every machine"):
+    with pytest.raises(
+        RunError, match=r"the cluster has torch 1\.0 and this machine torch .*the same version everywhere"
+    ):
         check_versions(installed_versions() | {"torch": "1.0"})
 
 
 def test_options_of_a_cluster_want_one(run_command: Callable[..., tuple[int, str, str]]) -> None:
     code, _, said = run_command("train", "--cluster.samplers", "2", "--dry-run")
     assert code == 2
-    assert "--cluster.samplers is of a Ray cluster" in said
+    assert "--cluster.samplers needs a Ray cluster" in said
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ class Counter:
         self.total += len(action.text)
         return pg.Step(pg.Observation(f"{self.total}"))
 
-    async def cut(self) -> float:
+    async def on_truncated(self) -> float:
         return float(self.total)
 
 
@@ -282,7 +286,7 @@ def test_an_actor_that_does_not_know_an_episode_plays_it_again() -> None:
         assert [o.content if isinstance(o, pg.Observation) else o.observation.content for o in whole] == ["0", "3", "5"]
         assert await first.call(CODE, 7, example, 0, said) == whole  # asked twice, played once
         assert await second.call(CODE, 7, example, 0, said) == whole
-        assert await EnvironmentActor("third").cut(CODE, 7, example, 0, said) == 5.0
+        assert await EnvironmentActor("third").on_truncated(CODE, 7, example, 0, said) == 5.0
         await first.close(7)
         await first.close(7)
 
@@ -293,9 +297,9 @@ class Home:
     """An actor that is new at every call."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
-        self.code = cloudpickle.dumps(factory)
+        self.factory_bytes = cloudpickle.dumps(factory)
 
-    async def ask(self, number: int, method: str, *args: Any) -> Any:
+    async def call(self, number: int, method: str, *args: Any) -> Any:
         return await getattr(EnvironmentActor("new"), method)(*args)
 
 
@@ -309,17 +313,17 @@ def test_a_world_that_goes_another_way_when_it_is_played_again_is_refused() -> N
         return str(step.observation.content)
 
     assert asyncio.run(played(Counter)) == "3"
-    with pytest.raises(EngineError, match=r"went another way: .*--cluster\.environments 0"):
+    with pytest.raises(EngineError, match=r"gave other responses: .*--cluster\.environments 0"):
         asyncio.run(played(lambda example: Counter(example, forgets=True)))
 
 
 def test_reward_workers_judge_as_a_pool_does() -> None:
     workers = RewardActor("reward workers 0")
-    workers.begin(cloudpickle.dumps((resolve_reward("exact_match"),)), replace(RewardConfig(), num_workers=1))
+    workers.start(cloudpickle.dumps((resolve_reward("exact_match"),)), replace(RewardConfig(), num_workers=1))
     pool = workers._pool
-    workers.begin(b"", RewardConfig())  # told again what it knows
+    workers.start(b"", RewardConfig())  # told again what it knows
     assert workers._pool is pool
     assert pool is not None
     with pool:
-        ((right, wrong),) = workers.judge(["1 + 1 =", "1 + 2 ="], ["2", "4"], {"answer": ["2", "3"]}, False)
+        ((right, wrong),) = workers.run_rewards(["1 + 1 =", "1 + 2 ="], ["2", "4"], {"answer": ["2", "3"]}, False)
     assert (right.value, wrong.value) == (1.0, 0.0)

@@ -80,7 +80,7 @@ def test_a_run_of_actors_is_that_of_one_process(alone: Path, acted: Path) -> Non
     check_alike(alone, acted)
 
 
-@pytest.mark.parametrize("title", ["ray::Sampler.draw", "ray::RewardWorkers.judge", "ray::Leader.train"])
+@pytest.mark.parametrize("title", ["ray::SamplerActor.generate", "ray::RewardActor.run_rewards", "ray::TrainerActor.train"])
 def test_an_actor_that_is_killed_costs_nothing(
     title: str, run: pg.Run, acted: Path, tmp_path: Path, cluster: RayCluster
 ) -> None:
@@ -98,7 +98,7 @@ def test_several_samplers_draw_what_one_does_and_one_that_is_killed_costs_nothin
     whole, folder = tmp_path / "whole", tmp_path / "run"
     train_on_cluster(replace(run, output=str(whole)), several)
     check_alike(alone, whole)
-    with Killer(cluster, "ray::Sampler.draw", folder / "metrics.jsonl", after=2) as killer:
+    with Killer(cluster, "ray::SamplerActor.generate", folder / "metrics.jsonl", after=2) as killer:
         train_on_cluster(replace(run, output=str(folder)), several)
     assert killer.killed is not None
     check_same(whole, folder)
@@ -114,7 +114,7 @@ def test_an_episode_whose_actor_is_killed_goes_on(run: pg.Run, tmp_path: Path, c
     check_alike(tmp_path / "alone", tmp_path / "run")
 
 
-@pytest.mark.parametrize("title", ["", "ray::Learner.follow", "ray::Leader.train"])
+@pytest.mark.parametrize("title", ["", "ray::LearnerActor.serve", "ray::TrainerActor.train"])
 def test_actors_learn_together_and_one_that_is_killed_costs_nothing(
     title: str, run: pg.Run, tmp_path: Path, cluster: RayCluster
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_client_from_elsewhere_goes_on_with_a_stopped_run(
 
 def test_what_has_no_room_is_said_within_seconds(run: pg.Run, tmp_path: Path, cluster: RayCluster) -> None:
     told = list[str]()
-    with pytest.raises(RunError, match=r"need 6 CPUs, and the cluster has 2, of which 2 are free.*--cluster\.cpus"):
+    with pytest.raises(RunError, match=r"need 6 CPUs, of which the cluster has 2, 2 of them free.*--cluster\.cpus"):
         train_on_cluster(
             replace(run, output=str(tmp_path / "run")), on(cluster, cpus=2, patience=1.0), note=told.append
         )
@@ -153,7 +153,7 @@ def test_a_sampler_that_always_dies_ends_the_run_resumably(
 ) -> None:
     folder = tmp_path / "run"
     with (
-        Killer(cluster, "ray::Sampler.draw", folder / "metrics.jsonl", after=2),
+        Killer(cluster, "ray::SamplerActor.generate", folder / "metrics.jsonl", after=2),
         pytest.raises(EngineError, match=r"no sampler actor has come back .*--cluster\.restarts"),
     ):
         train_on_cluster(replace(run, output=str(folder)), on(cluster, restarts=0, patience=2.0))

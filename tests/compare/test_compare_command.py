@@ -153,7 +153,7 @@ def test_seeds_that_can_tell_no_rows_apart_are_announced_before_the_runs(
     monkeypatch.chdir(tmp_path)
     _, out, _ = run_command("compare", "grpo", "rloo", "--seeds", str(seeds), "--dry-run")
     if said:
-        assert out.startswith(f"# --seeds {seeds} can tell no two rows apart")
+        assert out.startswith(f"# --seeds {seeds} cannot distinguish any two rows")
         assert said in out
         assert "Take --seeds 4 or more" in out
     else:
@@ -170,7 +170,7 @@ def test_too_few_seeds_are_said_before_the_first_run_begins(
     monkeypatch.setattr(ComparisonRun, "do", begun)
     with pytest.raises(KeyboardInterrupt):
         run_comparison(plan(planned("grpo"), planned("ppo"), seeds=2), tmp_path / "c", CompareOptions())
-    assert "--seeds 2 can tell no two rows apart" in capsys.readouterr().err
+    assert "--seeds 2 cannot distinguish any two rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LADDERS)
@@ -214,7 +214,7 @@ def test_a_comparison_for_real(
     told = json.loads((Path("c") / "comparison.json").read_text())
     assert [len(row["runs"]) for row in told["rows"]] == [2, 2]
     assert told["rows"][0]["value"] == 3e-3
-    assert told["rows"][1]["knob"] == ""
+    assert told["rows"][1]["tuned_option"] == ""
     run = told["rows"][0]["runs"][0]
     assert run["tokens"] >= 300
     assert run["updates"] >= 1
@@ -373,7 +373,10 @@ def test_resume_plan_that_trusts_a_models_code_is_refused_without_the_flag(
         (("grpo", "--output", "elsewhere"), "has --output"),
         (("grpo", "--resume=elsewhere"), "has --resume"),
         (("grpo", "--cluster", "ray://elsewhere:10001"), "--cluster is an option of `policygrad train` only"),
-        (("grpo", "--tyro-write-completion", "bash", "file"), "has --tyro-write-completion, which is no option of train"),
+        (
+            ("grpo", "--tyro-write-completion", "bash", "file"),
+            "has --tyro-write-completion, which is no option of train",
+        ),
     ],
 )
 def test_resume_plan_with_options_that_no_row_has_is_refused(
@@ -391,9 +394,9 @@ def test_resume_plan_with_options_that_no_row_has_is_refused(
         ("label", "/escaped", "the label '/escaped'"),
         ("label", "..", "the label '..'"),
         ("label", 3, "the label 3"),
-        ("knob", "--reward", "knob must be --lr or"),
+        ("tuned_option", "--reward", "tuned_option must be --lr or"),
         ("grid", ["evil.py:score"], "grid must be numbers"),
-        ("words", ["grpo", 3], "words must be"),
+        ("argv", ["grpo", 3], "argv must be"),
         ("seeds", ["../../../escaped"], "must be whole numbers"),
         ("tuning_seeds", [True], "must be whole numbers"),
         ("tokens", "--reward", "must be whole numbers"),
@@ -402,13 +405,13 @@ def test_resume_plan_with_options_that_no_row_has_is_refused(
 def test_resume_plan_whose_values_name_other_folders_or_words_is_refused(
     run_command: Any, here: Path, field: str, value: Any, reason: str
 ) -> None:
-    folder = received(here / "c", "grpo", **({field: value} if field in ("label", "knob", "grid", "words") else {}))
+    folder = received(here / "c", "grpo", **({field: value} if field in ("label", "tuned_option", "grid", "argv") else {}))
     if field in ("seeds", "tuning_seeds", "tokens"):
         sent = json.loads((folder / "plan.json").read_text())
         (folder / "plan.json").write_text(json.dumps(sent | {field: value}))
     code, _, err = run_command("compare", "--resume", "c")
     assert code != 0
-    assert "is no plan of a comparison" in err
+    assert "is not a plan of a comparison" in err
     assert reason in err
     assert sorted(path.name for path in here.parent.iterdir()) == ["work"]
     assert not (folder / "runs").exists()

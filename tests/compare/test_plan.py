@@ -50,9 +50,9 @@ def test_more_may_be_asked_for_and_what_is_there_counts(tmp_path: Path) -> None:
     assert open_comparison(tmp_path / "new", more) == more
     assert read_plan(tmp_path / "new") == more
     assert {job.folder for job in first.tuning_jobs()} < {job.folder for job in more.tuning_jobs()}
-    with pytest.raises(RunError, match="they differ in the rows"):
+    with pytest.raises(RunError, match="which differs in the rows"):
         open_comparison(tmp_path / "new", first)
-    with pytest.raises(RunError, match="they differ in tokens"):
+    with pytest.raises(RunError, match="which differs in tokens"):
         open_comparison(tmp_path / "new", replace(more, tokens=more.tokens + 1))
 
 
@@ -61,11 +61,11 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert open_comparison(tmp_path / "new", found) == found
     assert read_plan(tmp_path / "new") == found
     assert open_comparison(tmp_path / "new", found) == found
-    with pytest.raises(RunError, match=r"they differ in the row ppo: go on with it by --resume"):
+    with pytest.raises(RunError, match=r"which differs in the row ppo: continue it with --resume"):
         open_comparison(tmp_path / "new", plan(row("grpo", GRID), row("ppo", updates=8)))
-    with pytest.raises(RunError, match=r"they differ in the rows, seeds"):
+    with pytest.raises(RunError, match=r"which differs in the rows, seeds"):
         open_comparison(tmp_path / "new", plan(row("grpo", GRID), seeds=9))
-    with pytest.raises(RunError, match=r"they differ in the row grpo"):
+    with pytest.raises(RunError, match=r"which differs in the row grpo"):
         open_comparison(tmp_path / "new", plan(row("grpo", GRID[:2]), row("ppo", updates=4)))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("…")
@@ -74,7 +74,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no comparison"):
         read_plan(tmp_path / "other")
     (tmp_path / "other" / "plan.json").write_text("{}")
-    with pytest.raises(RunError, match="is no plan of a comparison"):
+    with pytest.raises(RunError, match="is not a plan of a comparison"):
         read_plan(tmp_path / "other")
 
 
@@ -138,7 +138,7 @@ def test_a_run_without_scores_is_a_failure(tmp_path: Path) -> None:
 
     results, _ = carried_out(found, tmp_path, Unscored())
     (error,) = results.failures.values()
-    assert "no held-out score before or after training" in error
+    assert "no evaluation score before or after training" in error
     results, _ = carried_out(found, tmp_path, StubRunner())  # read from the folder, not run again
     assert len(results.failures) == 1
 

@@ -120,7 +120,7 @@ def test_the_sentences(tmp_path: Path) -> None:
     differs, limits = " ".join(found.differences), " ".join(found.caveats)
     assert "At 12,000 tokens, which every run reaches, grpo is highest, 0." in found.ranking[0]
     assert found.ranking[0].endswith("not told apart from it: ppo, slow.")  # three seeds cannot do it
-    assert "With 3 seeds each, equal rows are wholly separated in 10% of cases" in limits
+    assert "With 3 seeds each, equal rows are completely separated in 10% of cases" in limits
     assert "Updates per rollout: 1 (grpo, slow), 4 (ppo)." in differs
     assert (
         "Learning rates, where there was a choice each row's best on the tuning seeds: 0.001 (grpo), 0.0003 (ppo, slow)."
@@ -161,7 +161,7 @@ def test_failures_are_told_and_not_hidden(tmp_path: Path) -> None:
     assert ppo.summary is None
     assert len(ppo.failed) == 3
     assert len(grpo.runs) == 2
-    assert "of 3 seeds there are grpo 2, ppo 0" in " ".join(found.caveats)
+    assert "of 3 seeds these are finished: grpo 2, ppo 0" in " ".join(found.caveats)
     assert not any("ppo" in (pair.first, pair.second) for pair in found.pairs)
     shown = "\n".join(text(found))
     assert "failed  ppo, seed 0: NaN in the loss" in shown
@@ -200,7 +200,7 @@ def test_the_report_is_json(tmp_path: Path) -> None:
     found = carried_out(tmp_path)
     told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     (grpo, *_) = told["rows"]
-    assert grpo["words"] == "grpo --lr 0.001"
+    assert grpo["command"] == "grpo --lr 0.001"
     assert grpo["runs"][0]["command"] == "policygrad train grpo --lr 0.001 --tokens 12000 --seed 0"
     assert len(grpo["summary"]["curves"]["tokens"]["value"]) == len(told["axes"]["tokens"])
     assert {pair["first"] for pair in told["pairs"]} == {"grpo", "ppo"}

@@ -138,6 +138,6 @@ def test_a_run_does_not_import_modules_of_the_current_folder(tmp_path: Path, mon
             "import pathlib; pathlib.Path('ran').touch(); raise SystemExit('planted')\n"
         )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunError, match="was stopped before its end"):  # as help is no run
+    with pytest.raises(RunError, match="was stopped early"):  # as help is no run
         SubprocessRunner(1)(["train", "--help"], tmp_path / "run")
     assert not (tmp_path / "ran").exists()

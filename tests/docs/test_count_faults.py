@@ -1,4 +1,4 @@
-"""scripts/count_faults.py: each fault once on the real path, and that what does not hold is counted and said."""
+"""scripts/stress_checkpoints.py: each fault once on the real path, and that what does not hold is counted and said."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import count_faults
-import disk_faults
-from pages.faults import counted_section
+import stress_checkpoints as count_faults
+import stress_checkpoints as disk_faults
+from pages.reliability import counted_section
 from policygrad.checkpoint import format
 from policygrad.checkpoint import format as checkpoint
 
@@ -86,7 +86,7 @@ def test_a_killed_fine_tuning_is_compared_and_what_differs_is_said(tmp_path: Pat
 
 
 def test_the_page_says_what_did_not_hold() -> None:
-    about = {"made_by": "python scripts/count_faults.py", "machine": "a machine"}
+    about = {"made_by": "python scripts/stress_checkpoints.py", "machine": "a machine"}
     found: dict[str, Any] = {
         "kills": {"count": 60, "wrong": ["killed at call 3 of a save: it is gone"], **about},
         "supervised": {"count": 2, "phases": {"updating": 2}, "wrong": [], **about},
@@ -95,5 +95,5 @@ def test_the_page_says_what_did_not_hold() -> None:
     assert "| 60 | 1 |" in text
     assert "(updating 2)" in text
     assert "**It does not hold:** killed at call 3 of a save: it is gone." in text
-    assert text.count("`python scripts/count_faults.py`") == 1
+    assert text.count("`python scripts/stress_checkpoints.py`") == 1
     assert "not been taken yet" in counted_section(None)

@@ -14,8 +14,11 @@ import pytest
 
 import make_docs
 import policygrad as pg
-from pages import algorithm as algorithm_pages
-from pages import architecture, checked, index, picture, probe, tables
+from pages import algorithms as algorithm_pages
+from pages import algorithms as index
+from pages import architecture, checked, tables
+from pages import architecture as picture
+from pages import tables as probe
 from policygrad.algorithms import ALGORITHMS
 from policygrad.catalog import CATALOG, DEFAULT_SOURCES
 from policygrad.commands.render import describe_algorithm, diff_algorithms, list_settings

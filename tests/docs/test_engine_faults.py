@@ -1,4 +1,4 @@
-"""scripts/engine_faults.py: what it takes for a promise that is broken; and a small one on the real path, with real servers."""
+"""scripts/stress_engines.py: what it takes for a promise that is broken; and a small one on the real path, with real servers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import engine_faults
 import pytest
 
-from pages.engine_faults import faults_block
+import stress_engines as engine_faults
+from pages.blocks import faults_block
 
 WELL: dict[str, Any] = {
     "repeats": 30,
@@ -49,7 +49,7 @@ def test_what_does_not_hold_is_said(kind: str, change: dict[str, Any], says: lis
 
 def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:
     found = {
-        "made_by": "python scripts/engine_faults.py",
+        "made_by": "python scripts/stress_engines.py",
         "versions": {"xllamacpp": "1", "torch": "2"},
         "machine": "Linux",
         "staleness": 0,

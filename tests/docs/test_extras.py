@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from check_extras import RESULTS, asked, packages_of, prepared, project, serving
+from check_extras import RESULTS, Environment, asked, packages_of, prepared, project, serving, size, variables
 from extras.cases import CASES, Case
-from extras.environments import Environment, size, variables
-from pages.extras import extras_block
+from pages.blocks import extras_block
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -82,8 +81,7 @@ def test_the_table() -> None:
     text = extras_block(found)
     assert "| `lora` | `a`; `b` | peft 1 | 12 | 4 | refused by its name | works |" in text
     assert (
-        "| `data` | `a`; `b` | peft 1 | 12 | 4 | policygrad brings it along | works, **not as it should be** |"
-        in text
+        "| `data` | `a`; `b` | peft 1 | 12 | 4 | policygrad brings it along | works, **not as it should be** |" in text
     )
     assert "Not tried by it yet: `math`, `qlora`, `control`," in text
     assert "1,500 MiB and 60 s to install, on Python 3.11 (policygrad 0.1.0)" in text

@@ -10,8 +10,9 @@ import pytest
 
 import make_docs
 from make_primer import FIGURES
-from pages import gate, lab_numbers
-from pages.chart import Scale, chart
+from pages import algorithms as lab_numbers
+from pages import figures as gate
+from pages.figures import Scale, chart
 from policygrad.algorithms import ALGORITHMS
 from policygrad.lab.report import EXPERIMENTS
 

@@ -6,8 +6,8 @@ import asyncio
 from random import Random
 
 import policygrad as pg
-from episodes import GUESSES, HIGHEST, TASKS, Guess, asked, guesses, products, programs
-from pages.environments import learned_block
+from measure_environments import GUESSES, HIGHEST, TASKS, Guess, asked, guesses, products, programs
+from pages.blocks import learned_block
 
 
 def test_a_calculator_is_shown_every_other_time_and_copied_right() -> None:

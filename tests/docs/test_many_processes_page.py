@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pages.ranks import accuracy_block
+from pages.blocks import accuracy_block
 
 
 def test_a_row_per_number_of_processes() -> None:

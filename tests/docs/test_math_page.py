@@ -3,8 +3,8 @@
 import pytest
 from measure_math import RIGHT, WRONG, cases, other
 
-from pages.math_rewards import judged_block
-from pages.reports import load
+from pages.blocks import judged_block
+from pages.formatting import load
 
 
 def written(answer, rewrites):

@@ -14,8 +14,9 @@ import pytest
 import measure_algorithms
 import measure_control
 from doubles.comparison import MEASURE, StubRunner, plan, row
-from pages import measured, reports
-from pages.curves import curves
+from pages import formatting as reports
+from pages import measured
+from pages.measured import curves
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS
 from policygrad.compare.report import build_report

@@ -8,7 +8,7 @@ from typing import Any
 
 import measure_engines
 from doubles.files import write_rows
-from pages.engines import engines_block
+from pages.blocks import engines_block
 
 
 def finished(folder: Path, after: float, probes: list[float]) -> Path:
@@ -44,7 +44,11 @@ def test_the_block() -> None:
     long = {"publications": 100, "probe_max": 5e-6, "probe_median": 1e-6, "seconds": 0.42, "mib": 2.7}
     found = {
         "local": {"seeds": {"0": {"eval_reward_after": 0.91}, "1": {"eval_reward_after": 0.89}}, "command": "python a"},
-        "llama_cpp": {"seeds": {"0": seed, "1": seed | {"eval_reward_after": 0.88}}, "long": long, "command": "python a"},
+        "llama_cpp": {
+            "seeds": {"0": seed, "1": seed | {"eval_reward_after": 0.88}},
+            "long": long,
+            "command": "python a",
+        },
         "throughput": {
             "tokens_per_second": {"policygrad": [900.0, 1000.0, 1100.0], "vllm bench serve": [1000.0, 1010.0, 990.0]},
             "share": 1.0,

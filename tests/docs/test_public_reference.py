@@ -8,7 +8,7 @@ import pytest
 
 import policygrad as pg
 from pages import reference
-from pages.described import escaped, section, settable, shown, signature
+from pages.reference import escaped, section, settable, shown, signature
 from policygrad.core.base import Gate
 
 PAGES = reference.reference_pages()

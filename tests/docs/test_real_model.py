@@ -1,4 +1,4 @@
-"""scripts/train_smollm2.py: its problems, what it tells of a run, and what the page makes of that."""
+"""scripts/measure_smollm2.py: its problems, what it tells of a run, and what the page makes of that."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-import train_smollm2
+import measure_smollm2 as train_smollm2
 from doubles.runs import row, run_folder
-from pages import real_model
+from pages import blocks as real_model
 from policygrad.commands.train import parse_run
 
 STEPS = [
@@ -29,7 +29,7 @@ def found(tmp_path: Path) -> dict[str, Any]:
     folder = run_folder(tmp_path / "run", STEPS, said, name="dr_grpo", result=result)
     told = train_smollm2.told(folder, "policygrad train dr_grpo")
     return told | {
-        "made_by": "python scripts/train_smollm2.py --steps 2",
+        "made_by": "python scripts/measure_smollm2.py --steps 2",
         "weights": "",
         "problems": {"trained_on": 800, "eval/reward": 200},
         "versions": {"torch": "2.0"},

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import make_docs
-from pages import faults, reliability
+from pages import reliability
+from pages import reliability as faults
 
 
 def test_every_item_of_what_may_go_wrong_is_there() -> None:

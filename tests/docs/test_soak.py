@@ -1,4 +1,4 @@
-"""scripts/soak.py: when it kills, what it takes for a difference, what for not constant; and a small one on the real path."""
+"""scripts/stress_soak.py: when it kills, what it takes for a difference, what for not constant; and a small one on the real path."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import soak
-import soaked
-import watched
+import stress_processes as watched
+import stress_soak as soak
+import stress_soak as soaked
 from doubles.files import write_rows
-from pages import faults
+from pages import reliability as faults
 from policygrad.checkpoint import format as checkpoint
 
 PACE = soak.Pace(start=8.0, step=1.5, end=6.0)

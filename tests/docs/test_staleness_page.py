@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import clocked
 import measure_staleness
+import measure_staleness as clocked
 from doubles.comparison import StubRunner, plan, row
 from pages import staleness
 from policygrad.commands.compare import build_rows

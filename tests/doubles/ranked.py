@@ -1,4 +1,4 @@
-"""A learner in this process and one in several, on equal models, and what must be equal after a step of both."""
+"""A learner in one process and one in several, on equal models, and the comparison after a step of both."""
 
 from __future__ import annotations
 
@@ -31,58 +31,57 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
-HOW: dict[str, Any] = {
-    "lr": 1e-2,
-    "steps": 4,
-    "temperature": 0.7,
-    "config": pg.LearnerConfig(micro_tokens=24),
-    "optimizer": pg.OptimizerConfig(
-        eps=1.0
-    ),  # a step that is about linear in the gradient, so that rounding stays rounding
-}
+TEMPERATURE = 0.7
+
+
+def make_spec(algorithm: pg.Algorithm, **changes: Any) -> pg.LearnerSpec:
+    """The specification of both learners. With a large eps a step is about linear in the gradient, so rounding is not amplified."""
+    config, optimizer = pg.LearnerConfig(micro_tokens=24), pg.OptimizerConfig(eps=1.0)
+    spec = pg.LearnerSpec(algorithm, 1e-2, 4, TEMPERATURE, config, optimizer)
+    return replace(spec, **changes)
 
 
 @contextmanager
 def started(size: int) -> Iterator[WorkerGroup]:
-    """So many processes, until the end of the block, and this one's threads as they were."""
-    threads, found = torch.get_num_threads(), WorkerGroup.start(size)
+    """Start processes for the block, and restore this one's number of threads."""
+    threads, workers = torch.get_num_threads(), WorkerGroup.start(size)
     try:
-        yield found
+        yield workers
     finally:
-        found.close(in_sync=False)
+        workers.close(in_sync=False)
         torch.set_num_threads(threads)
 
 
 def model(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> nn.Module:
-    """15 rows, 12 columns and 3 layers: not everything can be halved. It rounds nothing to float32 on the way, as Llamas do."""
+    """A model whose sizes (15 rows, 12 columns, 3 layers) are not all even. Unlike Llama it computes nothing in float32."""
     torch.manual_seed(seed)
     config = tf.GPT2Config(
         **(SIZES | sizes), vocab_size=VOCABULARY, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.5
     )
-    made: nn.Module = tf.GPT2LMHeadModel(config).to(dtype).eval()
-    return made
+    network: nn.Module = tf.GPT2LMHeadModel(config).to(dtype).eval()
+    return network
 
 
 def learned(learner: Any, algorithm: pg.Algorithm, batch: pg.Batch = BATCH) -> Metrics:
-    """A step as the loop takes it."""
+    """Take a step as the loop does."""
     if batch.logp_sampler is not None:
         algorithm, batch = resolve_old_policy(algorithm, batch, learner.version)
     batch = learner.evaluate(batch, algorithm.needs)
     shaped = algorithm.shape_rewards(batch)
     psi, batch = algorithm.compute_advantages(batch, shaped), algorithm.add_critic_targets(batch, shaped)
-    found: Metrics = learner.update(batch, psi, algorithm)
-    return found
+    metrics: Metrics = learner.update(batch, psi, algorithm)
+    return metrics
 
 
 def agree(local: LocalLearner, ranked: FsdpController, tolerance: float = 1e-12) -> None:
-    """Weights and moments, which are the gradients' averages, relative to each tensor's largest number."""
-    (expected, values), (found, said) = local.state(), ranked.state()
-    assert values == said
-    assert expected.keys() == found.keys()
+    """Compare weights and moments (averages of the gradients) relative to each tensor's largest number."""
+    (expected, expected_values), (tensors, values) = local.state(), ranked.state()
+    assert values == expected_values
+    assert expected.keys() == tensors.keys()
     for name, tensor in expected.items():
-        assert found[name].shape == tensor.shape
-        bound = max(tolerance, 1e-6) if name.startswith("critic/") else tolerance  # whose values are float32
-        assert float((found[name] - tensor).abs().max()) <= bound * max(1e-30, float(tensor.abs().max())), name
+        assert tensors[name].shape == tensor.shape
+        bound = max(tolerance, 1e-6) if name.startswith("critic/") else tolerance  # its values are float32
+        assert float((tensors[name] - tensor).abs().max()) <= bound * max(1e-30, float(tensor.abs().max())), name
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -90,31 +89,34 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def pair(
-    ranks: WorkerGroup, algorithm: pg.Algorithm, make: Any = model, **changes: Any
+    workers: WorkerGroup, algorithm: pg.Algorithm, make: Any = model, **changes: Any
 ) -> tuple[LocalLearner, FsdpController, nn.Module]:
-    """A learner in this process, one in all, and the model that the second publishes into. make: the model; a reference that the
-    algorithm names is a smaller one."""
-    how, one, whole = HOW | changes, make(), make()
+    """Return a learner in this process, one in all, and the model that the second publishes into.
+
+    Args:
+        make: Makes the model; a reference that the algorithm names is a smaller one.
+    """
+    spec, one, whole = make_spec(algorithm, **changes), make(), make()
     named = algorithm.reference is not None and algorithm.reference.model is not None
     teachers = [model(seed=7, n_embd=8, n_layer=2) if named else None for _ in range(2)]
-    torch.manual_seed(1)  # of a critic's head
-    local = LocalLearner(one, algorithm, reference=teachers[0], **how)
+    torch.manual_seed(1)  # for a critic's head
+    local = LocalLearner(one, spec, reference=teachers[0])
     torch.manual_seed(1)
-    return local, FsdpController.of(ranks, whole, algorithm, reference=teachers[1], **how), whole
+    return local, FsdpController.of(workers, whole, spec, reference=teachers[1]), whole
 
 
 @cache
 def _near() -> Tensor:
-    """log μ [B, T], near the model's, of `SCORING_TIMEOUT`: equal completions have equal ones."""
+    """log μ [B, T] of `BATCH`, close to the model's and equal for equal completions."""
     noise = torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
-        near = naive_logp(model(), BATCH, HOW["temperature"]) + 0.1 * noise
+        near = naive_logp(model(), BATCH, TEMPERATURE) + 0.1 * noise
     near[1::4] = near[::4]
     return near
 
 
 def filled(algorithm: pg.Algorithm, dtype: torch.dtype = torch.float64) -> pg.Batch:
-    """`SCORING_TIMEOUT` with all that the algorithm reads and no learner fills, after its filters."""
+    """Return `BATCH` with all fields that the algorithm reads and no learner fills, after its filters."""
     near = _near().to(dtype)
     batch = replace(BATCH, reward=BATCH.reward.to(dtype), logp_old=near, logp_sampler=near)
     batch = by_tokens(replace(batch, truncated=batch.lengths == batch.mask.shape[1]), algorithm.all_needs)

@@ -59,7 +59,7 @@ class RayCluster:
 
     def empty(self) -> bool:
         """Whether no actor of a run is there."""
-        titles = ("Leader", "Learner", "Sampler", "RewardWorkers", "Environments")
+        titles = ("TrainerActor", "LearnerActor", "SamplerActor", "RewardActor", "EnvironmentActor")
         return not any(self.processes(f"ray::{title}") for title in titles)
 
     @staticmethod

@@ -23,12 +23,12 @@ from policygrad.environments.calculator import calculate
         ("2 ** 100", "1267650600228229401496703205376"),
     ],
 )
-def test_it_is_exact(expression: str, value: str) -> None:
+def test_arithmetic_is_exact(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
 @given(st.integers(), st.integers(), st.integers(1))
-def test_it_is_python_s_own_arithmetic(a: int, b: int, c: int) -> None:
+def test_arithmetic_equals_python_s(a: int, b: int, c: int) -> None:
     assert calculate(f"({a} + {b}) * {a} - {b} / {c}") == str((a + b) * a - Fraction(b, c))
 
 
@@ -51,12 +51,12 @@ def test_it_is_python_s_own_arithmetic(a: int, b: int, c: int) -> None:
         ("-" * 290 + "x", "is no arithmetic"),
     ],
 )
-def test_what_it_does_not_do(expression: str, says: str) -> None:
+def test_unsupported_expressions_are_refused(expression: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         calculate(expression)
 
 
-def test_nothing_is_divided_by_nothing() -> None:
+def test_division_by_zero_is_reported() -> None:
     with pytest.raises(ZeroDivisionError):
         calculate("1 / (2 - 2)")
     with pytest.raises(ZeroDivisionError):

@@ -113,7 +113,7 @@ def test_every_kind_of_number_is_a_reward(tokenizer: Tokenizer, reward: Any) -> 
 
 
 @pytest.mark.parametrize("reward", ["1", 1j, [1.0, 2.0], float("nan"), 10**400])
-def test_what_is_no_finite_number_costs_an_episode_of_tools_and_is_named_in_a_step(
+def test_rewards_that_are_not_finite_fail_the_episode(
     tokenizer: Tokenizer, reward: Any
 ) -> None:
     class Scored(World):
@@ -168,7 +168,7 @@ def raising(how: str) -> Any:
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("how", ["made", "reset", "step", "close", "cancelled", "exit"])
-def test_an_environment_that_raises_costs_its_episode_alone(tokenizer: Tokenizer, how: str, waits: bool) -> None:
+def test_a_raising_environment_fails_only_its_episode(tokenizer: Tokenizer, how: str, waits: bool) -> None:
     environment = raising(how)
     environment.waits = waits
     group = played(tokenizer, environment)
@@ -183,7 +183,7 @@ def test_an_environment_that_raises_costs_its_episode_alone(tokenizer: Tokenizer
     assert measure_rollout([([group], batch)])["environment/ended_failed"].value == 0.5
 
 
-def test_a_rollout_of_which_nothing_is_left_is_a_batch(tokenizer: Tokenizer) -> None:
+def test_a_rollout_without_any_reward_is_a_batch(tokenizer: Tokenizer) -> None:
     class Broken(World):
         async def reset(self) -> pg.Observation:
             raise OSError("no display")
@@ -196,7 +196,7 @@ def test_a_rollout_of_which_nothing_is_left_is_a_batch(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("what", ["reward", "call_reward", "tools"])
-def test_a_function_of_tools_that_raises_costs_its_episode(tokenizer: Tokenizer, what: str) -> None:
+def test_a_raising_tool_function_fails_its_episode(tokenizer: Tokenizer, what: str) -> None:
     asked = list[str]()
 
     def fails(*args: Any, **more: Any) -> Any:
@@ -213,7 +213,9 @@ def test_a_function_of_tools_that_raises_costs_its_episode(tokenizer: Tokenizer,
         """
         return a
 
-    given: dict[str, Any] = {"tools": (add,), "tools_in_prompt": False, "reward": lambda answer, example: 0.5} | {what: fails}
+    given: dict[str, Any] = {"tools": (add,), "tools_in_prompt": False, "reward": lambda answer, example: 0.5} | {
+        what: fails
+    }
     turns = (CALL % ("add", '"a": 1'), "3")
     (lost, kept), judged = judged_alone(played(tokenizer, pg.ToolUse(**given), turns))
     assert lost.reward is None
@@ -288,7 +290,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
-def test_an_environment_that_raises_everywhere_ends_the_run_resumably_as_a_reward_does(
+def test_an_environment_that_always_raises_ends_the_run_resumably(
     run: pg.Run, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -300,7 +302,7 @@ def test_an_environment_that_raises_everywhere_ends_the_run_resumably_as_a_rewar
     assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 3
 
 
-def test_half_a_surrogate_pair_of_tools_and_calls_ends_nothing_and_the_run_resumes(run: pg.Run, tmp_path: Path) -> None:
+def test_lone_surrogates_are_replaced_and_the_run_resumes(run: pg.Run, tmp_path: Path) -> None:
     run = replace(run, environment=f"{tmp_path}/mine.py:HALVES", sampling=pg.SamplingParams(max_tokens=24))
     assert pg.train(run, stop_after=1, display=False).steps == 1
     assert pg.train(resume=tmp_path / "run", display=False, allow_code=[str(tmp_path)]).steps == 3
@@ -313,7 +315,7 @@ def test_half_a_surrogate_pair_of_tools_and_calls_ends_nothing_and_the_run_resum
     assert any("\ufffd\ufffd" in words for words in said)
 
 
-def test_text_of_environments_is_made_encodable(tokenizer: Tokenizer) -> None:
+def test_surrogates_in_environment_output_are_replaced(tokenizer: Tokenizer) -> None:
     half = "\ud800"
 
     class Half(World):
@@ -343,7 +345,7 @@ def test_text_of_environments_is_made_encodable(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("how", ["raises CancelledError", "cancels itself", "swallows its cancellation"])
-def test_a_tool_that_plays_with_its_cancellation_costs_its_call(tokenizer: Tokenizer, how: str) -> None:
+def test_a_tool_that_ignores_cancellation_fails_its_call(tokenizer: Tokenizer, how: str) -> None:
     async def odd() -> str:
         """Is odd."""
         if how == "raises CancelledError":
@@ -388,7 +390,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_an_environment_that_hangs_costs_its_episode(
+def test_a_hanging_environment_fails_its_episode(
     tokenizer: Tokenizer, at_once: None, blocks: bool, waits: bool
 ) -> None:
     if not (waits or blocks):
@@ -414,7 +416,7 @@ def test_an_environment_that_hangs_costs_its_episode(
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_what_is_waited_for_is_said_before_it_is_over(tokenizer: Tokenizer, at_once: None, blocks: bool) -> None:
+def test_waiting_is_reported(tokenizer: Tokenizer, at_once: None, blocks: bool) -> None:
     """It comes back when the display has been told of it."""
     told = list[str]()
     released = threading.Event()
@@ -436,7 +438,7 @@ def test_what_is_waited_for_is_said_before_it_is_over(tokenizer: Tokenizer, at_o
     assert told[-1] == ""
 
 
-def test_a_method_that_is_never_over_in_time_ends_the_rollout(tokenizer: Tokenizer) -> None:
+def test_a_method_that_always_times_out_ends_the_rollout(tokenizer: Tokenizer) -> None:
     class Stuck(World):
         async def step(self, action: pg.Action) -> pg.Step:
             await never()
@@ -486,7 +488,7 @@ def test_the_first_signal_ends_a_rollout_whose_environment_swallows_its_cancella
     assert stopping.requested
 
 
-def test_within_is_over_whatever_the_work_does() -> None:
+def test_await_with_timeout_always_returns() -> None:
     async def exits() -> None:
         raise SystemExit(3)
 
@@ -517,7 +519,7 @@ def test_within_is_over_whatever_the_work_does() -> None:
         (({"role": "user", "content": "a"}, "hello"), r"message 2 of an Observation has no role: 'hello'"),
     ],
 )
-def test_an_observation_that_is_none_is_named_with_its_environment_and_row(
+def test_an_invalid_observation_is_reported_with_environment_and_row(
     tokenizer: Tokenizer, content: Any, says: str
 ) -> None:
     class Odd(World):
@@ -528,7 +530,7 @@ def test_an_observation_that_is_none_is_named_with_its_environment_and_row(
         played(tokenizer, Odd)
 
 
-def test_an_empty_observation_is_the_environments_and_not_the_files(tokenizer: Tokenizer) -> None:
+def test_an_empty_observation_is_attributed_to_the_environment(tokenizer: Tokenizer) -> None:
     class Silent(World):
         async def reset(self) -> pg.Observation:
             return pg.Observation("")
@@ -538,7 +540,7 @@ def test_an_empty_observation_is_the_environments_and_not_the_files(tokenizer: T
 
 
 @pytest.mark.parametrize("name", ["turns", "branches", "branched_ratio", "ended_turns", 3])
-def test_a_metric_named_as_one_of_ours_is_refused(tokenizer: Tokenizer, name: Any) -> None:
+def test_reserved_metric_names_are_refused(tokenizer: Tokenizer, name: Any) -> None:
     class Odd(World):
         async def step(self, action: pg.Action) -> pg.Step:
             return pg.Step(reward=1.0, metrics={name: 2.0})
@@ -547,7 +549,7 @@ def test_a_metric_named_as_one_of_ours_is_refused(tokenizer: Tokenizer, name: An
         played(tokenizer, Odd)
 
 
-def test_a_step_of_something_else_than_an_observation_is_refused(tokenizer: Tokenizer) -> None:
+def test_a_step_without_a_valid_observation_is_refused(tokenizer: Tokenizer) -> None:
     class Odd(World):
         async def step(self, action: pg.Action) -> pg.Step:
             return pg.Step("again")  # type: ignore[arg-type]
@@ -570,7 +572,7 @@ def test_a_class_without_step_is_refused_before_anything_is_sampled(tokenizer: T
         pg.collect(replace(run, environment=Half))
 
 
-def test_calls_without_end_in_one_turn_are_made_up_to_a_number(tokenizer: Tokenizer) -> None:
+def test_the_calls_of_a_turn_are_limited(tokenizer: Tokenizer) -> None:
     made = list[int]()
 
     def add(a: int) -> int:
@@ -594,7 +596,7 @@ def test_calls_without_end_in_one_turn_are_made_up_to_a_number(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_timeout_that_is_none_is_refused(run: pg.Run, seconds: float) -> None:
+def test_an_invalid_timeout_is_refused(run: pg.Run, seconds: float) -> None:
     with pytest.raises(pg.ConfigError, match=r"environment\.timeout must be above 0 seconds and finite"):
         replace(run, environment_timeout=seconds)
     with pytest.raises(pg.ConfigError, match=r"environment\.timeout must be above 0 seconds and finite"):

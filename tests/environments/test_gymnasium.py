@@ -74,7 +74,7 @@ def played(factory: Any, *turns: str, seed: int = 0, example: pg.Example = TEXT)
     return asyncio.run(play())
 
 
-def test_a_picture_is_read_and_words_are_taken() -> None:
+def test_a_frame_is_shown_and_words_are_actions() -> None:
     lake = pg.GymnasiumText("FrozenLake-v1", options=OPEN)
     seen, steps = played(lake, "right", "I go [right]!", "1", "Down.", "down", "2")
     assert seen.content == (
@@ -87,7 +87,7 @@ def test_a_picture_is_read_and_words_are_taken() -> None:
     assert all(step.metrics == {"malformed": 0.0} for step in steps)
 
 
-def test_what_names_no_action_is_told_so_and_changes_nothing() -> None:
+def test_turns_that_name_no_action_are_reported_and_change_nothing() -> None:
     lake = pg.GymnasiumText("FrozenLake-v1", options=OPEN)
     _, steps = played(lake, "north", "right")
     assert (
@@ -97,20 +97,20 @@ def test_what_names_no_action_is_told_so_and_changes_nothing() -> None:
     assert "S[F]FF" in steps[1].observation.content
 
 
-def test_every_game_with_words_has_as_many_as_it_has_actions() -> None:
+def test_action_names_match_the_number_of_actions() -> None:
     for name, words in ACTION_NAMES.items():
         newest = max(gym for gym in gymnasium.registry if gym.startswith(f"{name}-v"))
         assert gymnasium.make(newest).action_space.n == len(words), name
 
 
-def test_a_seed_is_a_world() -> None:
+def test_a_seed_determines_the_initial_state() -> None:
     taxi = pg.GymnasiumText("Taxi-v3" if "Taxi-v3" in gymnasium.registry else "Taxi-v4")
     first = [played(taxi, seed=seed)[0].content for seed in (5, 5, 6, 7, 8, 5 + (1 << 40))]
     assert first[0] == first[1] == first[5]
     assert len(set(first)) > 1
 
 
-def test_a_text_space_takes_what_it_contains() -> None:
+def test_a_text_space_accepts_its_elements() -> None:
     seen, steps = played(pg.GymnasiumText("Echo-v0"), " 12\n", "twelve", "1234", "7")
     assert seen.content.startswith("begin")
     assert steps[0].observation.content == "\nyou said 12\n"
@@ -163,12 +163,12 @@ def test_refusals(name: str, options: dict[str, Any], says: str) -> None:
         pg.GymnasiumText(name, **options)
 
 
-def test_an_environment_s_own_bug_is_no_turn() -> None:
+def test_an_environment_s_exception_is_not_a_turn() -> None:
     with pytest.raises(KeyError, match="a bug"):
         played(pg.GymnasiumText("Broken-v0"), "1")
 
 
-def test_colours_are_brackets() -> None:
+def test_coloured_characters_are_put_in_brackets() -> None:
     assert strip_ansi("\x1b[41mS\x1b[0mF\n\x1b[1mbold\x1b[0m\n") == "[S]F\nbold"
 
 
@@ -180,7 +180,7 @@ def test_a_name_on_the_command_line_is_a_factory() -> None:
         resolve_environment("gymnasium:CartPole-v1")
 
 
-def test_episodes_are_closed_whatever_ends_them(small: pg.Run, tmp_path: Path) -> None:
+def test_episodes_are_always_closed(small: pg.Run, tmp_path: Path) -> None:
     """A random model says no number: all of its episodes end by their turns or tokens."""
     before, run = Echo.closed, tiny_run(small, tmp_path / "run", "gymnasium:Echo-v0", steps=1)
     pg.train(run, display=False)
@@ -199,7 +199,7 @@ def tiny_run(small: pg.Run, folder: Path, environment: str, **changes: Any) -> p
     return replace(small, environment=environment, output=str(folder), **{**options, **changes})
 
 
-def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(small: pg.Run, tmp_path: Path) -> None:
+def test_a_run_resumes_bitwise(small: pg.Run, tmp_path: Path) -> None:
     run = tiny_run(
         small, tmp_path / "whole", "gymnasium:FrozenLake-v1", model="tiny", sampling=pg.SamplingParams(max_tokens=40)
     )

@@ -128,7 +128,7 @@ def test_an_episode_is_a_session() -> None:
     assert server.farewells == 1  # waited for: then its place is free
 
 
-def test_words_of_one_s_own_and_turns() -> None:
+def test_custom_action_names_and_turn_limits() -> None:
     _, steps = played(Server(guessing), "1", "2", "3", max_turns=2, describe=lambda o: o["prompt"].upper())
     assert steps[0].observation.content == "\nHIGHER\n"
     assert [(step.stop_reason, step.reward) for step in steps[1:]] == [("turns", 0.0)]
@@ -136,7 +136,9 @@ def test_words_of_one_s_own_and_turns() -> None:
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "much"])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    with pytest.raises(pg.EngineError, match=r"somewhere:1 gives the reward (nan|inf|'much'): it must be a finite number"):
+    with pytest.raises(
+        pg.EngineError, match=r"somewhere:1 gives the reward (nan|inf|'much'): it must be a finite number"
+    ):
         played(Server(lambda m: seen({"prompt": "?"}, reward=reward)), "1")
 
 
@@ -148,20 +150,23 @@ def test_a_reward_is_a_finite_number(reward: Any) -> None:
         (lambda m: "no json", "answers a reset with a message that is not OpenEnv's"),
         (lambda m: {"type": "observation"}, "a message that is not OpenEnv's"),
         (lambda m: ["observation"], "a message that is not OpenEnv's"),
-        (lambda m: {"type": "observation", "data": {"observation": "text"}}, "returns the observation 'text': it must be an object"),
+        (
+            lambda m: {"type": "observation", "data": {"observation": "text"}},
+            "returns the observation 'text': it must be an object",
+        ),
         (lambda m: error("2 of 2", "CAPACITY_REACHED"), "no capacity for another session: 2 of 2.*max_concurrent_envs"),
         (lambda m: error("no key", "FACTORY_ERROR"), "cannot start a session: no key"),
         (lambda m: error("seed?", "EXECUTION_ERROR"), "refused to reset: seed?"),
     ],
 )
-def test_what_a_server_does_not_do_is_named(answer: Any, says: str) -> None:
+def test_invalid_server_responses_are_reported(answer: Any, says: str) -> None:
     server = Server(answer)
     with pytest.raises(pg.EngineError, match=says):
         played(server, timeout=0.05)
     assert server.open == 0
 
 
-def test_a_lost_connection_says_in_which_turn() -> None:
+def test_a_lost_connection_is_reported_with_the_turn() -> None:
     def lost(message: dict[str, Any]) -> Any:
         if message["type"] == "step":
             raise ConnectionResetError("the server died")
@@ -171,7 +176,7 @@ def test_a_lost_connection_says_in_which_turn() -> None:
         played(Server(lost), "1")
 
 
-def test_there_is_no_server() -> None:
+def test_a_missing_server_is_refused() -> None:
     async def nobody(address: str, seconds: float) -> Any:
         raise ConnectionRefusedError("refused")
 
@@ -181,7 +186,7 @@ def test_there_is_no_server() -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 0}, {"timeout": 0.0}, {"connect_timeout": -1.0}, {"address": ""}])
-def test_budgets_that_leave_nothing(options: dict[str, Any]) -> None:
+def test_invalid_limits_are_refused(options: dict[str, Any]) -> None:
     given = {"address": ADDRESS, "connect": Server(guessing).connect} | options
     with pytest.raises(pg.ConfigError, match="OpenEnv needs an address"):
         pg.OpenEnv(**given)
@@ -221,7 +226,7 @@ def test_the_server_s_schema_says_what_an_action_is(schema: tuple[str, list[Any]
 
 
 @pytest.mark.parametrize("said", [{}, [], {"action": 3}])
-def test_a_server_that_tells_no_schema(schema: tuple[str, list[Any]], said: Any) -> None:
+def test_a_server_without_a_schema(schema: tuple[str, list[Any]], said: Any) -> None:
     schema[1][0] = said
     with pytest.raises(pg.EngineError, match=r"/schema does not describe an action"):
         played(Server(guessing), "3", address=schema[0], text_field=None)
@@ -269,7 +274,7 @@ def test_a_turn_becomes_an_action(action: Any, text: str, read: Any) -> None:
     assert action.parse(text) == read
 
 
-def test_which_field_words_go_into_must_be_clear() -> None:
+def test_an_ambiguous_text_field_is_refused() -> None:
     with pytest.raises(
         pg.ConfigError, match="fields a, b, and it is unclear which one takes the text: .*give text_field="
     ):
@@ -286,13 +291,13 @@ def test_the_objects_of_a_text() -> None:
 
 
 @given(st.text(max_size=80))
-def test_whatever_is_said_an_action_or_a_word_comes_of_it(text: str) -> None:
+def test_any_text_gives_an_action_or_an_error(text: str) -> None:
     whole = asked(("x", "y"), x="integer", y="string")
     for action in (asked(a="string"), asked(a="integer"), asked(a="number"), asked(a="boolean"), whole):
         json.dumps(action.parse(text), allow_nan=False)
 
 
-def test_a_number_of_many_digits_is_none() -> None:
+def test_a_number_of_many_digits_is_refused() -> None:
     assert parse_value("9" * 5000, {"type": "integer"}) is None
 
 
@@ -308,5 +313,5 @@ def test_a_number_of_many_digits_is_none() -> None:
         ({}, ""),
     ],
 )
-def test_an_observation_in_words(observation: dict[str, Any], words: str) -> None:
+def test_observations_are_rendered_as_text(observation: dict[str, Any], words: str) -> None:
     assert render_observation(observation) == words

@@ -42,7 +42,7 @@ CHAT = pg.Example(({"role": "system", "content": "You play."}, {"role": "user", 
         ("textarena:", None),
     ],
 )
-def test_the_first_word_says_whose_it_is(name: str, found: tuple[str, str] | None) -> None:
+def test_the_prefix_of_a_name_selects_the_library(name: str, found: tuple[str, str] | None) -> None:
     assert split_environment_name(name) == found
 
 
@@ -58,12 +58,12 @@ def test_the_first_word_says_whose_it_is(name: str, found: tuple[str, str] | Non
         ("mine.py", ["mine.py"]),
     ],
 )
-def test_what_somebody_must_give_leave_to(name: str, found: list[str]) -> None:
+def test_code_that_needs_permission(name: str, found: list[str]) -> None:
     assert code_references(name) == found
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e300, 10**400, "0.5", [1.0]])
-def test_a_step_is_worth_a_finite_number(value: object) -> None:
+def test_a_step_s_reward_is_a_finite_number(value: object) -> None:
     with pytest.raises(pg.EngineError, match=r"Step has reward = .*: give a finite number"):
         pg.Step(reward=value)  # type: ignore[arg-type]
     with pytest.raises(pg.EngineError, match=r"Step has metrics\['seen'\] = "):
@@ -71,7 +71,7 @@ def test_a_step_is_worth_a_finite_number(value: object) -> None:
     assert pg.Step(reward=numpy.float32(0.5), metrics={"seen": True}).reward == 0.5  # type: ignore[arg-type]
 
 
-def test_a_run_that_shows_a_server_what_is_written_is_gone_on_with_by_leave_only(tmp_path: Path) -> None:
+def test_resuming_with_a_server_needs_permission(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     server = {"environment": "openenv:http://elsewhere:1"}
     assert missing_permissions(server, file) == ["http://elsewhere:1"]
@@ -85,7 +85,7 @@ def test_a_run_that_shows_a_server_what_is_written_is_gone_on_with_by_leave_only
 
 
 @pytest.mark.parametrize("address", ["http://a:1", "http://a:1/", "ws://a:1", "a:1"])
-def test_an_address_of_the_web(address: str) -> None:
+def test_addresses_are_converted_to_http(address: str) -> None:
     assert to_http_url(address) == "http://a:1"
 
 
@@ -136,14 +136,14 @@ def test_numbers_may_begin_elsewhere_and_actions_may_have_no_words() -> None:
 
 
 @given(st.text(max_size=60))
-def test_whatever_is_said_it_is_an_action_or_none(text: str) -> None:
+def test_any_text_gives_an_action_or_none(text: str) -> None:
     assert parse_choice(text, WAYS) in (None, 0, 1, 2, 3)
 
 
 # --- what is said
 
 
-def test_text_goes_on_as_text_and_messages_as_the_user_s() -> None:
+def test_replies_have_the_format_of_the_prompt() -> None:
     assert initial_observation(TEXT, "A game.\n", "Play!").content == "Play!\nA game.\n"
     assert initial_observation(TEXT, "A game.").content == "A game.\n"
     assert reply_observation(TEXT, "higher\n").content == "\nhigher\n"
@@ -167,7 +167,7 @@ def drawn(own: IsolatedRandom, count: int) -> list[float]:
     return found
 
 
-def test_an_episode_draws_the_same_whatever_runs_beside_it_and_nobody_notices() -> None:
+def test_an_episode_s_randomness_is_isolated() -> None:
     alone = drawn(IsolatedRandom(7), 4)
     random.seed(1)
     numpy.random.seed(1)
@@ -184,7 +184,7 @@ def test_an_episode_draws_the_same_whatever_runs_beside_it_and_nobody_notices() 
     assert drawn(IsolatedRandom(8), 4) != alone
 
 
-def test_what_a_game_raises_leaves_the_generators_as_they_were() -> None:
+def test_the_generators_are_restored_after_an_exception() -> None:
     def failing() -> None:
         with IsolatedRandom(3)():
             random.random()

@@ -90,7 +90,7 @@ def test_episodes_side_by_side_are_sessions_with_seeds(address: str) -> None:
         assert all(step.observation.content == "\nhigher\n" for step in steps[:-1])
 
 
-def test_what_cannot_be_read_or_is_refused_is_told(address: str) -> None:
+def test_unreadable_and_refused_actions_are_reported_to_the_policy(address: str) -> None:
     said = iter(["no number", "12", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9"])
     ((_, steps),) = episodes(pg.OpenEnv(address), [1], lambda heard, turn: next(said))
     assert steps[0].observation.content == "\nerror: answer with a whole number\n"
@@ -103,7 +103,7 @@ def test_what_cannot_be_read_or_is_refused_is_told(address: str) -> None:
     assert steps[-1].reward == 1.0
 
 
-def test_no_room_for_a_session_says_how_to_make_some() -> None:
+def test_a_full_server_is_reported_with_a_remedy() -> None:
     with (
         serving(sessions=2) as address,
         pytest.raises(pg.EngineError, match=r"no room for another session.*max_concurrent_envs"),
@@ -111,7 +111,7 @@ def test_no_room_for_a_session_says_how_to_make_some() -> None:
         episodes(pg.OpenEnv(address), [1, 2, 3], upwards)
 
 
-def test_a_server_s_pings_are_answered_while_this_process_computes() -> None:
+def test_pings_are_answered_while_this_process_computes() -> None:
     """It hangs up after 0.3 seconds of silence, and the loop of the episode is held up by a program that takes longer."""
     beats = ("--ws-ping-interval", "0.1", "--ws-ping-timeout", "0.2")
 
@@ -124,12 +124,12 @@ def test_a_server_s_pings_are_answered_while_this_process_computes() -> None:
     assert steps[-1].reward == 1.0
 
 
-def test_a_server_that_dies_is_named() -> None:
+def test_a_server_that_dies_is_reported() -> None:
     with serving() as address, pytest.raises(pg.EngineError, match=rf"{address} closed the connection during a step .*in turn 1"):
         episodes(pg.OpenEnv(address), [1], lambda heard, turn: "99")
 
 
-def test_a_server_that_is_not_there_is_named(address: str) -> None:
+def test_a_missing_server_is_reported(address: str) -> None:
     with pytest.raises(pg.EngineError, match="does not describe an action"):
         episodes(pg.OpenEnv("http://127.0.0.1:9"), [1], upwards)
     with pytest.raises(pg.EngineError, match=r"there is no OpenEnv server at ws://127\.0\.0\.1:9/ws"):

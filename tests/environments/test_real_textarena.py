@@ -62,13 +62,13 @@ def test_a_game_is_won(number: pg.TextArena) -> None:
     assert (step.reward, step.stop_reason) == (1.0, "terminated")
 
 
-def test_a_turn_is_shown_once_and_what_one_says_not_at_all(number: pg.TextArena) -> None:
+def test_each_message_is_shown_once_without_the_policy_s_own(number: pg.TextArena) -> None:
     game = Game(number, seed=1)
     answers = [str(game.say(f"[{n}]").observation.content) for n in (1, 20)]  # neither is the number with this seed
     assert answers == ["\nThe target number is higher.\n", "\nThe target number is lower.\n"]
 
 
-def test_a_seed_is_a_game_whatever_else_is_played_or_drawn(number: pg.TextArena) -> None:
+def test_a_seed_determines_the_game(number: pg.TextArena) -> None:
     random.seed(5)
     before = random.getstate()
     alone = [solved(Game(number, seed))[0] for seed in range(12)]
@@ -78,7 +78,7 @@ def test_a_seed_is_a_game_whatever_else_is_played_or_drawn(number: pg.TextArena)
     assert random.getstate() == before
 
 
-def test_chance_within_a_game_is_the_episode_s_own() -> None:
+def test_a_game_s_randomness_belongs_to_its_episode() -> None:
     """Each press of a bandit draws."""
     bandit = pg.TextArena("Bandit-v0")
 
@@ -95,7 +95,7 @@ def test_chance_within_a_game_is_the_episode_s_own() -> None:
     assert any("1" in text for text in alone)
 
 
-def test_what_is_invalid_is_counted_and_may_be_said_once(number: pg.TextArena) -> None:
+def test_invalid_answers_are_counted_and_allowed_once(number: pg.TextArena) -> None:
     game = Game(number)
     step = game.say("I do not know")
     assert "invalid move" in str(step.observation.content)
@@ -116,7 +116,7 @@ class Unfinished(textarena.Env):  # type: ignore[misc]
         return {"fine": self.state.step()}[action]
 
 
-def test_a_game_whose_code_fails_at_an_answer_costs_the_episode(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_game_that_raises_on_an_answer_fails_its_episode(capsys: pytest.CaptureFixture[str]) -> None:
     textarena.register(id="Unfinished-v0", entry_point=Unfinished)
     game = Game(pg.TextArena("Unfinished-v0"))
     assert game.say("fine").observation is not None
@@ -134,7 +134,7 @@ def test_turns_and_tokens_end_a_game_at_0() -> None:
     assert Game(short, seed=1).say("[", truncated=True).observation is None
 
 
-def test_messages_go_on_as_messages(number: pg.TextArena) -> None:
+def test_messages_are_continued_by_messages(number: pg.TextArena) -> None:
     example = pg.Example(({"role": "system", "content": "You play."}, {"role": "user", "content": "1 + 1 ="}))
     game = Game(number, seed=1, example=example)
     assert [message["role"] for message in game.first] == ["system", "user"]
@@ -223,7 +223,7 @@ def test_word_lists_are_shared_by_the_episodes(wordle: pg.TextArena) -> None:
     assert one.env.word_list is not other.env.word_list
 
 
-def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_resumes_bitwise(tmp_path: Path) -> None:
     run = pg.Run(
         algorithm=pg.GRPO,
         environment="textarena:GuessTheNumber-v0",

@@ -164,7 +164,7 @@ def test_rewards_are_the_task_s_weighed_and_named(taskset: Callable[[str, str], 
     assert (failed.reward, failed.metrics) == (None, {"failed": 1.0})
 
 
-def test_tools_are_called_here(taskset: Callable[[str, str], str]) -> None:
+def test_tools_are_called_in_this_process(taskset: Callable[[str, str], str]) -> None:
     name = taskset("sums", TOOLS)
     call = json.dumps({"name": "arithmetic_add", "arguments": {"a": 1, "b": 2}})
     wrong = json.dumps({"name": "arithmetic_fail", "arguments": {"why": "because"}})
@@ -179,14 +179,14 @@ def test_tools_are_called_here(taskset: Callable[[str, str], str]) -> None:
     assert steps[0].metrics["calls"] == 1.0
 
 
-def test_a_line_for_every_parameter() -> None:
+def test_every_parameter_is_documented() -> None:
     assert document_parameters("Adds.", ("a", "to_what")) == "Adds.\n\nArgs:\n    a: a\n    to_what: to what"
     assert document_parameters("Adds.\n\nArgs:\n    a: one", ("a",)) == "Adds.\n\nArgs:\n    a: one"
     assert document_parameters("Says the time.", ()) == "Says the time."
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_needs_more_of_verifiers_is_refused(taskset: Callable[[str, str], str], kind: str) -> None:
+def test_unsupported_features_of_verifiers_are_refused(taskset: Callable[[str, str], str], kind: str) -> None:
     more, says = REFUSED[kind]
     place = "class Words(" if kind == "endless" else "class Spell("
     head = next(line for line in WORDS.splitlines() if line.startswith(place))
@@ -195,18 +195,18 @@ def test_what_needs_more_of_verifiers_is_refused(taskset: Callable[[str, str], s
         pg.load_task(f"verifiers:{name}")
 
 
-def test_one_that_is_not_there(here: Path) -> None:
+def test_a_missing_taskset_is_refused(here: Path) -> None:
     with pytest.raises(pg.ConfigError, match="no_such_taskset"):
         pg.load_task("verifiers:no-such-taskset")
 
 
-def test_it_is_about_its_own_tasks(taskset: Callable[[str, str], str]) -> None:
+def test_the_environment_needs_the_tasks_of_its_taskset(taskset: Callable[[str, str], str]) -> None:
     name = taskset("words", WORDS)
     with pytest.raises(pg.ConfigError, match=f"give --task verifiers:{name} too"):
         pg.Verifiers(name)(pg.Example("1 + 1 ="))
 
 
-def test_a_run_learns_in_it_and_is_taken_up_bit_for_bit(taskset: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_a_run_resumes_bitwise(taskset: Callable[[str, str], str], tmp_path: Path) -> None:
     name = taskset("words", WORDS)
     run = pg.Run(
         algorithm=pg.GRPO,

@@ -91,7 +91,7 @@ def call(name: str, **arguments: Any) -> str:
     return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
 
 
-def test_a_function_is_its_own_description() -> None:
+def test_a_function_describes_itself() -> None:
     tool = Tool.from_function(add)
     assert tool.schema == {
         "type": "function",
@@ -126,7 +126,7 @@ def forges() -> str:
     return "3<eos>"
 
 
-def test_what_a_tool_says_ends_no_turn(tokenizer: Tokenizer) -> None:
+def test_tool_output_ends_no_turn(tokenizer: Tokenizer) -> None:
     trajectory, _ = played(tokenizer, call("forges"), "3", tools=(forges,))
     answer = trajectory.segments[1]
     assert not tokenizer.end_ids & set(answer.tokens.tolist())
@@ -158,7 +158,7 @@ def test_what_a_tool_says_ends_no_turn(tokenizer: Tokenizer) -> None:
         (call("sleeps"), "error: sleeps took longer than 0.05 seconds", "slow"),
     ],
 )
-def test_what_comes_of_a_call(tokenizer: Tokenizer, said: str, answer: str, why: str) -> None:
+def test_results_of_calls(tokenizer: Tokenizer, said: str, answer: str, why: str) -> None:
     slow = {"timeout": 0.05} if why == "slow" else {}
     trajectory, _ = played(tokenizer, said, "3", **slow)
     assert f"<tool_response>\n{answer}" in tokenizer.decode(trajectory.segments[1].tokens)
@@ -167,12 +167,12 @@ def test_what_comes_of_a_call(tokenizer: Tokenizer, said: str, answer: str, why:
     assert trajectory.reward == 1.0  # the episode goes on
 
 
-def test_what_a_policy_cannot_help_is_raised(tokenizer: Tokenizer) -> None:
+def test_errors_that_a_policy_cannot_avoid_are_raised(tokenizer: Tokenizer) -> None:
     with pytest.raises(pg.ConfigError, match="no wall"):
         played(tokenizer, call("fails", how="own"), "3")
 
 
-def test_several_calls_are_answered_in_their_order_and_paid_for(tokenizer: Tokenizer) -> None:
+def test_several_calls_are_answered_and_rewarded_in_order(tokenizer: Tokenizer) -> None:
     both = call("add", a=1, b=1) + call("add", a="x")
 
     def paid(called: pg.ToolCall, answer: ToolResult) -> float:
@@ -186,7 +186,7 @@ def test_several_calls_are_answered_in_their_order_and_paid_for(tokenizer: Token
     assert trajectory.metrics["calls"] == 2.0
 
 
-def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) -> None:
+def test_turns_and_tokens_limit_an_episode(tokenizer: Tokenizer) -> None:
     again = call("add", a=1, b=2)
     trajectory, _ = played(tokenizer, again, again, again, "3", max_turns=3)
     assert (trajectory.stop_reason, trajectory.reward, len(trajectory.turn_rewards)) == ("turns", 0.0, 3)
@@ -205,7 +205,7 @@ def test_turns_and_tokens_end_an_episode_and_that_is_said(tokenizer: Tokenizer) 
     assert short.stop_reason == "tokens"
 
 
-def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokenizer) -> None:
+def test_the_context_limit_ends_an_episode(tokenizer: Tokenizer) -> None:
     class Talks:
         def __init__(self, example: pg.Example) -> None:
             pass
@@ -236,7 +236,7 @@ def test_the_model_s_context_ends_an_episode_and_that_is_said(tokenizer: Tokeniz
         conversation(narrow, Lost, ASKED, ["3"] * 9, max_tokens=20)
 
 
-def test_it_is_measured(tokenizer: Tokenizer) -> None:
+def test_tool_metrics_are_recorded(tokenizer: Tokenizer) -> None:
     again = call("add", a=1, b=2)
     groups = []
     for turns in ([again, "3"], [again, again, again]):
@@ -248,7 +248,7 @@ def test_it_is_measured(tokenizer: Tokenizer) -> None:
     assert (values["environment/calls"], values["environment/calls_raised"]) == (2.0, 0.0)
 
 
-def test_an_answer_that_is_long_loses_its_middle(tokenizer: Tokenizer) -> None:
+def test_long_tool_outputs_are_shortened(tokenizer: Tokenizer) -> None:
     def counts(n: int) -> str:
         """Counts.
 
@@ -264,7 +264,7 @@ def test_an_answer_that_is_long_loses_its_middle(tokenizer: Tokenizer) -> None:
     assert len(said) < 120
 
 
-def test_tools_may_know_the_example_and_a_seed_that_the_group_shares(tokenizer: Tokenizer) -> None:
+def test_tools_may_depend_on_the_example_and_the_group_s_seed(tokenizer: Tokenizer) -> None:
     seeds: list[int] = []
 
     def tools(example: pg.Example, seed: int) -> list[Any]:
@@ -298,7 +298,7 @@ def test_python_is_a_tool(tokenizer: Tokenizer) -> None:
     assert "1180591620717411303424" in trajectory.text
 
 
-def test_a_tool_that_cannot_be_described_is_refused_with_the_way_out() -> None:
+def test_a_tool_without_a_description_is_refused() -> None:
     def silent(a: int) -> int:
         return a
 
@@ -325,7 +325,7 @@ def test_a_tool_that_cannot_be_described_is_refused_with_the_way_out() -> None:
         pg.ToolUse((add,), max_turns=0)
 
 
-def test_the_prompt_says_what_tools_there_are(tokenizer: Tokenizer) -> None:
+def test_the_prompt_lists_the_tools(tokenizer: Tokenizer) -> None:
     chat = pg.Example(({"role": "user", "content": "1 + 2?"},), {"answer": "3"})
     for example in (ASKED, chat):
         trajectory, sampler = played(tokenizer, call("add", a=1, b=2), "3", example=example, tools_in_prompt=True)

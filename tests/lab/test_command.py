@@ -171,7 +171,7 @@ def test_control_is_a_command_of_its_own(run) -> None:
     assert "--env" in out
 
 
-def test_sampled_where_there_are_too_many_groups(run) -> None:
+def test_steps_are_sampled_when_there_are_too_many(run) -> None:
     code, out, _ = run("--algorithm", "rloo", "--group-size", "12", "--experiment", "none", "--json")
     side = json.loads(out)["algorithms"][0]["on_policy"]
     assert code == 0
@@ -185,7 +185,7 @@ def test_sampled_where_there_are_too_many_groups(run) -> None:
     assert "~ sampled" in out
 
 
-def test_parts_of_ones_own_stand_beside_the_others(run) -> None:
+def test_custom_parts_are_listed_with_the_others(run) -> None:
     parts = ("own_part:HalfGate", "own_part:Negated", "aggregate=own_part:Everything")
     code, out, err = run(
         "--part", *parts, "--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "none", "--json"
@@ -213,7 +213,7 @@ def test_a_chain_of_parts_and_options_given_again(run) -> None:
     assert rows["HalfGate"] == rows["dr_grpo+HalfGate"] == pytest.approx(base / 2)
 
 
-def test_a_part_in_an_algorithm_of_ones_own(run) -> None:
+def test_a_part_in_a_custom_algorithm(run) -> None:
     small = ("--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "none", "--json")
     code, out, err = run("--part", "psi=GroupMean,own_part:Doubled", "--base", "own_part:MINE", *small)
     assert code == 0, err
@@ -221,7 +221,7 @@ def test_a_part_in_an_algorithm_of_ones_own(run) -> None:
     assert found["GroupMean+Doubled"] == pytest.approx(found["dr_grpo"])  # half the gate, twice the advantage
 
 
-def test_a_part_alone_shows_its_base_and_where_they_differ(run) -> None:
+def test_a_part_is_compared_with_its_base(run) -> None:
     """Two rows, no experiment, and which algorithm it is in; all the others on demand."""
     code, out, err = run("--part", "own_part:HalfGate", "--group-size", "2")
     assert (code, err) == (0, "")
@@ -238,7 +238,7 @@ def test_a_part_alone_shows_its_base_and_where_they_differ(run) -> None:
     assert report["findings"] == []
 
 
-def test_all_measures_the_others_beside_a_part(run) -> None:
+def test_all_measures_every_algorithm_with_a_part(run) -> None:
     words = ("--part", "own_part:HalfGate", "--all", "--group-size", "2", "--experiment", "none", "--json")
     rows = [row["name"] for row in json.loads(run(*words)[1])["algorithms"]]
     assert rows[-1] == "HalfGate"
@@ -273,7 +273,7 @@ def test_experiments_are_listed(run) -> None:
     assert "w(r, sign Ψ) of every gate" in out
 
 
-def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
+def test_a_gate_without_a_hash_is_plotted(run, tmp_path) -> None:
     words = (
         "--part",
         "own_part:Unhashed",
@@ -326,7 +326,7 @@ def test_a_gate_without_a_hash_is_drawn(run, tmp_path) -> None:
         (("--part", "colour=own_part:Negated"), "no field 'colour'"),
     ],
 )
-def test_what_cannot_be_is_refused(run, args: tuple[str, ...], words: str) -> None:
+def test_invalid_worlds_are_refused(run, args: tuple[str, ...], words: str) -> None:
     code, _, err = run(*args)
     assert code == 2
     assert words in err

@@ -68,7 +68,7 @@ def test_one_update_is_the_expected_gradient() -> None:
     torch.testing.assert_close(expected_update(pg.RLOO, setting, 3, 0.5), 0.5 * mean, rtol=0, atol=1e-15)
 
 
-def test_a_group_that_is_sampled_again_weighs_nothing() -> None:
+def test_groups_that_are_sampled_again_have_no_weight() -> None:
     setting = one_prompt(2, seed=1)
     kept = replace(pg.DR_GRPO, filters=(pg.DropZeroVariance(),))
     plain, filtered = (expected_update(a, setting, 2, 0.5) for a in (pg.DR_GRPO, kept))
@@ -76,14 +76,14 @@ def test_a_group_that_is_sampled_again_weighs_nothing() -> None:
     torch.testing.assert_close(filtered, plain / (2 * p * (1 - p)), rtol=0, atol=1e-14)  # the others have Ψ = 0
 
 
-def test_what_has_no_expected_rollout_is_refused() -> None:
+def test_settings_without_an_expected_rollout_are_refused() -> None:
     with pytest.raises(ValueError, match="one prompt and a Table"):
         expected_update(pg.GRPO, make_table_settings()[0], 2, 0.1)
     with pytest.raises(ValueError, match="TrustRegion has no learning rate"):
         expected_update(pg.TRPO, one_prompt(2), 2, 0.1)
 
 
-def test_a_level_is_found_between_two_rollouts() -> None:
+def test_levels_are_interpolated_between_rollouts() -> None:
     path = ExpectedTrajectory({"J": (0.0, 0.5, 1.0), "length": (4.0, 2.0, 0.0)})
     assert path.interpolate("length", 0.25, "J") == pytest.approx(3.0)
     assert path.interpolate("length", 0.75, "J") == pytest.approx(1.0)

@@ -91,7 +91,7 @@ def trajectories() -> list[Trajectory]:
     return found
 
 
-def test_the_book_is_the_batch_that_a_rollout_makes() -> None:
+def test_the_enumerated_batch_equals_a_rollout_s() -> None:
     """Mask, rewards, turn rewards, and which turns begin alike: by the production path from trajectories."""
     start = EpisodeSpec(Example("walk"), (0, TRAIN, 1, 0), 9)
     groups = [EpisodeGroup(start, torch.tensor([0]), tuple(trajectories()))]
@@ -150,7 +150,7 @@ def test_siblings_are_unbiased_by_brute_force(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_theorems_say(seed: int) -> None:
+def test_theorems_about_unbiased_estimators(seed: int) -> None:
     """No bias where none is claimed: whatever the critic at λ = 1, at any λ where it is exact; and one where we say so."""
     setting = walk_setting(seed=seed)
     alone, pairs = enumerate_steps(setting, 1), enumerate_steps(setting, 2)

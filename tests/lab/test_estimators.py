@@ -74,7 +74,7 @@ def test_the_expectation_is_that_of_ordered_groups(name: str, off: bool) -> None
 
 
 @pytest.mark.parametrize("term", [ExactEntropy(0.3), ExactKLToOld(0.7), ExactKLToReference(0.7)])
-def test_exact_loss_terms_too(term) -> None:
+def test_exact_loss_terms(term) -> None:
     algorithm, setting = replace(pg.DR_GRPO, terms=(term,)), small(True)
     found = estimate_gradients(algorithm, setting, enumerate_steps(setting, 2)).mean
     torch.testing.assert_close(found, brute(algorithm, setting, 2), rtol=0, atol=1e-12)
@@ -164,7 +164,7 @@ def test_the_truth_is_the_stated_objective() -> None:
     assert (regularised - setting.true_gradient(replace(pg.RLOO, shaping=()))).abs().max() > 1e-3
 
 
-def test_a_coupled_advantage_is_asked_step_by_step() -> None:
+def test_coupled_advantages_are_computed_step_by_step() -> None:
     """Whitening sees the whole call; the answer must be that of a step alone."""
     setting = small(False)
     algorithm = setting.prepare(pg.PPO)
@@ -186,7 +186,7 @@ class Doubled(pg.Advantage):
         return 2 * pg.LeaveOneOut()(psi, batch)
 
 
-def test_a_part_of_ones_own_is_measured(settings) -> None:
+def test_a_custom_part_is_measured(settings) -> None:
     own = replace(pg.REINFORCE, advantage=(Doubled(),))
     plain = replace(pg.REINFORCE, advantage=(pg.LeaveOneOut(),))
     (mine, _), (usual, _) = compare_on_off_policy({"own": own, "usual": plain}, *settings, 2)
@@ -202,7 +202,7 @@ def test_a_group_of_one_is_refused_by_group_statistics(settings) -> None:
     assert on.figures.bias < 1e-12
 
 
-def test_a_true_gradient_of_zero_is_said() -> None:
+def test_a_true_gradient_of_zero_is_refused() -> None:
     setting = two_answers(0.5, rewards=(1.0, 1.0))
     with pytest.raises(ValueError, match="true gradient is 0"):
         measure_algorithm(pg.REINFORCE, setting, enumerate_steps(setting, 2))

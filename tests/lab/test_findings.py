@@ -44,7 +44,7 @@ def test_theorems_hold(found, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*CLAIMS, *THEORY])
-def test_a_finding_says_its_numbers(found, name: str) -> None:
+def test_a_finding_contains_its_numbers(found, name: str) -> None:
     first, second = found[name, 0], found[name, 1]
     assert first.name == name
     assert first.sentence.endswith(".")
@@ -68,11 +68,11 @@ def undrawn(finding: Finding) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*CLAIMS, *THEORY])
-def test_every_curve_is_drawn(found, name: str) -> None:
+def test_every_curve_is_plotted(found, name: str) -> None:
     assert undrawn(found[name, 0]) == undrawn(found[name, 1]) == set(), "a column is in no panel of PLOTS"
 
 
-def test_what_is_measured(found) -> None:
+def test_empirical_findings_have_their_known_sign(found) -> None:
     """Signs of the empirical findings on the default seed: a change of one of them is news."""
     by = {name: found[name, 0] for name in CLAIMS}
     weights = by["z_score"].numbers
@@ -106,7 +106,7 @@ def test_what_is_measured(found) -> None:
     assert "with a fixed α" in by["adam"].sentence
 
 
-def test_chains_are_exact_where_they_say_so() -> None:
+def test_chains_are_exact() -> None:
     """J, its visits and its KL of short chains, against every chain with its probability."""
     chain, theta, other = (
         Chain(sample_normal(20, 1.0, 0).reshape(5, 4)),
@@ -127,6 +127,6 @@ def test_chains_are_exact_where_they_say_so() -> None:
     assert float(found.mean()) == pytest.approx(total, abs=4 * float(found.std()) / 20_000**0.5)
 
 
-def test_unknown_experiments_are_named() -> None:
+def test_unknown_experiments_are_refused_with_a_hint() -> None:
     with pytest.raises(ValueError, match="did you mean 'z_score'"):
         report.run_experiments(["zscore"])

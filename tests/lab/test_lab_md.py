@@ -42,7 +42,7 @@ def test_the_table_is_that_of_the_matrix(found: LabReport) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_figures_over_the_groups_size_are_todays(size: int) -> None:
+def test_the_figures_by_group_size_are_current(size: int) -> None:
     rows = rows_of("sizes")
     assert [name for name, _ in rows] == [*SIZED] * 2
     found, half = build_lab_report({name: SIZED[name] for name in ("rloo", "ppo")}, size, names=()), len(SIZED)
@@ -55,7 +55,7 @@ def test_the_figures_over_the_groups_size_are_todays(size: int) -> None:
             assert ["±" in cell for cell in cells] == [False, False, True] * 2
 
 
-def test_every_finding_stands_there(found: LabReport) -> None:
+def test_the_page_has_every_finding(found: LabReport) -> None:
     named = re.findall(r"`policygrad lab --experiment (\w+)`", TEXT)
     assert named == [*EXPERIMENTS]
     for finding in found.findings:

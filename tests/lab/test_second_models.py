@@ -56,7 +56,7 @@ def test_a_teachers_whole_kl_is_unbiased_and_its_tokens_are_not(setting: LabSett
     assert found["exact"].variance < found["tokens"].variance
 
 
-def test_rewards_are_no_part_of_what_a_distillation_states(setting: LabSetting) -> None:
+def test_rewards_are_not_part_of_a_distillation_s_objective(setting: LabSetting) -> None:
     other = replace(setting, world=replace(setting.world, reward=1 - setting.world.reward))
     assert torch.equal(setting.true_gradient(pg.DISTILL), other.true_gradient(pg.DISTILL))
     assert not torch.equal(setting.true_gradient(pg.PRIME), other.true_gradient(pg.PRIME))

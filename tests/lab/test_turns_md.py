@@ -23,7 +23,7 @@ SETTING = walk_setting()
 ERRING = replace(SETTING, critic_error=ERROR)
 
 
-def test_every_chain_stands_there() -> None:
+def test_the_page_has_every_chain() -> None:
     assert {*UNBIASED, *COMPARED} < {*WRITTEN}
     assert all(WRITTEN[name][1] == 0 for name in UNBIASED)
     assert all(row[1] == 0 for name, row in WRITTEN.items() if re.search(r"\blam=1\)", name))
@@ -38,7 +38,7 @@ def test_every_chain_stands_there() -> None:
         ("BiLevelGAE(turn_lam=0.9, lam=0.9)", (BiLevelGAE(lam=0.9, turn_lam=0.9),)),
     ],
 )
-def test_the_figures_are_todays(name: str, psi: tuple[Advantage, ...]) -> None:
+def test_the_figures_are_current(name: str, psi: tuple[Advantage, ...]) -> None:
     setting = ERRING if "lam" in name else SETTING
     f = measure_chain(name, psi, setting, enumerate_steps(setting, 3)).figures
     now = [f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse]

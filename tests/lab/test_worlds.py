@@ -104,7 +104,7 @@ def test_the_fisher_matrix_is_the_hessian_of_the_mean_kl() -> None:
         (lambda: mdp.penalty_constant(bandit(torch.ones(2)), torch.full((1, 2), 0.5).double()), "gamma below 1"),
     ],
 )
-def test_what_cannot_be_is_refused(make, words: str) -> None:
+def test_invalid_worlds_are_refused(make, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -126,7 +126,7 @@ def test_gamma_1_is_allowed_where_every_policy_ends() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "length"), [(2, 1), (3, 3), (5, 2), (2, 6), (4, 4)])
-def test_the_tree_holds_every_completion_once(vocabulary: int, length: int) -> None:
+def test_the_tree_contains_every_completion_once(vocabulary: int, length: int) -> None:
     tree = PrefixTree(vocabulary, length)
     brute = {
         tuple(itertools.takewhile(bool, word)) for word in itertools.product(range(vocabulary), repeat=length)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.architectures import CONFIGS, PLAIN, long_batch
 from doubles.drawing import Context, sample
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
@@ -44,7 +45,7 @@ def test_sampler_and_learner_compute_the_models_own_numbers(name: str, tmp_path:
     tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(tmp_path)
     model, batch = load_model(str(tmp_path)), long_batch()
     algorithm = replace(pg.GRPO, update_rule=pg.GradientSteps(epochs=2))
-    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=200))
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=200)))
 
     scored = learner.evaluate(batch, algorithm.needs)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.batches import branching, make_batch, naive_logp, written
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
 from policygrad.learners.local.learner import LocalLearner
@@ -132,11 +133,13 @@ def test_a_score_is_that_of_all_its_texts(model: nn.Module, together: bool) -> N
 
 
 @pytest.mark.parametrize("backbone", ["separate", "policy"])
-def test_the_value_of_where_an_episode_was_cut_off_is_that_of_its_last_text(random_model: Path, features: str) -> None:
-    critic = pg.Critic(backbone=features)  # type: ignore[arg-type]
+def test_the_value_of_where_an_episode_was_cut_off_is_that_of_its_last_text(random_model: Path, backbone: str) -> None:
+    critic = pg.Critic(backbone=backbone)  # type: ignore[arg-type]
     algorithm = replace(pg.PPO, shaping=(), critic=critic, advantage=(pg.GAE(bootstrap=True),))
     network = load_model(str(random_model))
-    learner = LocalLearner(network, algorithm, lr=0.0, steps=1, config=LearnerConfig(dtype="fp32", micro_tokens=16))
+    learner = LocalLearner(
+        network, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(dtype="fp32", micro_tokens=16))
+    )
     assert learner.critic is not None
     head = learner.critic.network.head
     nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
@@ -144,7 +147,7 @@ def test_the_value_of_where_an_episode_was_cut_off_is_that_of_its_last_text(rand
     batch = replace(batch, truncated=torch.ones(len(batch.mask), dtype=torch.bool), reward=batch.reward.float())
     found = learner.evaluate(batch, algorithm.needs).bootstrap
     assert found is not None
-    trunk = learner.critic.network.backbone if features == "separate" else network.get_decoder()
+    trunk = learner.critic.network.backbone if backbone == "separate" else network.get_decoder()
     for row in range(len(batch.mask)):
         expected = torch.zeros(())
         if batch.mask[row].any():
@@ -190,7 +193,7 @@ def test_an_episode_of_two_texts_by_hand(model: nn.Module, name: str) -> None:
     old[0, [0, 1, 4, 5]] = first.detach() + 0.2 * torch.arange(4)
     old[1, :3] = second.detach() - 0.3 * torch.arange(3)
     psi = torch.tensor([[-1.0], [2.0]], dtype=torch.float64) * TWO.mask
-    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=3))
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=3)))
     learner.optimizer.adam.zero_grad()
     learner.build_problem(replace(TWO, logp_old=old), psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]

@@ -15,6 +15,7 @@ import policygrad as pg
 from doubles.architectures import Family, families
 from doubles.drawing import Context, sample
 from policygrad.errors import ConfigError, ModelError
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import add_adapters
 from policygrad.models.loading import load_model
@@ -56,7 +57,7 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
     """GRPO with completions of the model's own and made-up rewards; sampler and learner in this process, as a run has them."""
     model, algorithm = load_model(path, lora=lora), pg.GRPO
     sampler = LocalSampler(model, frozenset({1}), 0)
-    learner, gap, moved = LocalLearner(model, algorithm, lr=1e-2, steps=2), 0.0, True
+    learner, gap, moved = LocalLearner(model, LearnerSpec(algorithm, lr=1e-2, steps=2)), 0.0, True
     trained = [p for p in model.parameters() if p.requires_grad]
     for step in range(2):
         prompts = [Context(torch.arange(3, 3 + n), (step, i)) for i, n in enumerate(LENGTHS)]

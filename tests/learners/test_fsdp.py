@@ -19,7 +19,7 @@ from torch import nn
 import policygrad as pg
 from doubles.architectures import PLAIN
 from doubles.experts import built, drawn, shaken
-from doubles.ranked import BATCH, HOW, agree, learned, model, pair, started, values
+from doubles.ranked import BATCH, agree, learned, make_spec, model, pair, started, values
 from policygrad.learners.fsdp import controller
 from policygrad.learners.fsdp.controller import FsdpController, check_shardable
 from policygrad.learners.fsdp.distributed_ops import FsdpWorkDivision
@@ -118,7 +118,7 @@ def _recomputes_activations(local: LocalLearner, ranked: FsdpController) -> None
 def _learns_in_bf16(ranks: WorkerGroup) -> None:
     """Masters in float32, passes in bfloat16: the published model is the masters', rounded."""
     whole = model(torch.bfloat16)
-    ranked = FsdpController.of(ranks, whole, pg.DR_GRPO, **HOW)
+    ranked = FsdpController.of(ranks, whole, make_spec(pg.DR_GRPO))
     batch = replace(BATCH, reward=BATCH.reward.float())
     learned(ranked, pg.DR_GRPO.with_max_tokens(6), batch)
     ranked.publish()
@@ -196,7 +196,7 @@ def test_weights_in_four_bits_are_refused() -> None:
     whole = model()
     check_shardable(whole)
     whole.is_quantized = True  # type: ignore[assignment]
-    with pytest.raises(pg.ConfigError, match=r"quantised, and are not spread.*learner\.ranks 1"):
+    with pytest.raises(pg.ConfigError, match=r"quantised and cannot be sharded.*learner\.world_size=1"):
         check_shardable(whole)
 
 
@@ -204,21 +204,21 @@ def test_a_trust_region_of_a_model_without_forward_mode_is_refused() -> None:
     """One process takes the derivative of reverse mode there, which FSDP does not have."""
     bloom = tf.BloomForCausalLM(tf.BloomConfig(**PLAIN, hidden_size=8, n_layer=1, n_head=2)).eval()
     ranks = WorkerGroup.start(1)
-    with pytest.raises(pg.ConfigError, match=r"no forward mode.*learner\.ranks 1"):
-        FsdpController.of(ranks, bloom, replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None), **HOW)
+    with pytest.raises(pg.ConfigError, match=r"forward-mode derivatives.*learner\.world_size=1"):
+        FsdpController.of(ranks, bloom, make_spec(replace(pg.TRPO, advantage=(pg.GroupMean(),), critic=None)))
     ranks.close()
 
 
 @pytest.mark.parametrize("options", [{"lora": "rank=4,bits=4"}, {"device": "cuda:1"}], ids=str)
 def test_options_of_one_process_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
+    with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.world_size=2"):
         pg.Run(learner=pg.LearnerConfig(world_size=2, **options))
-    with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.ranks is 2"):
+    with pytest.raises(pg.ConfigError, match=rf"learner\.{next(iter(options))}.*learner\.world_size=2"):
         pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(world_size=2, **options))
 
 
 def test_the_number_of_ranks() -> None:
-    with pytest.raises(pg.ConfigError, match=r"learner\.ranks must be at least 1, not 0"):
+    with pytest.raises(pg.ConfigError, match=r"learner\.world_size must be at least 1, not 0"):
         pg.LearnerConfig(world_size=0)
     with pytest.raises(pg.ConfigError, match=r"learner\.routing_replay replays .*, and sft samples nothing"):
         pg.SFTConfig(data="x.jsonl", learner=pg.LearnerConfig(routing_replay=True))
@@ -226,7 +226,7 @@ def test_the_number_of_ranks() -> None:
 
 def test_what_no_pickle_holds_is_refused_before_anybody_hears_of_it() -> None:
     with pytest.raises(
-        pg.ConfigError, match=r"cannot be sent to the other processes \(.*lock.*\): .*learner\.ranks to 1"
+        pg.ConfigError, match=r"cannot be sent to the other processes \(.*lock.*\): .*learner\.world_size to 1"
     ):
         WorkerGroup.broadcast_object(SimpleNamespace(), threading.Lock())  # type: ignore[arg-type]
 
@@ -235,9 +235,7 @@ def test_each_process_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     check_devices("cpu", 4)
     check_devices("cuda", 1)
-    with pytest.raises(
-        pg.ConfigError, match=r"learner\.ranks is 2, and this machine has 1 GPU: each process needs one"
-    ):
+    with pytest.raises(pg.ConfigError, match=r"learner\.world_size=2 needs 2 GPUs; this machine has 1"):
         check_devices("cuda", 2)
 
 
@@ -248,10 +246,10 @@ def test_torchrun_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, value)
     assert resolve_world_size(1) == resolve_world_size(2) == 2
     check_not_torchrun(2)
-    with pytest.raises(pg.ConfigError, match=r"torchrun has started 2 processes, and learner\.ranks is 3"):
+    with pytest.raises(pg.ConfigError, match=r"learner\.world_size=3 and torchrun has started 2 processes"):
         resolve_world_size(3)
-    with pytest.raises(pg.ConfigError, match="each would do the whole run"):
+    with pytest.raises(pg.ConfigError, match="each would train the full run"):
         check_not_torchrun(1)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(pg.ConfigError, match="each would do the whole run"):
+    with pytest.raises(pg.ConfigError, match="each would train the full run"):
         check_not_torchrun(2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from doubles.ranked import BATCH, HOW, learned, model, started
+from doubles.ranked import BATCH, learned, make_spec, model, started
 from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.learners.fsdp.processes import WorkerGroup
@@ -58,9 +58,9 @@ def test_no_process_has_more_than_its_share_and_one_parameter(
     sizes = {"n_embd": 60, "n_inner": 120}
     whole, local = (model(torch.float32, **sizes) for _ in range(2))
     total, largest = (f(p.nbytes for p in whole.parameters()) for f in (sum, max))
-    alone = LocalLearner(local, ALGORITHM, **HOW)
+    alone = LocalLearner(local, make_spec(ALGORITHM))
     before = held_here() - total  # beside the model that is spread now
-    ranked = FsdpController.of(ranks, whole, ALGORITHM, streams=True, **HOW)
+    ranked = FsdpController.of(ranks, whole, make_spec(ALGORITHM), stream_weights=True)
     assert all(p.is_meta for p in whole.parameters())
     tensors, most = ranked.publish().tensors, [0, 0]
     assert isinstance(tensors, LazyStateDict)
@@ -94,7 +94,7 @@ def _follows_the_weights(alone: LocalLearner, ranked: FsdpController) -> None:
     assert old.logits is not None
     assert torch.allclose(new.logits(ids), expected, atol=1e-5)
     for asked in (lambda: old.tensors["transformer.wte.weight"], lambda: old.logits(ids)):  # type: ignore[misc]
-        with pytest.raises(StaleWeightsError, match="the weights of version 0 have passed"):
+        with pytest.raises(StaleWeightsError, match="the weights of version 0 are gone"):
             asked()
     assert ranked.publish().version == 1  # and all go on
 

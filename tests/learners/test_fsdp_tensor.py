@@ -115,17 +115,22 @@ def test_what_is_not_cut_is_refused() -> None:
     mixtral = partial(tf.MixtralConfig, num_local_experts=2)
     sizes = CONFIGS["qwen3"]().to_dict()
     moe: Any = mixtral(**{key: sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")})
-    refused(model, r"learner\.tensor 2: transformers has no plan for cutting a GPT2LMHeadModel's layers.*tensor to 1")
-    refused(lambda: tf.MixtralForCausalLM(moe), r"cuts by .*, and here it is done by colwise")
-    refused(llama, r"learner\.tensor 4 does not divide num_key_value_heads, 2", 4)
+    refused(
+        model,
+        r"learner\.tensor_parallel=2: transformers has no tensor-parallel plan for GPT2LMHeadModel: .*tensor_parallel=1",
+    )
+    refused(lambda: tf.MixtralForCausalLM(moe), r"uses .*; supported are colwise")
+    refused(llama, r"learner\.tensor_parallel=4 does not divide num_key_value_heads, 2", 4)
     refused(partial(llama, intermediate_size=21), r"does not divide model\.layers\.0\.mlp\.gate_proj's outputs, 21")
-    refused(llama, "TrustRegion looks at gradients in ways of its own", algorithm=pg.TRPO)
+    refused(llama, "TrustRegion reads gradients layer by layer", algorithm=pg.TRPO)
     exact = replace(pg.OPO, advantage=(pg.OptimalBaseline(norm="exact"),))
-    refused(llama, r"OptimalBaseline\(norm='exact'\) looks at gradients", algorithm=exact)
+    refused(llama, r"OptimalBaseline\(norm='exact'\) reads gradients", algorithm=exact)
     check_tensor_parallel(model(), 1, pg.TRPO)
-    with pytest.raises(pg.ConfigError, match=r"learner\.tensor 2 of 3 processes \(learner\.ranks\).*a divisor"):
-        check_fsdp_options(pg.LearnerConfig(world_size=3, tensor_parallel=2), pg.GRPO)
-    with pytest.raises(pg.ConfigError, match=r"learner\.tensor must be at least 1, not 0"):
+    with pytest.raises(
+        pg.ConfigError, match=r"learner\.tensor_parallel=2 does not divide learner\.world_size=3: choose a divisor"
+    ):
+        check_fsdp_options(pg.LearnerConfig(world_size=3, tensor_parallel=2))
+    with pytest.raises(pg.ConfigError, match=r"learner\.tensor_parallel must be at least 1, not 0"):
         pg.LearnerConfig(tensor_parallel=0)
 
 
@@ -134,7 +139,7 @@ def test_adapters_are_not_cut() -> None:
     from policygrad.models.adapters import add_adapters
     from policygrad.models.lora_config import Lora
 
-    with pytest.raises(pg.ConfigError, match=r"adapters \(learner\.lora\) are not cut"):
+    with pytest.raises(pg.ConfigError, match=r"do not cover adapters \(learner\.lora\)"):
         check_tensor_parallel(add_adapters(llama(), Lora(rank=2)), 2, pg.GRPO)
 
 

@@ -38,8 +38,8 @@ def plain(states: Tensor, linear: nn.Linear, index: Tensor, tokens: Tensor, tau:
 def test_values_and_gradients_are_those_of_autograd(
     monkeypatch: pytest.MonkeyPatch, chunk: int, room: int, tau: float, bias: bool, entropy: bool
 ) -> None:
-    monkeypatch.setattr(logprobs, "BUFFER", chunk)
-    monkeypatch.setattr(logprobs, "WAITING", room)
+    monkeypatch.setattr(logprobs, "BUFFER_CPU", chunk)
+    monkeypatch.setattr(logprobs, "MAX_CACHED", room)
     states, linear, index, tokens = example(torch.float64, bias)
     many = torch.cat([states, states.detach().flip(0), states.detach() * 2]).requires_grad_()  # more than one chunk
     index = torch.cat([index, index + STATES, index + 2 * STATES])
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_autograd(
 def test_a_gradient_that_was_expected_saves_a_product_and_a_wrong_guess_costs_one(
     monkeypatch: pytest.MonkeyPatch, right: bool
 ) -> None:
-    monkeypatch.setattr(logprobs, "WAITING", 0)
+    monkeypatch.setattr(logprobs, "MAX_CACHED", 0)
     states, linear, index, tokens = example(torch.float64, True)
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
@@ -83,8 +83,8 @@ def test_what_there_is_room_for_is_not_computed_again(
     """Two chunks of states; and what waited is gone after the way back, so that a second one computes all again."""
     states, linear, index, tokens = example(torch.float64, True)
     many = torch.cat([states.detach()] * 3).requires_grad_()
-    monkeypatch.setattr(logprobs, "BUFFER", 16 * VOCABULARY)
-    monkeypatch.setattr(logprobs, "WAITING", room)
+    monkeypatch.setattr(logprobs, "BUFFER_CPU", 16 * VOCABULARY)
+    monkeypatch.setattr(logprobs, "MAX_CACHED", room)
     products = []
     monkeypatch.setattr(logprobs._Logits, "__call__", counted(logprobs._Logits.__call__, products))
     found, _ = fused_log_probability(many, linear, index, tokens, 0.7)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import policygrad as pg
 from doubles.batches import make_batch, naive_logp
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import load_model
@@ -50,7 +51,7 @@ def same(a: list[Tensor], module: nn.Module) -> bool:
 def test_the_teacher_says_what_it_says_by_definition(model: nn.Module, teacher: nn.Module, temperature: float) -> None:
     """At the sampling temperature, of completions with holes, equal ones and an empty one."""
     batch = make_batch(5)
-    learner = LocalLearner(model, TAUGHT, lr=0.0, steps=1, temperature=temperature, reference=teacher)
+    learner = LocalLearner(model, LearnerSpec(TAUGHT, lr=0.0, steps=1, temperature=temperature), reference=teacher)
     found = learner.evaluate(batch, TAUGHT.needs)
     assert found.logp_ref is not None
     assert found.logp_old is not None
@@ -66,9 +67,11 @@ def test_the_exact_kl_to_the_teacher(
     model: nn.Module, teacher: nn.Module, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner's gradient against autograd through Σ_a π(a) log(π(a)/π_T(a)) of one completion at a time."""
-    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", chunk)
+    monkeypatch.setattr("policygrad.learners.local.forward.MAX_LOGITS", chunk)
     batch = make_batch(3)
-    learner = LocalLearner(model, EXACT, lr=0.0, steps=1, reference=teacher, config=LearnerConfig(micro_tokens=40))
+    learner = LocalLearner(
+        model, LearnerSpec(EXACT, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=40)), reference=teacher
+    )
     batch = learner.evaluate(batch, EXACT.needs)
     learner.build_problem(batch, EXACT.compute_advantages(batch), EXACT).accumulate()
     got = [p.grad.clone() for p in model.parameters()]
@@ -89,7 +92,7 @@ def test_the_exact_kl_to_the_teacher(
 def test_a_policy_becomes_its_teacher(model: nn.Module, teacher: nn.Module) -> None:
     """Rollouts of the same texts, as an off-policy gradient would: only that the exact KL falls by half is asked."""
     batch = make_batch(7, holes=False)
-    learner = LocalLearner(model, EXACT, lr=1e-2, steps=30, reference=teacher)
+    learner = LocalLearner(model, LearnerSpec(EXACT, lr=1e-2, steps=30), reference=teacher)
     found = []
     for _ in range(30):
         filled = learner.evaluate(batch, EXACT.needs)
@@ -100,16 +103,18 @@ def test_a_policy_becomes_its_teacher(model: nn.Module, teacher: nn.Module) -> N
 @pytest.mark.parametrize("named", [True, False])
 def test_a_name_and_its_model_come_together(model: nn.Module, teacher: nn.Module, named: bool) -> None:
     with pytest.raises(pg.ConfigError, match=r"Reference\.model is .*give both"):
-        LocalLearner(model, TAUGHT if named else pg.GRPO, lr=0.0, steps=1, reference=None if named else teacher)
+        LocalLearner(
+            model, LearnerSpec(TAUGHT if named else pg.GRPO, lr=0.0, steps=1), reference=None if named else teacher
+        )
 
 
 def test_another_width_has_no_exact_kl(model: nn.Module) -> None:
     torch.manual_seed(1)
     size = int(model.config.vocab_size) + 8  # type: ignore[union-attr, arg-type]
     wide = load_model(GPT2LMHeadModel(GPT2Config(vocab_size=size, n_positions=64, n_embd=24, n_layer=1, n_head=2)))
-    LocalLearner(model, TAUGHT, lr=0.0, steps=1, reference=wide)
-    with pytest.raises(pg.ConfigError, match=r"ExactKLToReference compares .* logits.*TeacherLogRatio"):
-        LocalLearner(model, EXACT, lr=0.0, steps=1, reference=wide)
+    LocalLearner(model, LearnerSpec(TAUGHT, lr=0.0, steps=1), reference=wide)
+    with pytest.raises(pg.ConfigError, match=r"ExactKLToReference needs one vocabulary.* logits.*TeacherLogRatio"):
+        LocalLearner(model, LearnerSpec(EXACT, lr=0.0, steps=1), reference=wide)
 
 
 def test_a_teacher_reads_the_policys_tokens(random_model: Path, tmp_path: Path) -> None:
@@ -147,7 +152,7 @@ def rollout(learner: LocalLearner, batch: pg.Batch) -> dict:  # type: ignore[typ
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"micro_tokens": 20}], ids=str)
 def test_its_gradient_is_that_of_the_cross_entropy(model: nn.Module, options: dict[str, object]) -> None:
     """Merged duplicates, shared prompts and micro-batches, against one completion at a time. π_φ has moved before."""
-    learner = LocalLearner(model, NO_FILTER, lr=0.0, steps=1, config=LearnerConfig(**options))  # type: ignore[arg-type]
+    learner = LocalLearner(model, LearnerSpec(NO_FILTER, lr=0.0, steps=1, config=LearnerConfig(**options)))  # type: ignore[arg-type]
     assert learner.reward_model is not None
     phi = learner.reward_model.evaluator.model
     with torch.no_grad():
@@ -178,7 +183,7 @@ def test_the_two_models_move_apart(model: nn.Module) -> None:
     batch = make_batch(3)
     for policy, own in ((0.0, 1e-3), (1e-3, 0.0)):
         algorithm = replace(NO_FILTER, reward_model=pg.ImplicitReward(lr=own))
-        learner = LocalLearner(model, algorithm, lr=policy, steps=1)
+        learner = LocalLearner(model, LearnerSpec(algorithm, lr=policy, steps=1))
         assert learner.reward_model is not None
         assert learner.reference is not None
         phi, reference = learner.reward_model.evaluator.model, learner.reference.model
@@ -194,7 +199,7 @@ def test_the_two_models_move_apart(model: nn.Module) -> None:
 def test_it_starts_as_the_reference_whatever_that_is(model: nn.Module, teacher: nn.Module) -> None:
     """A reference of another architecture: π_φ is one more of it, so that r_φ is 0, and it alone learns."""
     algorithm = replace(NO_FILTER, reference=pg.Reference(model="another"))
-    learner = LocalLearner(model, algorithm, lr=1e-3, steps=1, reference=teacher)
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=1e-3, steps=1), reference=teacher)
     assert learner.reward_model is not None
     before = parameters(teacher)
     batch = evaluated(learner, make_batch(3))
@@ -205,7 +210,9 @@ def test_it_starts_as_the_reference_whatever_that_is(model: nn.Module, teacher: 
 
 
 def test_it_learns_which_answers_are_right(model: nn.Module) -> None:
-    learner = LocalLearner(model, replace(NO_FILTER, reward_model=pg.ImplicitReward(1.0, 1e-2)), lr=0.0, steps=30)
+    learner = LocalLearner(
+        model, LearnerSpec(replace(NO_FILTER, reward_model=pg.ImplicitReward(1.0, 1e-2)), lr=0.0, steps=30)
+    )
     batch, losses = make_batch(4, holes=False), []
     for _ in range(30):
         losses.append(rollout(learner, batch)["reward_model/loss"].value)
@@ -216,7 +223,7 @@ def test_it_learns_which_answers_are_right(model: nn.Module) -> None:
 
 
 def test_what_a_filter_gave_no_weight_teaches_nothing(model: nn.Module) -> None:
-    learner = LocalLearner(model, NO_FILTER, lr=0.0, steps=1)
+    learner = LocalLearner(model, LearnerSpec(NO_FILTER, lr=0.0, steps=1))
     batch = evaluated(learner, make_batch(3))
     assert learner.reward_model is not None
     weight = torch.where(batch.group[:, None] == 0, 0.0, 1.5).double().expand(batch.mask.shape)
@@ -235,12 +242,12 @@ def test_its_state_is_part_of_the_learners(random_model: Path) -> None:
     """A learner restored after two rollouts goes on as the one that was never stopped, to the bit."""
     batches = [replace(b, reward=b.reward.float()) for b in (make_batch(s) for s in (1, 2, 3))]
     algorithm = replace(NO_FILTER, reward_model=pg.ImplicitReward(lr=1e-2))
-    whole = LocalLearner(load_model(str(random_model)), algorithm, lr=1e-2, steps=3)
+    whole = LocalLearner(load_model(str(random_model)), LearnerSpec(algorithm, lr=1e-2, steps=3))
     for batch in batches[:2]:
         rollout(whole, batch)
     tensors, values = whole.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    again = LocalLearner(load_model(str(random_model)), algorithm, lr=1e-2, steps=3)
+    again = LocalLearner(load_model(str(random_model)), LearnerSpec(algorithm, lr=1e-2, steps=3))
     again.restore(tensors, values)
     first, second = (rollout(learner, batches[2]) for learner in (whole, again))
     assert first["reward_model/loss"].value == second["reward_model/loss"].value

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.batches import float_batch, make_batch, naive_logp
 from policygrad.errors import ConfigError, ModelError
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models import adapters
@@ -38,7 +39,7 @@ def adapted(folder: Path, dtype: torch.dtype = torch.float32, lora: Lora = LORA,
 
 
 def learner_for(model: nn.Module, algorithm: pg.Algorithm, lr: float | None = 1e-2, **options: Any) -> LocalLearner:
-    return LocalLearner(model, algorithm, lr=lr, steps=4, config=LearnerConfig(**options))
+    return LocalLearner(model, LearnerSpec(algorithm, lr=lr, steps=4, config=LearnerConfig(**options)))
 
 
 def gradients(model: nn.Module, algorithm: pg.Algorithm, batch: pg.Batch, **options: Any) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from doubles.models import Wrapped
 from doubles.selecting import Loudest, OfTheGroup
 from policygrad.algorithms import ALGORITHMS
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator
 from policygrad.learners.local.learner import LocalLearner
@@ -121,7 +122,7 @@ def test_a_surrogate_of_whole_groups_is_that_of_the_update(model: nn.Module, bra
     noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = replace(batch, logp_old=logp + 0.3 * noise, weight=noise.exp())
     psi = algorithm.compute_advantages(batch)
-    learner = LocalLearner(model, algorithm, lr=None, steps=1, config=LearnerConfig(micro_tokens=1))
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=None, steps=1, config=LearnerConfig(micro_tokens=1)))
     network = replace(learner.evaluator.network, use_tree=branches)
     learner.networks = replace(learner.networks, policy=replace(learner.evaluator, network=network))
     learner.curvature = replace(learner.curvature, networks=learner.networks)
@@ -199,7 +200,7 @@ def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Modul
     other[1] = 1
     batch, psi = replace(batch, **{name: other}), torch.zeros(batch.mask.shape, dtype=torch.float64)
     algorithm = pg.Algorithm(terms=(Weighed(name),))
-    learner = LocalLearner(model, algorithm, lr=0.0, steps=1)
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1))
     learner.optimizer.adam.zero_grad()
     learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -214,7 +215,9 @@ def test_equal_tokens_are_computed_once_and_stay_two_completions(model: nn.Modul
 
 def test_entropy_is_that_of_the_whole_distribution(model: nn.Module) -> None:
     batch = make_batch(5)
-    learner = LocalLearner(model, pg.GRPO, lr=0.0, steps=1, temperature=0.7, config=LearnerConfig(micro_tokens=30))
+    learner = LocalLearner(
+        model, LearnerSpec(pg.GRPO, lr=0.0, steps=1, temperature=0.7, config=LearnerConfig(micro_tokens=30))
+    )
     found = learner.evaluate(batch, frozenset({"entropy"}))
     assert found.logp_old is None  # nobody has asked for it
     assert found.entropy is not None
@@ -233,7 +236,7 @@ def test_what_a_tool_said_in_between_tells_completions_apart(model: nn.Module) -
     tokens[1] = tokens[0]
     tokens[1, 2] = (tokens[0, 2] + 1) % VOCABULARY
     batch = replace(batch, mask=mask, tokens=tokens)
-    learner = LocalLearner(model, pg.PPO, lr=0.0, steps=1)
+    learner = LocalLearner(model, LearnerSpec(pg.PPO, lr=0.0, steps=1))
     got = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     with torch.no_grad():
         expected = naive_logp(model, batch, 1.0)
@@ -254,7 +257,7 @@ def test_a_gate_that_needs_its_whole_group_has_those_that_teach_nothing_too(mode
     batch = replace(batch, logp_old=old, reward=right.double())
     psi = algorithm.compute_advantages(batch)
     assert bool(((psi == 0).all(1) & batch.mask.any(1)).any())
-    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30)))
     learner.optimizer.adam.zero_grad()
     learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -293,7 +296,7 @@ def test_gradient_is_that_of_the_plain_definition(model: nn.Module, name: str, s
     psi, batch = algorithm.compute_advantages(batch), algorithm.add_critic_targets(batch)
     if algorithm.critic is not None:  # a policy that moves, also where its critic is fitted first
         algorithm = replace(algorithm, critic=replace(algorithm.critic, pretrain=0))
-    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30)))
     learner.optimizer.adam.zero_grad()
     metrics = learner.build_problem(batch, psi, algorithm).accumulate()
     got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""The processes that rank 0 starts end with it, however early it ends."""
+"""The processes that rank 0 starts: they end with it, import nothing from the working directory, and are limited in number."""
 
 from __future__ import annotations
 
@@ -25,32 +25,30 @@ from policygrad.learners.fsdp.processes import (
 
 RANK_0 = """
 import sys
-from policygrad.learners.fsdp.processes import started
-print(started("127.0.0.1", int(sys.argv[1]), 1, 2).pid, flush=True)
+from policygrad.learners.fsdp.processes import launch_worker
+print(launch_worker("127.0.0.1", int(sys.argv[1]), 1, 2).pid, flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux says when another's child ends")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux reports the end of another process's child")
 def test_a_process_ends_with_rank_0_before_they_are_connected() -> None:
-    """It asks at a port for minutes at which nobody answers any more."""
-    with socket.socket() as nobody:
-        nobody.bind((LOCALHOST, 0))
-        words = [sys.executable, "-c", RANK_0, str(nobody.getsockname()[1])]
-        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank_0:
+    """It tries to connect for minutes to a port where nothing answers any more."""
+    with socket.socket() as closed:
+        closed.bind((LOCALHOST, 0))
+        command = [sys.executable, "-c", RANK_0, str(closed.getsockname()[1])]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank_0:
             assert rank_0.stdout is not None
-            pid = int(rank_0.stdout.readline())
-            follower = os.pidfd_open(pid)
+            worker = os.pidfd_open(int(rank_0.stdout.readline()))
             try:
-                assert not select.select([follower], [], [], 0)[0]
+                assert not select.select([worker], [], [], 0)[0]
                 rank_0.kill()
-                assert select.select([follower], [], [], 120)[0], "it outlives rank 0"
+                assert select.select([worker], [], [], 120)[0], "it outlives rank 0"
             finally:
-                os.close(follower)
+                os.close(worker)
 
 
 def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the standard library's names nor a package's are looked for there, as in the process that starts it."""
     for name in ("json", "os", "tempfile", "torch", "policygrad"):
         (tmp_path / f"{name}.py").write_text(f"import sys; sys.stderr.write('{name} of the folder'); sys.exit(7)\n")
     monkeypatch.chdir(tmp_path)
@@ -59,48 +57,48 @@ def test_a_rank_does_not_import_modules_of_the_current_folder(tmp_path: Path, mo
         rank_0.listen()
         rank = launch_worker(LOCALHOST, rank_0.getsockname()[1], 1, 2)
         try:
-            while not select.select([rank_0], [], [], 0.1)[0]:  # it has imported what it needs, and connects
-                assert rank.poll() is None, "it took a module of the folder"
+            while not select.select([rank_0], [], [], 0.1)[0]:  # it connects once its imports are done
+                assert rank.poll() is None, "it imported a module of the folder"
         finally:
             kill_workers([rank])
 
 
-class Started:
+class IdleProcess:
     """A process that does nothing."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.killed = False
 
     def poll(self) -> int | None:
-        return -9 if self.over else None
+        return -9 if self.killed else None
 
     def wait(self, timeout: float | None = None) -> int:
-        assert self.over
+        assert self.killed
         return -9
 
     def kill(self) -> None:
-        self.over = True
+        self.killed = True
 
 
-def test_a_signal_while_they_are_started_leaves_none() -> None:
-    found = list[Started]()
+def test_an_interrupted_start_leaves_no_process() -> None:
+    launched = list[IdleProcess]()
 
-    def start(host: str, port: int, rank: int, size: int) -> Started:
+    def start(host: str, port: int, rank: int, size: int) -> IdleProcess:
         if rank == 3:
             raise KeyboardInterrupt
-        found.append(Started())
-        return found[-1]
+        launched.append(IdleProcess())
+        return launched[-1]
 
     with pytest.raises(KeyboardInterrupt):
         WorkerGroup.start(4, WorkerLauncher(start))
-    assert [other.over for other in found] == [True, True]
+    assert [process.killed for process in launched] == [True, True]
 
 
 def test_more_processes_than_a_machine_can_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes.os, "cpu_count", lambda: 2)
     check_devices("cpu", MAX_LOCAL_PROCESSES)
     with pytest.raises(
-        ConfigError, match=f"learner.world_size is 100000, .* 2 processors: give at most {MAX_LOCAL_PROCESSES}"
+        ConfigError, match=f"learner.world_size=100000 .* 2 processors. Set it to at most {MAX_LOCAL_PROCESSES}"
     ):
         check_devices("cpu", 100000)
     monkeypatch.setattr(processes.os, "cpu_count", lambda: 2 * MAX_LOCAL_PROCESSES)

@@ -17,6 +17,7 @@ from doubles.architectures import CONFIGS
 from doubles.batches import float_batch
 from doubles.models import Wrapped
 from policygrad.errors import ModelError
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import adapter_configs
@@ -101,7 +102,9 @@ def test_a_model_without_a_configuration_is_built_by_its_owner(random_model: Pat
     batch = float_batch()
 
     def learner(build: Callable[[], nn.Module] | None) -> LocalLearner:
-        return LocalLearner(Wrapped(load_model(str(random_model))), algorithm, lr=1e-3, steps=2, build=build)
+        return LocalLearner(
+            Wrapped(load_model(str(random_model))), LearnerSpec(algorithm, lr=1e-3, steps=2), build=build
+        )
 
     def again() -> nn.Module:  # other weights, as a constructor would draw them
         model = load_model(str(random_model))
@@ -150,7 +153,7 @@ def test_a_critics_backbone_recomputes_its_activations_where_the_policy_does(ran
     calls = {}
     for recompute in (False, True):
         config = LearnerConfig(gradient_checkpointing=recompute)
-        learner = LocalLearner(load_model(str(random_model)), algorithm, lr=0.0, steps=1, config=config)
+        learner = LocalLearner(load_model(str(random_model)), LearnerSpec(algorithm, lr=0.0, steps=1, config=config))
         scored = algorithm.add_critic_targets(learner.evaluate(batch, algorithm.needs))
         assert learner.critic is not None
         seen: list[bool] = []

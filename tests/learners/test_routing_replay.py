@@ -18,6 +18,7 @@ import policygrad as pg
 from doubles.architectures import BASE
 from doubles.batches import make_batch, naive_logp
 from doubles.experts import EXPERTS, LAYERS, MODELS, built, drawn, shaken
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.moe_routing import Routing
@@ -83,7 +84,7 @@ def test_what_is_replayed_is_the_choice_and_nothing_else() -> None:
     model = built("qwen3")
     batch = drawn(model, make_batch(3))
     shaken(model)
-    learner = LocalLearner(model, pg.DR_GRPO.with_max_tokens(6), lr=0.0, steps=1, config=REPLAY)
+    learner = LocalLearner(model, LearnerSpec(pg.DR_GRPO.with_max_tokens(6), lr=0.0, steps=1, config=REPLAY))
     found = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     expected, live = by_definition(model, batch), naive_logp(model, batch, 1.0)
     where = batch.mask
@@ -111,7 +112,7 @@ def test_recomputed_activations_take_the_same_experts(name: str) -> None:
         batch = drawn(model, make_batch(3))
         shaken(model)
         config = replace(REPLAY, gradient_checkpointing=recompute)
-        learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=config)
+        learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=config))
         learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm).accumulate()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
@@ -150,12 +151,12 @@ def length(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
 def test_refusals(tmp_path: Path) -> None:
     dense = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**BASE))
     with pytest.raises(pg.ModelError, match="LlamaForCausalLM has no experts"):
-        LocalLearner(dense, pg.GRPO, lr=0.0, steps=1, config=REPLAY)
+        LocalLearner(dense, LearnerSpec(pg.GRPO, lr=0.0, steps=1, config=REPLAY))
     model = built("mixtral")
-    with pytest.raises(pg.ConfigError, match=r"TrustRegion looks at policies.*routing_replay to false"):
-        LocalLearner(model, pg.TRPO, lr=None, steps=1, config=REPLAY)
-    learner, batch = LocalLearner(model, pg.DR_GRPO, lr=0.0, steps=1, config=REPLAY), make_batch(3)
-    with pytest.raises(pg.EngineError, match=r"the sampler does not tell them \(Generation.routes\)"):
+    with pytest.raises(pg.ConfigError, match=r"TrustRegion evaluates the policy without.*routing_replay=false"):
+        LocalLearner(model, LearnerSpec(pg.TRPO, lr=None, steps=1, config=REPLAY))
+    learner, batch = LocalLearner(model, LearnerSpec(pg.DR_GRPO, lr=0.0, steps=1, config=REPLAY)), make_batch(3)
+    with pytest.raises(pg.EngineError, match=r"this sampler does not report them \(Generation.routed_experts\)"):
         learner.update(batch, pg.DR_GRPO.compute_advantages(batch), pg.DR_GRPO)
     Routing.for_model(model).replay(torch.zeros(3, 2, 2))
     with pytest.raises(pg.ModelError, match="experts of 3 tokens, and the router MixtralTopKRouter is called with 4"):

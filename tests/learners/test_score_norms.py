@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import policygrad as pg
 from doubles.architectures import CONFIGS, PLAIN, long_batch
 from doubles.batches import make_batch, naive_logp
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.learners.local.learner import LocalLearner
@@ -85,9 +86,9 @@ def test_a_few_at_a_time(gpt2: nn.Module, monkeypatch: pytest.MonkeyPatch) -> No
     batch, norms, calls = make_batch(6), norms_of(gpt2), []
     truth, size = scored(norms, batch), sum(p.numel() for p in gpt2.parameters())
     original = ScoreNorms._sequential_norms
-    monkeypatch.setattr(ScoreNorms, "_one_by_one", lambda *a: calls.append(1) or original(*a))
+    monkeypatch.setattr(ScoreNorms, "_sequential_norms", lambda *a: calls.append(1) or original(*a))
     for at_once in (3, 1):
-        monkeypatch.setattr("policygrad.learners.local.score_norms.CHUNK", at_once * size)
+        monkeypatch.setattr("policygrad.learners.local.score_norms.MAX_LOGITS", at_once * size)
         torch.testing.assert_close(scored(norms, batch), truth, rtol=1e-10, atol=0)
     assert len(calls) == 1
 
@@ -127,10 +128,10 @@ def test_frozen_parameters_have_no_part(random_model: Path) -> None:
 
 def test_a_pattern_that_finds_nothing_is_refused_with_names(llama: nn.Module) -> None:
     for pattern in ("lm_head", "layer[9]"):
-        with pytest.raises(ValueError, match=r"no parameter.*embed_tokens\.weight.*tied") as error:
+        with pytest.raises(ValueError, match=r"no trained parameter.*embed_tokens\.weight.*tied") as error:
             select_parameters(llama, pattern)
         assert repr(pattern) in str(error.value)
-    with pytest.raises(ValueError, match=r"score_parameters '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"score_parameters='\(' is not a regular expression"):
         LearnerConfig(score_parameters="(")
     with pytest.raises(ValueError, match="no part of grpo reads score norms"):
         pg.Run(algorithm=pg.GRPO, learner=LearnerConfig(score_parameters="mlp"))
@@ -175,7 +176,7 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
 def test_the_learner_fills_them_when_they_are_needed_and_leaves_no_gradient(random_model: Path) -> None:
     batch = make_batch(4, holes=False)
     for config in (LearnerConfig(), LearnerConfig(gradient_checkpointing=True)):
-        learner = LocalLearner(load_model(str(random_model)), RLOO, lr=1e-3, steps=1, config=config)
+        learner = LocalLearner(load_model(str(random_model)), LearnerSpec(RLOO, lr=1e-3, steps=1, config=config))
         assert learner.norms is not None
         assert learner.norms.batched != config.gradient_checkpointing
         filled = learner.evaluate(batch, RLOO.needs)
@@ -184,7 +185,7 @@ def test_the_learner_fills_them_when_they_are_needed_and_leaves_no_gradient(rand
         assert all(p.grad is None for p in learner.model.parameters())
         assert not learner.model.training
     assert learner.evaluate(batch, frozenset()).grad_logp_sq_norm is None
-    assert LocalLearner(load_model(str(random_model)), pg.DR_GRPO, lr=1e-3, steps=1).norms is None
+    assert LocalLearner(load_model(str(random_model)), LearnerSpec(pg.DR_GRPO, lr=1e-3, steps=1)).norms is None
 
 
 def test_a_run_with_exact_norms_resumes_bit_for_bit(random_model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from policygrad.learners.local import tree_attention
-from policygrad.learners.local.tree_attention import AttentionTree, tree_attention
+from policygrad.learners.local.tree_attention import AttentionTree
 
 
 @st.composite
@@ -22,8 +22,8 @@ def forests(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("limits", [(2**24, 2**15), (2**24, 1), (20, 1)], ids=["one call", "many", "no masks"])
 def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]) -> None:
-    monkeypatch.setattr(tree_attention, "_BLOCK", limits[0])
-    monkeypatch.setattr(tree_attention, "_SMALL", limits[1])
+    monkeypatch.setattr(tree_attention, "_MAX_SCORES", limits[0])
+    monkeypatch.setattr(tree_attention, "_SMALL_CALL", limits[1])
 
     @settings(max_examples=60, deadline=None)
     @given(forests())
@@ -41,7 +41,9 @@ def test_every_text_attends_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch,
             shared[row] = sum(text[: i + 1] in seen for i in range(len(text)))
             seen |= {text[: i + 1] for i in range(len(text))}
         q, k, v = torch.randn(3, 1, 2, len(nodes), 4, dtype=torch.float64, requires_grad=True)
-        found, _ = tree_attention(nn.Module(), q, k, v, None, tree=AttentionTree.of(paths, lengths, shared))
+        found, _ = tree_attention.tree_attention(
+            nn.Module(), q, k, v, None, tree=AttentionTree.of(paths, lengths, shared)
+        )
         assert found.shape == (1, len(nodes), 2, 4)
         expected = torch.zeros_like(found)
         for text in texts:
@@ -65,6 +67,6 @@ def test_texts_of_one_shape_are_one_call_and_a_long_one_has_no_mask(monkeypatch:
     found = AttentionTree.of(paths, lengths, shared).blocks
     assert [(tuple(b.queries.shape), b.mask is None) for b in found] == [((1, 6), True), ((2, 2), False)]
     monkeypatch.setattr(
-        tree_attention, "_BLOCK", 11
+        tree_attention, "_MAX_SCORES", 11
     )  # a mask of 2 × 6 is too large: its queries begin at the beginning
     assert all(b.mask is None for b in AttentionTree.of(paths, lengths, shared).blocks)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import policygrad as pg
 from doubles.batches import float_batch, make_batch, naive_logp
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.networks import ValueModel
@@ -28,7 +29,7 @@ def learner_of(
     folder: Path, algorithm: pg.Algorithm, *, lr: float = 1e-2, dtype: str = "fp32", **config: object
 ) -> LocalLearner:
     model = load_model(str(folder), dtype=dtype)
-    return LocalLearner(model, algorithm, lr=lr, steps=8, config=LearnerConfig(dtype=dtype, **config))  # type: ignore[arg-type]
+    return LocalLearner(model, LearnerSpec(algorithm, lr=lr, steps=8, config=LearnerConfig(dtype=dtype, **config)))  # type: ignore[arg-type]
 
 
 def critic_of(learner: LocalLearner) -> ValueModel:
@@ -82,12 +83,12 @@ def test_no_second_backbone_and_no_gradient_into_the_policy(random_model: Path) 
 
 
 @pytest.mark.parametrize("backbone", ["separate", "policy"])
-def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path, features: str) -> None:
+def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path, backbone: str) -> None:
     """Packed, prompts shared and equal completions once, against one completion at a time: Σ ½(V − R)²/N, no saving at all."""
-    critic = pg.Critic(backbone=features, clip=0.0, lam=1.0)  # type: ignore[arg-type]
+    critic = pg.Critic(backbone=backbone, clip=0.0, lam=1.0)  # type: ignore[arg-type]
     algorithm = with_critic(critic)
     model = load_model(str(random_model)).double()
-    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30))
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=LearnerConfig(micro_tokens=30)))
     network = critic_of(learner).network
     nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
     batch = make_batch(4)
@@ -99,11 +100,11 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
     assert batch.tokens is not None
     assert batch.prompts is not None
     assert scored.returns is not None
-    trunk = network.backbone if features == "separate" else model.get_decoder()  # type: ignore[operator]
+    trunk = network.backbone if backbone == "separate" else model.get_decoder()  # type: ignore[operator]
     for i in range(len(batch.mask)):
         prompt = batch.prompts[int(batch.group[i])]
         states = trunk(input_ids=torch.cat([prompt, batch.tokens[i]])[None]).last_hidden_state[0, len(prompt) - 1 : -1]
-        values = network.head(states if features == "separate" else states.detach()).squeeze(-1)  # type: ignore[operator]
+        values = network.head(states if backbone == "separate" else states.detach()).squeeze(-1)  # type: ignore[operator]
         loss = loss + (0.5 * (values - scored.returns[i]) ** 2)[batch.mask[i]].sum() / batch.mask.sum()
     expected = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
     largest = max(float(e.abs().max()) for e in expected if e is not None)
@@ -115,9 +116,9 @@ def test_the_values_gradient_is_that_of_the_plain_definition(random_model: Path,
 
 @pytest.mark.parametrize("backbone", ["separate", "policy"])
 @pytest.mark.parametrize("micro_tokens", [16, 4096])
-def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, features: str, micro_tokens: int) -> None:
+def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, backbone: str, micro_tokens: int) -> None:
     """V of the state after the last sampled token, one completion at a time; 0 for what has ended or has no token."""
-    algorithm = with_critic(pg.Critic(backbone=features), psi=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
+    algorithm = with_critic(pg.Critic(backbone=backbone), advantage=(pg.GAE(bootstrap=True),))  # type: ignore[arg-type]
     learner = learner_of(random_model, algorithm, micro_tokens=micro_tokens)
     network = critic_of(learner).network
     nn.init.normal_(network.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type, union-attr]
@@ -129,7 +130,7 @@ def test_the_value_of_where_an_answer_was_cut_off(random_model: Path, features: 
     assert found.bootstrap is not None
     assert batch.tokens is not None
     assert batch.prompts is not None
-    trunk = network.backbone if features == "separate" else learner.model.get_decoder()  # type: ignore[operator]
+    trunk = network.backbone if backbone == "separate" else learner.model.get_decoder()  # type: ignore[operator]
     for i in range(len(batch.mask)):
         expected = torch.zeros(())
         if bool(cut[i] & batch.mask[i].any()):
@@ -167,7 +168,7 @@ def test_pretraining_goes_over_each_rollout_several_times_without_the_clip(rando
     batch = float_batch()
     taken = []
     for pretrain in (0, 1):
-        algorithm = with_critic(pg.Critic(lr=1e-2, pretrain=pretrain), step=pg.GradientSteps())
+        algorithm = with_critic(pg.Critic(lr=1e-2, pretrain=pretrain), update_rule=pg.GradientSteps())
         learner = learner_of(random_model, algorithm)
         rollout(learner, algorithm, batch)
         taken.append(critic_of(learner).optimizer.num_updates)
@@ -252,12 +253,13 @@ def test_the_learners_exact_terms_are_those_of_full_logits(
     random_model: Path, kind: str, budget: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed, merged, in chunks of three tokens, Ψ = 0 everywhere: only the term moves, and every completion counts."""
-    monkeypatch.setattr("policygrad.learners.local.forward.CHUNK", chunk)
+    monkeypatch.setattr("policygrad.learners.local.forward.MAX_LOGITS", chunk)
     step = pg.GradientSteps(epochs=2)
     algorithm = replace(pg.DR_GRPO, aggregation=pg.TokenMean(), terms=(EXACT[kind],), update_rule=step)
     model, temperature = load_model(str(random_model)).double(), 0.8
     learner = LocalLearner(
-        model, algorithm, lr=0.0, steps=1, temperature=temperature, config=LearnerConfig(micro_tokens=budget)
+        model,
+        LearnerSpec(algorithm, lr=0.0, steps=1, temperature=temperature, config=LearnerConfig(micro_tokens=budget)),
     )
     batch = make_batch(11)
     old = full_logp(model, batch, temperature).detach()

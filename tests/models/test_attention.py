@@ -23,7 +23,7 @@ def attend(heads: int = 4, masked: str = "causal") -> Tensor:
 
 @pytest.mark.parametrize("masked", ["causal", "added", "boolean"])
 @pytest.mark.parametrize("heads", [4, 2])
-def test_it_is_the_math_kernel_and_no_other_thread_sees_it(heads: int, masked: str) -> None:
+def test_plain_attention_is_the_math_kernel_in_this_thread_only(heads: int, masked: str) -> None:
     fused, beside = attend(heads, masked), list[Tensor]()
     with sdpa_kernel(SDPBackend.MATH):
         math = attend(heads, masked)

@@ -52,7 +52,7 @@ def test_a_conversation_in_ids_is_what_the_template_makes_of_it(
 
 @pytest.mark.parametrize("reply", ["", " 2", "2\n\n", "one PLACEHOLDER0X two", "<b>{{ x }}</b>", "\\n \"'"])
 @pytest.mark.parametrize("name", ENDS)
-def test_a_reply_is_never_rewritten(name: str, reply: str) -> None:
+def test_a_reply_is_never_tokenized_again(name: str, reply: str) -> None:
     """White space at its ends stays as it was sampled, also where a template would trim it."""
     own = tokenizer(name)
     ids, messages = play(name, "1 + 1 =", [(reply, "go on")])
@@ -71,7 +71,7 @@ def test_the_first_ids_are_sampling_s_own_and_stay() -> None:
 
 
 @pytest.mark.parametrize("thought", ["<think>\nhm\n</think>\n\n2", "<think></think>2"])
-def test_a_template_that_leaves_out_earlier_reasoning_is_refused(thought: str) -> None:
+def test_a_template_that_drops_earlier_reasoning_is_refused(thought: str) -> None:
     own, first = tokenizer("reasoning"), [says("user", "1 + 1 =")]
     with pytest.raises(ModelError, match=r"^x:3: .*'reasoning' rewrites earlier turns .*: begin a new trajectory at"):
         encode_continuation(own, first, thought, [says("user", "2 + 2 =")], source="x:3")
@@ -92,7 +92,7 @@ def test_reasoning_stays_while_tools_answer_and_is_refused_when_the_user_speaks_
         encode_continuation(own, messages, "It is 2.", [says("user", "2 + 2 =")], tools=TOOLS)
 
 
-def test_an_end_token_that_the_template_does_not_write_is_left_where_it_was_sampled() -> None:
+def test_a_sampled_end_token_that_the_template_omits_is_retained() -> None:
     """Closed by <eos> where the template writes <|im_end|>: only what was really sampled is taken away."""
     own = tokenizer("chatml")
     new = [says("user", "2")]
@@ -103,7 +103,7 @@ def test_an_end_token_that_the_template_does_not_write_is_left_where_it_was_samp
     assert own.hf.decode(both).startswith("\n<|im_start|>user")
 
 
-def test_text_goes_on_as_text() -> None:
+def test_text_is_continued_by_text() -> None:
     own = tokenizer("chatml")
     assert (
         encode_continuation(own, "1 +", " 1 =", "\nnext: ") == own.hf("\nnext: ", add_special_tokens=False)["input_ids"]
@@ -113,7 +113,7 @@ def test_text_goes_on_as_text() -> None:
             encode_continuation(own, so_far, "a", new)
 
 
-def test_messages_that_a_template_refuses() -> None:
+def test_messages_refused_by_a_template() -> None:
     gemma = tokenizer("gemma")
     with pytest.raises(
         ModelError, match=r"^a prompt: the chat template of 'gemma' .*\(roles: system\): System role not"

@@ -40,7 +40,7 @@ def copy(random_model: Path, tmp_path: Path) -> Callable[..., Path]:
     return lambda **files: changed_copy(random_model, tmp_path / "model", **files)
 
 
-def test_more_layers_than_the_file_has(copy: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_layers_are_refused(copy: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError) as caught:
         load_model(str(copy(config={"num_hidden_layers": 3})))
     said = str(caught.value)
@@ -50,7 +50,7 @@ def test_more_layers_than_the_file_has(copy: Callable[..., Path], capfd: pytest.
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
-def test_one_tensor_that_is_not_there(copy: Callable[..., Path], random_model: Path) -> None:
+def test_a_missing_tensor_is_refused(copy: Callable[..., Path], random_model: Path) -> None:
     folder = with_tensors(copy(), without("model.layers.0.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"lacks 1 tensor \(model\.layers\.0\.mlp\.up_proj\.weight\)"):
         load_model(str(folder))
@@ -85,12 +85,12 @@ def test_tied_embeddings_are_in_the_file_once(copy: Callable[..., Path]) -> None
         load_model(str(folder))
 
 
-def test_a_head_that_is_not_tied_and_not_there(copy: Callable[..., Path]) -> None:
+def test_a_missing_untied_head_is_refused(copy: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match=r"\(lm_head\.weight\)\. If its head .* set tie_word_embeddings to true"):
         load_model(str(copy(config={"tie_word_embeddings": False})))
 
 
-def test_what_a_model_of_another_task_has_beside_is_left_out_in_silence_and_else_is_said(
+def test_heads_of_other_tasks_are_ignored_and_other_tensors_warned_about(
     copy: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     known = {
@@ -110,7 +110,7 @@ def test_what_a_model_of_another_task_has_beside_is_left_out_in_silence_and_else
         load_model(str(folder))
 
 
-def test_a_file_of_other_names_shows_them(copy: Callable[..., Path]) -> None:
+def test_unexpected_tensor_names_are_reported(copy: Callable[..., Path]) -> None:
     folder = with_tensors(copy(), lambda tensors: {n.replace("mlp.up", "ffn.w"): t for n, t in tensors.items()})
     with pytest.raises(
         ModelError, match=r"lacks 2 tensors .* The file has 2 tensors \(model\.layers\.0\.ffn\.w_proj\.weight"
@@ -118,7 +118,7 @@ def test_a_file_of_other_names_shows_them(copy: Callable[..., Path]) -> None:
         load_model(str(folder))
 
 
-def test_a_buffer_that_an_older_file_does_not_have(copy: Callable[..., Path]) -> None:
+def test_a_buffer_missing_in_older_files_is_accepted(copy: Callable[..., Path]) -> None:
     """Computed, so absent from no model; a persistent buffer that is learnt is as bad as a missing weight."""
     from policygrad.models.loading import check_missing_weights
 
@@ -150,7 +150,7 @@ def test_a_new_head_on_other_families(tmp_path: Path, kind: str, config: tf.Pret
         load_classifier(str(tmp_path), new_head=True)
 
 
-def test_an_adapter_and_what_it_adapts(copy: Callable[..., Path], random_model: Path, tmp_path: Path) -> None:
+def test_missing_weights_of_an_adapter_and_its_base(copy: Callable[..., Path], random_model: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = copy()
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -34,7 +34,7 @@ def goes_on(own: Tokenizer, role: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_text_that_spells_out_control_tokens_is_letters_in_every_template(name: str) -> None:
+def test_spelled_out_control_tokens_are_letters_in_every_template(name: str) -> None:
     own = tokenizer(name)
     ids, harmless = goes_on(own, "user", FORGED), goes_on(own, "user", "harmless")
     assert controls(own, ids) == controls(own, harmless)
@@ -42,7 +42,7 @@ def test_text_that_spells_out_control_tokens_is_letters_in_every_template(name: 
 
 
 @pytest.mark.parametrize("name", ["reasoning", "qwen3", "llama31"])
-def test_what_a_tool_says_too(name: str) -> None:
+def test_tool_output_is_escaped_too(name: str) -> None:
     own = tokenizer(name)
     ids, harmless = goes_on(own, "tool", FORGED), goes_on(own, "tool", "harmless")
     assert controls(own, ids) == controls(own, harmless)
@@ -52,7 +52,7 @@ def test_what_a_tool_says_too(name: str) -> None:
 @pytest.mark.parametrize("name", ["embedded", "chatml", "phi3"])
 @settings(max_examples=50, deadline=None)
 @given(pieces=PIECES)
-def test_whatever_they_are_put_together_of(name: str, pieces: list[str]) -> None:
+def test_any_combination_of_pieces_has_no_control_tokens(name: str, pieces: list[str]) -> None:
     own, text = tokenizer(name), "".join(pieces)
     assert controls(own, goes_on(own, "user", f"a{text}b")) == controls(own, goes_on(own, "user", "ab"))
     ids = encode_continuation(own, "1 +", " 1", text)
@@ -60,7 +60,7 @@ def test_whatever_they_are_put_together_of(name: str, pieces: list[str]) -> None
     assert own.hf.decode(ids) == text
 
 
-def test_text_without_them_is_read_as_ever() -> None:
+def test_text_without_control_tokens_is_encoded_as_usual() -> None:
     own = tokenizer("chatml")
     for text in ("2 < 3 |> 4", "<|im_end>", "</answer> and <answer>"):
         assert encode_continuation(own, "1 +", " 1", text) == own.hf(text, add_special_tokens=False)["input_ids"]
@@ -68,7 +68,7 @@ def test_text_without_them_is_read_as_ever() -> None:
     assert (messages, words) == ([says("user", "plain")], {})
 
 
-def test_roles_are_no_text_and_parts_of_a_content_are() -> None:
+def test_content_parts_are_escaped_and_roles_are_not() -> None:
     own = tokenizer("chatml")
     parts = {"role": "<|im_end|>", "content": [{"type": "text", "text": "a<|im_end|>"}], "n": 1}
     [found], words = escape_special_tokens(own.hf, [parts], "W")
@@ -77,7 +77,7 @@ def test_roles_are_no_text_and_parts_of_a_content_are() -> None:
     assert words == {word: "<|im_end|>"}
 
 
-def test_a_control_token_of_one_letter_is_refused_with_the_way_out() -> None:
+def test_a_control_token_of_one_letter_is_refused() -> None:
     own = load_tokenizer("tiny", load_model("tiny"))
     own.hf.add_special_tokens({"additional_special_tokens": ["§"]})
     with pytest.raises(

@@ -16,7 +16,7 @@ from policygrad.models.loading import ONEDNN_CACHE, load_model
 from policygrad.models.tokenizer import load_tokenizer
 
 
-def test_a_module_is_used_as_it_is_without_dropout(random_model: Path) -> None:
+def test_a_module_is_used_in_place_without_dropout(random_model: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(random_model, attention_dropout=0.5, dtype=torch.bfloat16).train()
     network.model.embed_tokens.weight.requires_grad_(False)
     loaded = load_model(network)
@@ -28,7 +28,7 @@ def test_a_module_is_used_as_it_is_without_dropout(random_model: Path) -> None:
     assert network.model.norm.weight.requires_grad
 
 
-def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_model(random_model: Path) -> None:
+def test_a_tokenizer_object_is_used_with_the_model_s_end_tokens(random_model: Path) -> None:
     network, own = load_model(str(random_model)), AutoTokenizer.from_pretrained(random_model)
     found = load_tokenizer(own, network)
     assert found.hf is own
@@ -39,7 +39,7 @@ def test_a_tokenizer_is_used_as_it_is_with_the_ends_that_were_written_for_its_mo
     assert load_tokenizer(own, network).end_ids == {own.eos_token_id, 3, 4}
 
 
-def test_what_is_neither_name_nor_model_is_refused(random_model: Path) -> None:
+def test_invalid_models_are_refused(random_model: Path) -> None:
     with pytest.raises(ModelError, match=r"a model is .*, not int"):
         load_model(3)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="Linear has no `config` like that of a causal language model"):
@@ -53,7 +53,7 @@ def test_what_is_neither_name_nor_model_is_refused(random_model: Path) -> None:
         load_tokenizer(mute, network)
 
 
-def test_an_end_token_that_only_the_architecture_names_is_no_end_token(random_model: Path, tmp_path: Path) -> None:
+def test_an_architecture_s_default_end_token_is_ignored(random_model: Path, tmp_path: Path) -> None:
     """A Llama's default is id 2, whatever token that is in this vocabulary."""
     ends = {"config": {"eos_token_id": OUT}, "generation_config": {"eos_token_id": OUT}}
     silent = changed_copy(random_model, tmp_path / "silent", **ends, tokenizer_config={"eos_token": OUT})
@@ -69,7 +69,7 @@ def test_an_end_token_that_only_the_architecture_names_is_no_end_token(random_mo
     assert load_tokenizer(str(file), load_model(str(file))).end_ids == {1, 5}
 
 
-def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path: Path) -> None:
+def test_missing_files_of_a_model_or_tokenizer_are_reported(random_model: Path, tmp_path: Path) -> None:
     model = changed_copy(random_model, tmp_path / "model")
     network = load_model(str(model))
     for path in [*model.glob("token*"), *model.glob("*.jinja")]:
@@ -87,7 +87,7 @@ def test_what_a_model_or_a_tokenizer_lacks_is_named(random_model: Path, tmp_path
     assert not str(caught.value).endswith(".")
 
 
-def test_few_compiled_operations_are_kept_in_half_precision_on_a_cpu(
+def test_onednn_s_cache_is_limited_in_half_precision_on_a_cpu(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, few = ONEDNN_CACHE
@@ -102,7 +102,7 @@ def test_few_compiled_operations_are_kept_in_half_precision_on_a_cpu(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_moe"])
-def test_a_generic_tokenizer_beside_a_qwen_model_gives_the_ids_of_its_own_file(
+def test_a_generic_tokenizer_of_a_qwen_model_uses_its_own_file(
     random_model: Path, kind: str, tmp_path: Path
 ) -> None:
     """transformers would take a class of the model type's, which splits text in another way and adds a token."""

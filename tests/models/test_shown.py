@@ -36,7 +36,7 @@ def test_an_answer_to_a_chat_is_what_its_template_writes_up_to_the_end_of_the_tu
     assert str(whole).startswith(tokenizer.hf.decode([*prompt.tolist(), *ids[:-1]]))
 
 
-def test_text_that_melts_into_its_prompt_is_refused_with_its_place(tokenizer: Tokenizer) -> None:
+def test_a_completion_that_merges_with_its_prompt_is_refused(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("ans", 0)
     ids = list(tokenizer.hf("answer")["input_ids"])
     if ids[: len(prompt)] == prompt.tolist():

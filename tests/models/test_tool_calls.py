@@ -40,12 +40,12 @@ def template(name: str) -> str:
         ("reasoning", UnsupportedToolCalls("reasoning")),
     ],
 )
-def test_a_template_says_how_its_model_writes_calls(name: str, form: Any) -> None:
+def test_the_parser_follows_the_chat_template(name: str, form: Any) -> None:
     assert parser_for_template(template(name), name) == form
     assert supports_tools(template(name)) is (name in ("qwen3", "llama31", "mistral_tools", "reasoning"))
 
 
-def test_no_template_writes_tags_and_an_unknown_one_is_refused_when_it_is_read() -> None:
+def test_models_without_template_use_tags_and_unknown_formats_are_refused() -> None:
     assert parser_for_template(None) == TAGGED_PARSER
     assert not supports_tools("{{ '# no tools' }}")
     with pytest.raises(ModelError, match=r"'glm' has an unknown format for tool calls: .*ToolUse\(parser=…\)"):
@@ -111,19 +111,19 @@ def test_calls_are_read(form: Any, text: str, calls: list[ToolCall]) -> None:
         (JsonToolCallParser(), '[{"name": 3}]', 'a call is {"name"'),
     ],
 )
-def test_what_cannot_be_read_says_why(form: Any, text: str, error: str) -> None:
+def test_unreadable_calls_carry_an_error(form: Any, text: str, error: str) -> None:
     (call,) = form(text)
     assert error in call.error
 
 
-def test_a_call_that_cannot_be_read_hides_none_before_it() -> None:
+def test_an_unreadable_call_does_not_hide_earlier_ones() -> None:
     first, second = TAGGED_PARSER("<tool_call>f()</tool_call><tool_call>f(</tool_call>")
     assert (first.error, bool(second.error)) == ("", True)
     first, second = JsonToolCallParser()('{"name": "f"} and')
     assert (first.error, bool(second.error)) == ("", True)
 
 
-def test_a_template_without_tools_is_given_them_in_words() -> None:
+def test_tools_are_inlined_for_a_template_without_them() -> None:
     messages = [
         {"role": "user", "content": "1 + 2?"},
         {"role": "assistant", "content": "<tool_call>…"},

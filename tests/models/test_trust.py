@@ -106,7 +106,7 @@ def test_the_option_reaches_every_command(
         ("reward-model", {"prompt": "1 =\n", "chosen": "1", "rejected": "2"}),
     ],
 )
-def test_fine_tuning_and_reward_models_need_leave_too(
+def test_sft_and_reward_models_need_trust_too(
     run_command: Callable[..., tuple[int, str, str]], with_code: Path, tmp_path: Path, command: str, row: dict[str, str]
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [row | {"prompt": f"{i} =\n"} for i in range(4)])
@@ -130,7 +130,7 @@ class Program:
         return os.mkdir, (str(self.ran),)
 
 
-def test_weights_that_are_pickles_are_refused_with_the_way_out(random_model: Path, tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_with_a_remedy(random_model: Path, tmp_path: Path) -> None:
     folder = changed_copy(random_model, tmp_path / "pickled")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -147,7 +147,7 @@ def test_weights_that_are_pickles_are_refused_with_the_way_out(random_model: Pat
     assert torch.equal(load_model(str(folder)).get_input_embeddings().weight, tensors["model.embed_tokens.weight"])  # type: ignore[operator]
 
 
-def test_an_adapter_that_is_a_pickle_is_refused_whatever_stands_beside_it(random_model: Path, tmp_path: Path) -> None:
+def test_a_pickled_adapter_is_always_refused(random_model: Path, tmp_path: Path) -> None:
     folder = changed_copy(random_model, tmp_path / "adapter", adapter_config={"peft_type": "LORA"})
     (folder / "adapter_model.bin").write_bytes(b"")
     for load in (load_model, load_classifier):
@@ -155,7 +155,7 @@ def test_an_adapter_that_is_a_pickle_is_refused_whatever_stands_beside_it(random
             load(str(folder))
 
 
-def test_what_writes_an_adapter_anew_runs_nothing(random_model: Path, tmp_path: Path) -> None:
+def test_the_conversion_command_runs_no_code(random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     model = load_model(str(random_model), lora=Lora(rank=2))
     model.save_pretrained(folder)  # type: ignore[operator]
@@ -201,7 +201,7 @@ def test_an_adapter_on_the_hub_that_has_only_a_pickle_is_refused(
             assert str(caught.value).endswith("and give pickled-False")
 
 
-def test_what_the_hub_has_as_safetensors_too_is_left_to_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_adapter_with_safetensors_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["adapter_model.bin", "adapter_model.safetensors", "pytorch_model.bin"]
     told = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **options: told)

@@ -52,4 +52,4 @@ def test_costs_are_sums_over_steps_and_means_over_runs(tmp_path: Path) -> None:
     assert ("tokens/sampled", "tokens sampled", "1.5k") in found.sums
     assert [(took, share) for _, took, share in found.times] == [("3 s", 0.75), ("1 s", 0.25)]
     assert found.notes[0].startswith("1.50 completions were sampled")
-    assert found.notes[1].startswith("25% of the forward and backward passes were spared")
+    assert found.notes[1].startswith("25% of the forward and backward passes were skipped")

@@ -109,14 +109,14 @@ def test_every_metric_is_there_with_what_it_means(text: str) -> None:
     data = embedded(text)
     assert data["first"] == ["reward", "eval/reward", "entropy", "grad_norm"]  # nothing was cut off
     assert data["metrics"]["entropy"]["unit"] == "nats a token"
-    assert "exploration is over" in data["metrics"]["entropy"]["moves"]
+    assert "exploration is over" in data["metrics"]["entropy"]["interpretation"]
     assert data["chapters"]["Others"] == ["mine/own"]
     assert sorted(n for names in data["chapters"].values() for n in names) == sorted(data["metrics"])
     assert data["metrics"]["eval/reward"]["lines"][0] == {"value": [0.1, 0.9], "low": [0.1, 0.8], "high": [0.1, 1.0]}
 
 
 def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("policygrad.report.page.TEXT", 1500)
+    monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1500)
     found = render_report([read_run(folders[0])])
     data = embedded(found)["completions"]["rows"]
     assert 8 <= len(data) < 32
@@ -125,7 +125,7 @@ def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.Monke
 
 
 def test_steps_that_are_left_out_are_counted(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("policygrad.report.page.TEXT", 1500)
+    monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1500)
     monkeypatch.setattr("policygrad.report.completions.STEPS", 4)
     found = re.sub(r"\s+", " ", render_report([read_run(folders[0])]))
     assert "completions from 4 of the 8 steps, which are not all" in found
@@ -139,9 +139,7 @@ def test_what_is_no_run_in_a_glob_is_left_out_and_said(folders: list[Path], tmp_
     file = tmp_path / "out.html"
     words = [str(path) for path in (*folders, begun, tmp_path / "notes.txt", tmp_path / "plots")]
     assert main(["report", *words, "--output", str(file)]) == 0
-    assert (
-        capsys.readouterr().err == f"skipped, not runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
-    )
+    assert capsys.readouterr().err == f"skipped, not runs: {tmp_path / 'notes.txt'}, {tmp_path / 'plots'}\n"
     assert "<h1>dapo and gspo</h1>" in file.read_text(encoding="utf-8")
 
 
@@ -150,7 +148,7 @@ def test_a_comparisons_folder_is_the_runs_that_it_reports(tmp_path: Path, capsys
     folder = tmp_path / "compared"
     open_comparison(folder, made)
     assert main(["report", str(folder)]) == 2
-    assert "is a comparison without a run yet" in capsys.readouterr().err
+    assert "is a comparison without runs so far" in capsys.readouterr().err
     for name, algorithm in (("first", "dapo"), ("second", "gspo")):
         for seed in (0, 1, FIRST_TUNING_SEED):
             place = folder / Job(name, None, seed).folder
@@ -172,12 +170,12 @@ def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_pa
     empty = run_folder(tmp_path / "empty", [])
     for words, said in (
         ([], "name the folder of a run"),
-        ([str(tmp_path)], "holds no run: give a folder that --output"),
-        ([str(tmp_path / "no")], "is no folder"),
-        ([str(empty)], "has no numbers yet: wait for the run's first step, or --watch"),
-        ([str(empty), str(tmp_path / "no")], "is no folder"),
-        ([str(empty), str(empty / "run.toml")], "has no numbers yet"),
-        ([str(tmp_path), str(file)], "is a run: give folders"),
+        ([str(tmp_path)], "holds no run: give the --output folder"),
+        ([str(tmp_path / "no")], "is not a folder"),
+        ([str(empty)], "has no metrics yet: wait for the run's first step, or use --watch"),
+        ([str(empty), str(tmp_path / "no")], "is not a folder"),
+        ([str(empty), str(empty / "run.toml")], "has no metrics yet"),
+        ([str(tmp_path), str(file)], "is a run. Give the folder"),
         ([str(folders[0]), "--port", "1"], "add --watch"),
         ([str(folders[0]), "--watch", "--output", "x.html"], "give only one of them"),
         ([str(folders[0]), "--output", str(tmp_path / "no" / "x.html")], "make it first"),

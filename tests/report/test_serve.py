@@ -91,7 +91,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no run"):
         create_server([tmp_path])
     folder = run_folder(tmp_path / "a", [])
-    with create_server([folder]) as found, pytest.raises(ConfigError, match="take another --port"):
+    with create_server([folder]) as found, pytest.raises(ConfigError, match="choose another --port"):
         create_server([folder], port=int(found.server_address[1]))
 
 

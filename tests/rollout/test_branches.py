@@ -82,8 +82,8 @@ def test_a_group_is_a_state_and_a_row_a_token() -> None:
             said = group.trajectories[text].text
             assert reward == pytest.approx(worth(said))  # one completion each
             assert said.split()[: len(prompt)] == [str(int(x)) for x in (*prompt[1:], t) if x]
-    assert found.prompts == tuple(g.start.example.prompt for g in found.groups for _ in g.trajectories)
-    assert len(found.texts) == len(found.lengths) == len(batch.mask)
+    assert found.prompts == tuple(g.spec.example.prompt for g in found.groups for _ in g.trajectories)
+    assert len(found.completions) == len(found.lengths) == len(batch.mask)
 
 
 def test_the_tokens_of_a_state_share_their_random_numbers_and_states_do_not() -> None:
@@ -233,7 +233,7 @@ def test_nothing_to_compare_teaches_nothing(why: str) -> None:
     }[why]
     found = collect(sampler, scored=nothing)
     assert not found.batch.mask.any()
-    assert len(found.batch.mask) == len(found.texts) == 6
+    assert len(found.batch.mask) == len(found.completions) == 6
     assert any("no vine state has two tokens to compare" in message for message in found.messages)
     assert found.metrics["vine/states"].value == 0
     assert (pg.TRPO_VINE.compute_advantages(found.batch) == 0).all()

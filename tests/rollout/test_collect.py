@@ -38,7 +38,7 @@ def test_a_rollout_is_groups_of_completions_with_their_rewards() -> None:
     assert batch.group.tolist() == [g for g in range(4) for _ in range(8)]
     assert [p.tolist() for p in batch.prompts] == [[2], [3], [0], [1]]
     assert rollout.prompts[:8] == ("2",) * 8
-    first = torch.tensor([text.split()[:1] == ["1"] for text in rollout.texts])
+    first = torch.tensor([text.split()[:1] == ["1"] for text in rollout.completions])
     assert torch.equal(batch.reward.bool(), first)
     assert rollout.metrics["reward"].value == pytest.approx(float(first.float().mean()))
     assert rollout.metrics["entropy"].value == pytest.approx(float(torch.tensor(4.0).log()), rel=1e-6)  # uniform table
@@ -47,7 +47,7 @@ def test_a_rollout_is_groups_of_completions_with_their_rewards() -> None:
 
 
 def test_the_same_position_and_step_draw_the_same_and_others_do_not() -> None:
-    a, b, c = (run(pg.GRPO, TabularSampler(4, 3, 4), step=s).texts for s in (1, 1, 2))
+    a, b, c = (run(pg.GRPO, TabularSampler(4, 3, 4), step=s).completions for s in (1, 1, 2))
     assert a == b != c
 
 

@@ -18,7 +18,6 @@ from doubles.rollouts import collect_rollout
 from doubles.tabular_learner import TabularLearner
 from doubles.tabular_sampler import TabularSampler, TabularTokenizer
 from policygrad.checkpoint.manifest import decode_json, encode_json
-from policygrad.core.metrics import Metrics
 from policygrad.core.ratios import TruncatedIS
 from policygrad.rewards.base import RewardScores
 from policygrad.rollout import serialization
@@ -27,7 +26,7 @@ from policygrad.rollout.dynamic_sampling import next_round_size
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, Segment, StepMarks, Trajectory
 from policygrad.tasks.base import Example
-from policygrad.training.loop import Progress, StepResult, run_loop
+from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
 from policygrad.training.step_log import build_completion_rows
 
 PROMPTS = 8  # 0 and 1 are always solved in `sampler`
@@ -113,11 +112,11 @@ def test_what_is_carried_goes_first_and_less_is_sampled() -> None:
 
 
 def test_without_carrying_what_is_over_is_thrown_away_and_counted() -> None:
-    found = collect(refilled(carry=False), position=2)
+    found = collect(refilled(keep_leftovers=False), position=2)
     assert found.leftover_groups == ()
     assert found.metrics["dynamic/discarded"].value == 2
     given_some = collect(
-        refilled(carry=False), position=2, leftover_groups=collect(refilled(), position=2).leftover_groups
+        refilled(keep_leftovers=False), position=2, leftover_groups=collect(refilled(), position=2).leftover_groups
     )
     assert torch.equal(given_some.batch.tokens, found.batch.tokens)
 
@@ -150,9 +149,9 @@ class Seen:
         self.steps, self.done = steps, list[StepResult]()
         self.progress: Progress | None = None
 
-    def on_step(self, done: StepResult) -> Metrics:
-        self.done.append(done)
-        return {}
+    def on_step(self, result: StepResult) -> StepOutcome:
+        self.done.append(result)
+        return StepOutcome()
 
     def should_continue(self, progress: Progress) -> bool:
         self.progress = progress

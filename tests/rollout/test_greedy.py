@@ -57,7 +57,7 @@ def test_one_greedy_episode_for_each_prompt_beside_the_batch() -> None:
     assert len(greedy) == 4
     assert len({request.key for request in listening.asked}) == len(listening.asked), "random numbers of its own"
     assert found.position == plain.position == 4
-    assert found.texts == plain.texts
+    assert found.completions == plain.completions
     assert torch.equal(found.batch.logp_sampler, plain.batch.logp_sampler)
     first = [int(prompt[0]) if prompt[0] else 0 for prompt in found.batch.prompts]
     assert found.batch.baseline.tolist() == pytest.approx([p / 10 for p in first for _ in range(3)])

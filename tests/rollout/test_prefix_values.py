@@ -109,7 +109,7 @@ def valued(sampler: Any, batch: pg.Batch, groups: list[EpisodeGroup], score: Any
     """(batch, metrics, messages) with K samples a prefix in step 2."""
     player = rollouter(sampler, score)
     out, judged = add_prefix_values(
-        batch, groups, lambda starts: score_groups(player.play(starts, K, SAMPLING), score), step=2
+        batch, groups, K, lambda specs, n: player.play(specs, n, SAMPLING), lambda some: score_groups(some, score), step=2
     )
     return out, judged.metrics, judged.messages
 
@@ -268,7 +268,7 @@ def test_a_models_sampler_restarts_from_prefixes_within_their_budgets(local: tup
         for a, b in zip(group, alone, strict=True):
             assert 1 <= len(a.tokens) <= prompt.budget(sampling)
             truncated = a.finish_reason == "length"
-            assert truncated is (int(a.tokens[-1]) not in tokenizer.end)
+            assert truncated is (int(a.tokens[-1]) not in tokenizer.end_ids)
             assert len(a.tokens) == prompt.budget(sampling) or not truncated
             assert torch.equal(a.tokens, b.tokens)
             assert torch.allclose(a.logp, b.logp, atol=1e-5)

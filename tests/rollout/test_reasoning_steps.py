@@ -107,7 +107,7 @@ def rollouter(prompts: int, score: Any, score_steps: Any) -> Rollouter:
 def test_a_rollout_has_its_steps_at_tokens_and_the_outcome_apart() -> None:
     rollout = run(pg.GRPO_PROCESS)
     batch = rollout.batch
-    for row, text in enumerate(rollout.texts):
+    for row, text in enumerate(rollout.completions):
         n, words = int(rollout.lengths[row]), len(text.split())
         if "3" in text:  # its steps failed: it has no reward and takes no part
             assert not batch.mask[row].any()
@@ -117,10 +117,10 @@ def test_a_rollout_has_its_steps_at_tokens_and_the_outcome_apart() -> None:
         assert batch.step_end[row].nonzero().flatten().tolist() == ends
         assert batch.token_reward[row][ends].tolist() == [0.5] * words or [0.0] * (not words)
         assert batch.reward[row] == float(text[:1] == "1")
-    assert any("3" in text for text in rollout.texts)
+    assert any("3" in text for text in rollout.completions)
     assert rollout.metrics["rewards/half"].value == 0.5
-    assert rollout.metrics["rewards/failed_raised"].value == sum("3" in text for text in rollout.texts)
-    counts = [max(1, len(text.split())) for text in rollout.texts if "3" not in text]
+    assert rollout.metrics["rewards/failed_raised"].value == sum("3" in text for text in rollout.completions)
+    counts = [max(1, len(text.split())) for text in rollout.completions if "3" not in text]
     assert rollout.metrics["steps/mean"].value == pytest.approx(sum(counts) / len(counts))
     assert rollout.metrics["reward"].value == pytest.approx(float(batch.reward[batch.counted].mean()))
     assert rollout.messages == ("boom",)

@@ -19,6 +19,7 @@ import policygrad as pg
 from doubles.scripted_sampler import ScriptedSampler
 from doubles.templates import ENDS, REWRITING, tokenizer
 from policygrad.checkpoint.manifest import decode_json, encode_json
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.chat_template import encode_rewritten, render
 from policygrad.models.tokenizer import Tokenizer
@@ -124,7 +125,7 @@ def check(group: EpisodeGroup, asked: Sequence[Request]) -> None:
             assert segment.prefix_length is None or not segment.is_sampled
     batch = batch_groups([group])
     assert (batch.positions is None) == all(t.num_branches == 1 for t in group.trajectories)
-    learner = LocalLearner(model(), pg.DR_GRPO, lr=0.0, steps=1)
+    learner = LocalLearner(model(), LearnerSpec(pg.DR_GRPO, lr=0.0, steps=1))
     recomputed = learner.evaluate(batch, frozenset({"logp_old"})).logp_old
     assert recomputed is not None
     assert batch.logp_sampler is not None

@@ -72,7 +72,9 @@ def test_parsing_of_mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("a.jsonl+b.jsonl", r"a.jsonl: no such file"),
     ],
 )
-def test_an_invalid_mixture_is_refused_with_the_part(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_mixture_is_refused_with_the_part(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         load_task(name)
@@ -114,7 +116,10 @@ def test_rows_have_all_columns_with_none_for_missing_ones(files: tuple[str, str]
         assert (example.columns["answer"] is None) is (example.part == "code.jsonl")
         assert (example.columns["tests"] is None) is (example.part == "sums.jsonl")
         assert Path(example.source.rpartition(":")[0]).name == example.part
-    assert exact_match(["a", "b"], ["2", "x"], ["2", None]) == [1.0, None]  # a reward applies only to parts that have its column
+    assert exact_match(["a", "b"], ["2", "x"], ["2", None]) == [
+        1.0,
+        None,
+    ]  # a reward applies only to parts that have its column
 
 
 def test_every_part_is_evaluated_and_no_part_trains_on_evaluation_prompts(files: tuple[str, str]) -> None:

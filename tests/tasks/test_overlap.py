@@ -52,7 +52,9 @@ def rows(*prompts: str) -> list[dict[str, Any]]:
 
 def test_overlapping_training_rows_are_left_out() -> None:
     train = rows("say a b c d now", "a b c x y z", "p q r s")
-    with pytest.warns(UserWarning, match="rows: 1 of 3 rows left out of training: .* share 4 consecutive words with one"):
+    with pytest.warns(
+        UserWarning, match="rows: 1 of 3 rows left out of training: .* share 4 consecutive words with one"
+    ):
         task = load_task(train, eval_data=rows("a b c d e"), row_options=RowOptions(decontaminate=4))
     assert {task.train_example(i).prompt for i in range(2)} == {"a b c x y z", "p q r s"}
     assert [row.prompt for row in task.eval_examples(9)] == ["a b c d e"]

@@ -86,9 +86,7 @@ def test_every_format_gives_the_same_task_as_jsonl(tmp_path: Path, kind: str) ->
     assert digest_data(KINDS[kind](other / kind, ROWS[1:])) != before
 
 
-def test_rows_of_large_data_are_read_lazily(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_large_data_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = write_rows(tmp_path / "lines.jsonl", ROWS)
     cached = load_task(name)
     monkeypatch.setattr(sources, "MAX_CACHED_BYTES", 100)
@@ -214,9 +212,7 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
         load_task(f"{tmp_path / 'one'}:test")
 
 
-def test_hub_datasets_by_repository_configuration_and_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_datasets_by_repository_configuration_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses the real library, with local files in place of the hub."""
     for split, rows in (("train", ROWS[:40]), ("test", ROWS[40:50])):
         write_rows(tmp_path / f"{split}.jsonl", rows)

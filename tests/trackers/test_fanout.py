@@ -77,7 +77,7 @@ def test_the_order_is_the_one_given_and_closing_goes_backwards():
 @pytest.mark.parametrize("method", CALLS)
 def test_one_that_fails_is_dropped_with_a_warning_and_the_others_go_on(method):
     before, failing, after = Listener(), Listener(method), Listener()
-    said = rf"Listener\.{method} failed \(OSError: no connection\); the run goes on without"
+    said = rf"Listener\.{method} failed \(OSError: no connection\); the run continues without"
     with pytest.warns(UserWarning, match=said):
         every_call(CompositeTracker([before, failing, after]))
     assert failing.names().count(method) == 1  # asked no more
@@ -133,7 +133,7 @@ def test_a_failed_run_closes_all_and_keeps_its_own_error():
     with pytest.raises(ZeroDivisionError) as caught, CompositeTracker([listener, Essential("close")]):
         raise ZeroDivisionError
     assert listener.names() == ["close"]
-    assert caught.value.__notes__ == ["afterwards, closing what follows the run failed: OSError: no connection"]
+    assert caught.value.__notes__ == ["closing the trackers failed too: OSError: no connection"]
 
 
 def test_an_essential_one_that_cannot_be_closed_is_an_error_of_its_own():
@@ -159,7 +159,7 @@ def test_equal_trackers_are_told_apart():
 
 @pytest.mark.parametrize("wrong", [Listener, None, "wandb"])
 def test_what_is_no_tracker_is_refused_at_once(wrong):
-    with pytest.raises(ConfigError, match="is no tracker: pass instances"):
+    with pytest.raises(ConfigError, match="is not a tracker: pass instances"):
         CompositeTracker([wrong])
 
 

@@ -58,7 +58,7 @@ def test_a_name_before_a_pattern_and_patterns_in_their_order() -> None:
         ("rewards/failed_timeout", "rewards/failed_*"),
         ("rewards/math", "rewards/*"),
         ("environment/turns", "environment/turns"),
-        ("eval/tokens", "held_out/*"),
+        ("eval/tokens", "eval/*"),
     ):
         known = find_metric_doc(name)
         assert known is not None

@@ -14,9 +14,9 @@ from torch import nn
 
 import policygrad as pg
 from doubles.algorithms import runnable
-from doubles.rollouts import empty
 from doubles.failing import FailingSampler, learner_cut_short
 from doubles.files import rows, same, untimed, weights
+from doubles.rollouts import empty
 from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.models.replica import clone_model

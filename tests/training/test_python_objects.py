@@ -100,7 +100,7 @@ def test_a_failing_tracker_is_dropped(run: pg.Run) -> None:
 def test_invalid_trackers_and_callbacks_are_refused(run: pg.Run) -> None:
     with pytest.raises(pg.ConfigError, match="is no callback: pass instances"):
         pg.train(run, display=False, callbacks=[Breaks()])  # type: ignore[list-item]
-    with pytest.raises(pg.ConfigError, match="is no tracker: pass instances"):
+    with pytest.raises(pg.ConfigError, match="is not a tracker: pass instances"):
         pg.train(run, display=False, trackers=[Breaks])  # type: ignore[list-item]
 
 

@@ -66,7 +66,7 @@ def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
     monkeypatch.setattr(FsdpController, "state", gathers)
     pg.train(replace(run, output=str(folder)), stop_after=2, display=False)
     newest = folder / "checkpoints" / "step-000002"
-    held = [load_file(newest / f"share-0000{rank}.safetensors") for rank in (0, 1)]
+    held = [load_file(newest / f"shard-0000{rank}.safetensors") for rank in (0, 1)]
     name = "adam/model.layers.0.mlp.up_proj.weight/exp_avg"
     assert [share[name].shape for share in held] == [(32, 32), (32, 32)]
     assert not any(name.startswith(("weights/", "adam/")) for name in load_file(newest / "tensors.safetensors"))
@@ -78,8 +78,8 @@ def test_as_many_go_on_to_the_bit_and_any_number_goes_on(
     for ranks, copy in copies.items():
         pg.train(replace(run, learner=replace(run.learner, world_size=ranks)), resume=copy, display=False)
         check_alike(unbroken, copy)
-    assert (copies[3] / "checkpoints" / "step-000003" / "share-00002.safetensors").is_file()
-    assert not list((copies[1] / "checkpoints" / "step-000003").glob("share-*"))
+    assert (copies[3] / "checkpoints" / "step-000003" / "shard-00002.safetensors").is_file()
+    assert not list((copies[1] / "checkpoints" / "step-000003").glob("shard-*"))
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_run_that_resumes(
 ) -> None:
     """At its second checkpoint; then as many processes as before go on from the first one, and end as if nothing had been."""
     folder = tmp_path / "run"
-    with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\)"):
+    with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\)"):
         pg.train(replace(run, output=str(folder)), learner=with_wrong(1, how, 2), display=False)
     assert checkpoints.newest_step(folder / "checkpoints") == left
     assert not list((folder / "checkpoints").glob(".tmp-*"))

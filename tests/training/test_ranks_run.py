@@ -73,7 +73,7 @@ def test_a_process_that_dies_ends_the_run_and_one_process_goes_on_with_it(
 ) -> None:
     folder = tmp_path / "run"
     two = replace(run, learner=replace(run.learner, world_size=2), output=str(folder))
-    with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\), in the midst of") as raised:
+    with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), during") as raised:
         pg.train(two, display=False, callbacks=[Killing(2)])
     assert f"--resume {folder}" in "".join(raised.value.__notes__)
     result = pg.train(replace(two, learner=run.learner), resume=folder, display=False)

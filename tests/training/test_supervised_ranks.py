@@ -79,10 +79,10 @@ def both(
     causal = kind == "sft"
     one, whole = (model(weights) if causal else judge(weights) for _ in range(2))
     config = replace(CONFIG, learner=replace(CONFIG.learner, **learner))
-    blueprint = None if causal else ModelSkeleton.without_shortcuts(whole)
-    how = {"lr": config.lr, "steps": 4, "config": config.learner, "optimizer": config.optimizer}
+    skeleton = None if causal else ModelSkeleton.without_shortcuts(whole)
+    spec = pg.LearnerSpec(NULL_ALGORITHM, config.lr, 4, config=config.learner, optimizer=config.optimizer)
     return LocalSupervisedLearner(one, config, 4, causal), FsdpController.of(
-        ranks, whole, NULL_ALGORITHM, blueprint=blueprint, **how
+        ranks, whole, spec, skeleton=skeleton
     )
 
 
@@ -217,7 +217,7 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
     check_alike(alone.output, whole.output)
     assert whole.after == pytest.approx(alone.after, rel=LOOSE, abs=LOOSE)
     killed = configured(kind, random_model, tmp_path, 2, "killed")
-    with pytest.raises(pg.RunError, match=r"rank 1 has ended \(exit code -9\), in the midst of") as raised:
+    with pytest.raises(pg.RunError, match=r"rank 1 has exited \(exit code -9\), in the midst of") as raised:
         train(killed, display=False, callbacks=[Killing(3)])
     assert f"policygrad {kind} --resume {killed.output}" in "".join(raised.value.__notes__)
     folder = Path(killed.output)

@@ -1,9 +1,9 @@
 """Checkpoints that survive a killed process, a full disk and a flipped bit; safetensors and JSON, never pickle.
 
-A checkpoint is a folder `step-000123/` with `tensors.safetensors`, `state.json` and `manifest.json` (format version, size
-and sha256 of the others). It is written under a temporary name, every file fsynced, the manifest last, and renamed
-into place, so a name `step-N` always means a complete checkpoint. One process writes to a directory; any number may read.
-Where several processes hold the state, each writes a file of its own beside these (see `pieces`), and one of them the rest.
+A checkpoint is a folder `step-000123/` with `tensors.safetensors`, `state.json` and `manifest.json` (format version, size and
+sha256 of the others). It is written under a temporary name, every file synced, the manifest last, and renamed into place, so a name
+`step-N` always means a complete checkpoint. One process writes to a directory; any number may read. If several processes hold the
+state, each adds a file of its own (see `shards`).
 """
 
 from __future__ import annotations
@@ -38,106 +38,11 @@ from policygrad.checkpoint.shards import TENSORS_FILE, ShardedTensors, ShardFile
 from policygrad.errors import CheckpointError
 from policygrad.utils.filesystem import apply_default_permissions, install_folder, is_disk_full
 
-# Which checkpoints there are in a folder, which of them stay, and how one goes without leaving half of it.
-
 STATE = "state.json"
 FILES = (STATE, TENSORS_FILE)
-"""In every checkpoint, beside its manifest."""
-_NAME = re.compile(r"step-(\d{6,})(\.old)?")  # .old: the one that a save of the same step is about to replace
-
-
-def list_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoint folders, newest first; of one step, the `.old` one comes after the one that replaced it."""
-    entries = [p for p in directory.iterdir() if p.is_dir()] if directory.is_dir() else []
-    named = [(step, path.suffix != ".old", path) for path in entries if (step := parse_step(path)) is not None]
-    return [path for _, _, path in sorted(named, reverse=True)]
-
-
-def parse_step(path: Path) -> int | None:
-    """Of a checkpoint's folder, by its name; None for any other."""
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else None
-
-
-def is_intact(folder: Path) -> bool:
-    """The quick checks only, so a few milliseconds for any size."""
-    with contextlib.suppress(CheckpointError):
-        return bool(check_manifest(folder, FILES))
-    return False
-
-
-def newest_step(directory: Path) -> int:
-    """The step of the newest checkpoint there, intact or not; 0 without one."""
-    checkpoints = list_checkpoints(Path(directory))
-    return (parse_step(checkpoints[0]) or 0) if checkpoints else 0
-
-
-def describe_save_error(final: Path, error: Exception) -> str:
-    """What became of a save, in words, with the way out."""
-    before = [path.name for path in list_checkpoints(final.parent) if is_intact(path)]
-    full = is_disk_full(error)
-    reason = "the disk is full" if full else str(error)
-    previous = f"the previous checkpoint, {before[0]}, is intact" if before else "there is no earlier checkpoint"
-    run = final.parent.parent  # its folder
-    hint = f"{'free some space' if full else 'see to the cause'}; --resume {run} goes on from there"
-    return f"{final} was not written: {reason}; {previous}: {hint if before else hint.partition(';')[0]}"
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Delete so that a kill midway leaves no half checkpoint under a checkpoint's name."""
-    doomed = folder.with_name(f".tmp-delete-{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(folder, doomed)
-    shutil.rmtree(doomed)
-
-
-def recover_checkpoints(directory: Path) -> None:
-    """Finish what a killed process began: drop its temporary folders, settle a replacement that was cut short."""
-    for path in directory.glob(".tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
-    for old in directory.glob("step-*.old"):
-        final = old.with_suffix("")
-        if is_intact(final):
-            remove_checkpoint(old)
-        else:
-            if final.exists():
-                remove_checkpoint(final)
-            os.replace(old, final)
-
-
-def prune_quietly(directory: Path, step: int, keep: int, every: int = 1, *, finished: bool = False) -> None:
-    """What `save` deletes after checkpoint `step`, where it was killed before it did."""
-    with contextlib.suppress(OSError):  # nothing is lost by it, and the next save deletes too
-        prune_checkpoints(directory, step, keep, every, finished=finished)
-
-
-def prune_checkpoints(directory: Path, step: int, keep: int, every: int = 1, *, finished: bool = False) -> None:
-    """Delete all checkpoints up to `step` but the newest intact one and the `keep` - 1 before it; damaged ones too.
-
-    Those of every `every` steps come first. A stop leaves one between them, which must not take the place of one that a run
-    without the stop keeps: it fills up the number while there are fewer, and goes when the run is finished.
-    """
-    past = [path for path in list_checkpoints(directory) if (parse_step(path) or 0) <= step]
-    intact_paths = [path for path in past if is_intact(path)]
-    regular = [path for path in intact_paths[1:] if (parse_step(path) or 0) % every == 0]
-    between = [] if finished else [path for path in intact_paths[1:] if path not in regular]
-    retained = [*intact_paths[:1], *regular, *between][:keep]
-    for path in past:
-        if path not in retained:
-            remove_checkpoint(path)
-
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointWriter",
-    "load_checkpoint",
-    "load_latest",
-    "newest_step",
-    "open_tensors",
-    "prune_quietly",
-    "save_checkpoint",
-]
+"""Files of every checkpoint besides its manifest."""
+_NAME = re.compile(r"step-(\d{6,})(\.old)?")  # .old: about to be replaced by a save of the same step
+_READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -159,20 +64,23 @@ def save_checkpoint(
     keep: int = 2,
     every: int = 1,
 ) -> Path:
-    """Write `directory/step-N`, verify it in place, then delete all but `keep`, as `keeping.prune` does; return its path.
+    """Write `directory/step-N`, verify it, delete old checkpoints as `prune_checkpoints` does, and return its path.
 
-    `directory` is a run's `checkpoints` folder. `state` holds JSON values (and, beyond JSON, tuples, dicts with any plain
-    keys, NaN and infinities): all come back exactly. Checkpoints of later steps, from before a run went back, do not count
-    towards `keep` and are left alone.
-    Raises CheckpointError; whatever goes wrong, the checkpoints that were there stay loadable.
+    Args:
+        directory: A run's `checkpoints` folder.
+        state: JSON values and, beyond JSON, tuples, dicts with any plain keys, NaN and infinities; all are restored exactly.
+        keep: Checkpoints to keep. Those of later steps, from before the run was rewound, neither count nor are deleted.
+
+    Raises:
+        CheckpointError: whatever goes wrong; existing checkpoints stay loadable.
     """
-    saving = CheckpointWriter(directory, step, tensors, state, keep, every=every)
-    saving.begin()
-    return saving.finish()
+    writer = CheckpointWriter(directory, step, tensors, state, keep, every=every)
+    writer.begin()
+    return writer.finish()
 
 
 class CheckpointWriter:
-    """A checkpoint on its way to the disk: `begin` makes `folder`, where others may write shares; `finish` writes the rest."""
+    """Writes a checkpoint in two steps: `begin` makes `folder`, where others may write shards; `finish` writes the rest."""
 
     def __init__(
         self,
@@ -184,51 +92,58 @@ class CheckpointWriter:
         suffix: str = "",
         every: int = 1,
     ) -> None:
-        """As `save`. mark: an end of the temporary name, that no other process takes.
+        """
+        Args:
+            suffix: End of the temporary name, unique among processes.
 
         Raises:
-            CheckpointError: what cannot be stored, named.
+            CheckpointError: something cannot be stored.
         """
         if step < 0 or keep < 1:
             raise CheckpointError(f"step must be >= 0 and keep >= 1, not step={step} and keep={keep}")
         self._directory, self._step, self._keep, self._every = Path(directory), step, keep, every
         self._arrays, aliases = _prepare_tensors(dict(tensors))
-        self.final, self.folder = (
-            self._directory / f"step-{step:06d}",
-            self._directory / f".tmp-step-{step:06d}{suffix}",
-        )
+        self.final = self._directory / f"step-{step:06d}"
+        self.folder = self._directory / f".tmp-step-{step:06d}{suffix}"
         try:
-            record = {
-                "aliases": aliases,
-                "state": encode_json(state, "state"),
-                "step": step,
-                "tensors": sorted(self._arrays),
-            }
-            self._record, self._text = record, dump_json(record)
+            encoded = encode_json(state, "state")
+            self._record = {"aliases": aliases, "state": encoded, "step": step, "tensors": sorted(self._arrays)}
+            self._text = dump_json(self._record)
         except (TypeError, RecursionError) as error:
             raise CheckpointError(str(error)) from error
 
     def begin(self) -> None:
-        """Raises CheckpointError."""
+        """Make `folder`. Raises CheckpointError."""
         with self._cleanup_on_error():
             self._directory.mkdir(parents=True, exist_ok=True)
             recover_checkpoints(self._directory)
             self.folder.mkdir()
 
     def finish(self, wait_for_shards: Callable[[], Sequence[ShardFile]] = tuple) -> Path:
-        """written: waits for what others write into `folder`, each under the name of its place in the list.
+        """Write the rest, verify it and rename the folder into place.
+
+        Args:
+            wait_for_shards: Waits until others have written into `folder`; returns their files, named by their place in the list.
 
         Raises:
-            CheckpointError: it cannot be written, or another could not.
+            CheckpointError: it cannot be written, or another could not write.
         """
         with self._cleanup_on_error():
-            shares = wait_for_shards()
-            entries = {shard_name(number): share.entry for number, share in enumerate(shares)}
-            if shares:
-                self._text = dump_json(self._record | {"spread": build_shard_index(shares)})
-            _write_files(self.folder, self._arrays, self._text, entries)
+            files = wait_for_shards()
+            entries = {shard_name(number): file.entry for number, file in enumerate(files)}
+            if files:
+                self._text = dump_json(self._record | {"shards": build_shard_index(files)})
+            try:
+                save_file(self._arrays, self.folder / TENSORS_FILE)
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"safetensors cannot store one of the tensors ({error}): convert it first"
+                ) from error
+            (self.folder / STATE).write_bytes(self._text)
+            apply_default_permissions(self.folder)
+            seal(self.folder, FILES, entries)
             install_folder(self.folder, self.final)
-        if shares:  # each has taken its sha256 from what it wrote
+        if files:  # each process has computed its sha256 while writing
             check_manifest(self.final, FILES)
         else:
             verify_files(self.final, FILES)
@@ -238,12 +153,11 @@ class CheckpointWriter:
         return self.final
 
     def abandon(self) -> None:
-        """Takes away what is written so far."""
+        """Delete what has been written."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def _cleanup_on_error(self) -> Iterator[None]:
-        """What fails leaves no folder, and says what is left."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -258,13 +172,18 @@ def load_latest(
     directory: Path,
     *,
     warn: Callable[[str], None],
-    check: Callable[[Checkpoint], None] = lambda checkpoints: None,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     keep_on_meta: Callable[[str], bool] = lambda name: False,
 ) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or None when there is none; `warn` hears of each damaged one passed over.
-    check: raises CheckpointError for one that is intact and lacks something. leave: as for `load`.
+    """Load the newest intact checkpoint; None if there is no checkpoint.
 
-    Raises CheckpointError when there are checkpoints but none verifies.
+    Args:
+        warn: Called for each damaged checkpoint that is passed over.
+        check: Raises CheckpointError for one that is intact but lacks something.
+        keep_on_meta: As for `load_checkpoint`.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is intact.
     """
     checkpoints = list_checkpoints(Path(directory))
     for path, before in itertools.zip_longest(checkpoints, checkpoints[1:]):
@@ -283,22 +202,27 @@ def load_latest(
 
 
 def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda name: False) -> Checkpoint:
-    """Verify and read one checkpoint. leave: whether a tensor stays where it is, by its name; its shape and kind stand for it, on
-    the meta device. Raises CheckpointError that names the damaged file and the reason."""
+    """Verify and read one checkpoint.
+
+    Args:
+        keep_on_meta: Returns whether to read only a tensor's shape and dtype, by its name.
+
+    Raises:
+        CheckpointError: names the damaged file and the reason.
+    """
     path = Path(path)
     files = verify_files(path, FILES)
     try:
         record = json.loads((path / STATE).read_bytes())
-        with ShardedTensors(path, record, len(files) - len(FILES)) as pieces:
-            stored = pieces.unsharded
-            if odd := set(record.get("tensors", stored)) ^ stored:
+        with ShardedTensors(path, record, len(files) - len(FILES)) as stored:
+            if unknown := set(record.get("tensors", stored.unsharded)) ^ stored.unsharded:
                 raise CheckpointError(
-                    f"{path / TENSORS_FILE} is not what {STATE} says: {min(odd)!r} is in one of them only"
+                    f"{path / TENSORS_FILE} does not match {STATE}: {min(unknown)!r} is in one of them only"
                 )
-            tensors = {name: pieces.spec(name) if keep_on_meta(name) else pieces.read(name) for name in pieces.names}
+            tensors = {n: stored.spec(n) if keep_on_meta(n) else stored.read(n) for n in stored.names}
         tensors |= {name: tensors[target] for name, target in record["aliases"].items()}
         checkpoint = Checkpoint(record["step"], tensors, decode_json(record["state"]), path)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if parse_step(path) not in (checkpoint.step, None):
         raise CheckpointError(f"{path / STATE} is of step {checkpoint.step}: rename the folder to that step")
@@ -306,20 +230,20 @@ def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda nam
 
 
 def open_tensors(path: Path) -> ShardedTensors:
-    """The tensors of a checkpoint that `load` has verified, to read boxes of them.
+    """Open the tensors of a checkpoint that `load_checkpoint` has verified.
 
     Raises:
-        CheckpointError: what cannot be read.
+        CheckpointError: it cannot be read.
     """
     try:
-        shares = len(check_manifest(path, FILES)) - len(FILES)
-        return ShardedTensors(path, json.loads((path / STATE).read_bytes()), shares)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        num_files = len(check_manifest(path, FILES)) - len(FILES)
+        return ShardedTensors(path, json.loads((path / STATE).read_bytes()), num_files)
+    except _READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
 def _prepare_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Dense contiguous CPU tensors that share no memory, and {name: stored name} for those tied to an earlier one."""
+    """Return dense contiguous CPU tensors that share no memory, and {name: stored name} of those tied to an earlier one."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -335,20 +259,94 @@ def _prepare_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
             continue
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         storage = plain.untyped_storage()
-        if storage.data_ptr() in used_storages or storage.nbytes() != plain.nbytes:  # a view: safetensors refuses those
+        if storage.data_ptr() in used_storages or storage.nbytes() != plain.nbytes:  # safetensors refuses views
             plain = plain.clone()
         used_storages.add(storage.data_ptr())
         stored[name] = plain
     return stored, aliases
 
 
-def _write_files(
-    folder: Path, tensors: dict[str, Tensor], state: bytes, shares: Mapping[str, Mapping[str, int | str]]
-) -> None:
-    try:
-        save_file(tensors, folder / TENSORS_FILE)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"safetensors cannot hold one of the tensors ({error}): convert it first") from error
-    (folder / STATE).write_bytes(state)
-    apply_default_permissions(folder)
-    seal(folder, FILES, shares)
+# The checkpoints in a folder: listing, recovery after a kill, deletion of old ones.
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return checkpoint folders, newest first; of one step, the `.old` one comes after the one that replaced it."""
+    entries = [p for p in directory.iterdir() if p.is_dir()] if directory.is_dir() else []
+    named = [(step, path.suffix != ".old", path) for path in entries if (step := parse_step(path)) is not None]
+    return [path for _, _, path in sorted(named, reverse=True)]
+
+
+def parse_step(path: Path) -> int | None:
+    """Return the step of a checkpoint's folder; None for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def newest_step(directory: Path) -> int:
+    """Return the step of the newest checkpoint, intact or not; 0 if there is none."""
+    checkpoints = list_checkpoints(Path(directory))
+    return (parse_step(checkpoints[0]) or 0) if checkpoints else 0
+
+
+def is_intact(folder: Path) -> bool:
+    """Make the quick checks, which take a few milliseconds for any size."""
+    with contextlib.suppress(CheckpointError):
+        return bool(check_manifest(folder, FILES))
+    return False
+
+
+def describe_save_error(final: Path, error: Exception) -> str:
+    """Return the message for a save that failed: the reason, the checkpoint that remains, the remedy."""
+    intact = [path.name for path in list_checkpoints(final.parent) if is_intact(path)]
+    reason, remedy = ("the disk is full", "free some space") if is_disk_full(error) else (str(error), "fix the cause")
+    if not intact:
+        return f"{final} was not written: {reason}; there is no earlier checkpoint: {remedy}"
+    run_folder = final.parent.parent
+    return (
+        f"{final} was not written: {reason}; the previous checkpoint, {intact[0]}, is intact: {remedy}, then resume from it with "
+        f"--resume {run_folder}"
+    )
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete so that a kill midway leaves no half checkpoint under a checkpoint's name."""
+    renamed = folder.with_name(f".tmp-delete-{folder.name}")
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.replace(folder, renamed)
+    shutil.rmtree(renamed)
+
+
+def recover_checkpoints(directory: Path) -> None:
+    """Finish what a killed process began: drop its temporary folders and complete or undo a replacement."""
+    for path in directory.glob(".tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for old in directory.glob("step-*.old"):
+        final = old.with_suffix("")
+        if is_intact(final):
+            remove_checkpoint(old)
+        else:
+            if final.exists():
+                remove_checkpoint(final)
+            os.replace(old, final)
+
+
+def prune_quietly(directory: Path, step: int, keep: int, every: int = 1, *, finished: bool = False) -> None:
+    """Delete what a killed save of checkpoint `step` would have deleted, ignoring errors: the next save tries again."""
+    with contextlib.suppress(OSError):
+        prune_checkpoints(directory, step, keep, every, finished=finished)
+
+
+def prune_checkpoints(directory: Path, step: int, keep: int, every: int = 1, *, finished: bool = False) -> None:
+    """Delete all checkpoints up to `step` but the newest intact one and the `keep` - 1 before it; damaged ones too.
+
+    Checkpoints at multiples of `every` take precedence. A stop leaves one in between, which must not displace one that a run
+    without the stop would keep: it is kept while there are fewer, and deleted when the run is finished.
+    """
+    past = [path for path in list_checkpoints(directory) if (parse_step(path) or 0) <= step]
+    intact = [path for path in past if is_intact(path)]
+    regular = [path for path in intact[1:] if (parse_step(path) or 0) % every == 0]
+    between = [] if finished else [path for path in intact[1:] if path not in regular]
+    retained = [*intact[:1], *regular, *between][:keep]
+    for path in past:
+        if path not in retained:
+            remove_checkpoint(path)

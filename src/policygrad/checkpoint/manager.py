@@ -1,4 +1,4 @@
-"""When a run's progress is saved: every so many steps, at its end, and when a step fails."""
+"""Decides when a run's progress is saved: every so many steps, at its end, and when a step fails."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from policygrad.errors import CheckpointError, NumericsError
 
 
 class HasStep(Protocol):
-    """What outlives a step."""
+    """A run's progress."""
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of finished steps."""
         ...
 
 
 P = TypeVar("P", bound=HasStep)
 MAX_SNAPSHOT_BYTES = 2**30
-"""Bytes."""
 
 
 class Checkpointer(Generic[P]):
-    """Saves what `pack` makes of the progress, the global random state beside it."""
+    """Saves the state that `pack` makes of the progress, with torch's global random state."""
 
     def __init__(
         self,
@@ -49,27 +48,31 @@ class Checkpointer(Generic[P]):
         check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None,
         sharded: ShardedState[P] | None = None,
     ) -> None:
-        """folder: the run's. version: of the weights, which counts updates. sync: waits until the run's logs are on the disk.
-        resume: the command that goes on, for messages. keeps: bytes of state, at most, of which a copy is
-        kept at every step, so that what fails can be undone. check: raises CheckpointError for a checkpoint that lacks
-        something, so that the one before it is taken. spread: how several processes save what they share;
-        None = `pack` has it all."""
+        """
+        Args:
+            folder: The run's folder.
+            every: Steps between checkpoints.
+            keep: Checkpoints to keep.
+            pack: Returns the complete state.
+            version: Returns the version of the weights, which counts updates.
+            sync: Waits until the run's logs are on the disk.
+            note: Shows a message.
+            resume_command: The command that resumes the run, for messages.
+            max_snapshot_bytes: A state of at most this size is copied after every step, so that a failed step can be undone.
+            check: Raises CheckpointError for a checkpoint that lacks something, so that the one before it is used.
+            sharded: How several processes save their shards; None = `pack` has everything.
+        """
         self._max_snapshot_bytes, self._check, self._sharded = max_snapshot_bytes, check, sharded
         self._pending: BackgroundSave | None = None
         self.folder, self.every, self.keep = folder / "checkpoints", every, keep
-        self._pack, self._version, self._sync, self._note, self._resume_command = (
-            pack,
-            version,
-            sync,
-            note,
-            resume_command,
-        )
+        self._pack, self._version, self._sync, self._note = pack, version, sync, note
+        self._resume_command = resume_command
 
     def restore(self) -> checkpoints.Checkpoint | None:
-        """The newest intact checkpoint; the global random state is then its own.
+        """Load the newest intact checkpoint, and set torch's global random state to the saved one.
 
         Raises:
-            CheckpointError: checkpoints, and none of them intact.
+            CheckpointError: there are checkpoints, and none is intact.
         """
         keep_on_meta = self._sharded.is_sharded if self._sharded is not None else lambda name: False
         saved = checkpoints.load_latest(
@@ -83,30 +86,35 @@ class Checkpointer(Generic[P]):
     def _check_complete(self, saved: checkpoints.Checkpoint) -> None:
         random, current = saved.tensors.get("rng/torch"), torch.get_rng_state()
         if random is None or (random.dtype, random.shape) != (current.dtype, current.shape):
-            raise CheckpointError(f"{saved.path} lacks the random state that a run goes on with")
+            raise CheckpointError(f"{saved.path} lacks the random state")
         try:
             self._check(saved)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{saved.path} lacks what a run goes on with: {error}") from error
+            raise CheckpointError(f"{saved.path} lacks a part of the state: {error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{saved.path}: {error}") from error
 
     def start(self, progress: P) -> None:
-        """The run goes on from here, and this much is saved, or is where it began."""
+        """Start from a progress that is saved or is the run's beginning."""
         self.saved = progress.step
         self._take_snapshot(progress)
 
     def on_step(self, progress: P, *, final: bool) -> None:
-        """A step is done: a checkpoint, if it is time for one. Where several processes write it, the final one alone is waited for.
+        """Save after a step if it is time to. With several processes only the final checkpoint is waited for.
 
         Raises:
-            CheckpointError: the final one cannot be written; that another cannot is a note.
+            CheckpointError: the final checkpoint cannot be written; a failure of any other is a note.
         """
         if self._pending is not None and self._pending.done:
             self.wait_for_save()
         if final or progress.step % self.every == 0:
             try:
-                self._save(progress, self.keep)
+                self._sync()
+                if self._sharded is None:
+                    self._write(progress, self._pack(progress), torch.get_rng_state(), self.keep)
+                else:
+                    self.wait_for_save()
+                    self._start_sharded_save(self._sharded, progress, torch.get_rng_state(), self.keep)
                 if final:
                     self._wait_pending()
             except CheckpointError as error:
@@ -115,29 +123,28 @@ class Checkpointer(Generic[P]):
                 self._note_failure(error)
         self._take_snapshot(progress)
 
-    def _note_failure(self, error: CheckpointError) -> None:
-        self._note(f"{error}. Training goes on, the next try is in {self.every} steps")
-
-    def _wait_pending(self) -> None:
-        """Waits for the checkpoint that is being written. Raises CheckpointError where it could not be."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
-            self.saved = pending.step
-
     def wait_for_save(self) -> None:
-        """Waits for it; that it could not be written is a note."""
+        """Wait for the checkpoint that is being written; its failure is a note."""
         try:
             self._wait_pending()
         except CheckpointError as error:
             self._note_failure(error)
 
+    def _wait_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+            self.saved = pending.step
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        self._note(f"{error}. Training continues, and saves again in {self.every} steps")
+
     def finish(self) -> None:
-        """The run is over: checkpoints that stops have left between those of every so many steps are deleted."""
+        """Delete the checkpoints that stops have left between regular ones: the run is finished."""
         checkpoints.prune_quietly(self.folder, self.saved, self.keep, self.every, finished=True)
 
     def rewind(self) -> P:
-        """The last whole step's progress, saved: the one after it was broken off before it changed anything.
+        """Save and return the progress after the last complete step; the next one was interrupted before it changed anything.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -149,7 +156,7 @@ class Checkpointer(Generic[P]):
         return self.last
 
     def _take_snapshot(self, progress: P) -> None:
-        """Remembers where the last whole step ended, and its state where that is not too large for it."""
+        """Remember the progress after a complete step, with a copy of its state unless that is too large."""
         self.last, self.version, self.random = progress, self._version(), torch.get_rng_state()
         self.snapshot: SavedState | None = None
         if self._max_snapshot_bytes:
@@ -157,60 +164,51 @@ class Checkpointer(Generic[P]):
             if sum(t.nbytes for t in tensors.values()) <= self._max_snapshot_bytes:
                 self.snapshot = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}, deepcopy(values)
 
-    def _save(self, progress: P, keep: int) -> None:
-        self._sync()
-        if self._sharded is None:
-            self._write(progress, self._pack(progress), torch.get_rng_state(), keep)
-        else:
-            self.wait_for_save()
-            self._start_sharded_save(self._sharded, progress, torch.get_rng_state(), keep)
-
     def _save_last(self, keep: int) -> None:
-        """The last whole step bit for bit, whatever has come after it.
+        """Save the state after the last complete step bit for bit, whatever has happened since.
 
         Raises:
-            CheckpointError: it cannot be written; its weights have moved on, and there is no copy of them.
+            CheckpointError: it cannot be written; the weights have changed, and there is no copy of them.
         """
         if self.snapshot is None and self._version() != self.version:
-            raise CheckpointError("the weights have moved since, and its state is too large for a copy to be kept")
+            raise CheckpointError("the weights have changed since, and the state is too large for a copy to be kept")
         if self.snapshot is None and self._sharded is not None:
             self._start_sharded_save(self._sharded, self.last, self.random, keep)
             self._wait_pending()
         else:
             self._write(self.last, self.snapshot or self._pack(self.last), self.random, keep)
 
-    def _start_sharded_save(self, spread: ShardedState[P], progress: P, random: Tensor, keep: int) -> None:
-        """Every process copies its share; a thread here waits until they are on the disk, and writes the rest."""
-        tensors, values = spread.pack(progress)
+    def _start_sharded_save(self, sharded: ShardedState[P], progress: P, random: Tensor, keep: int) -> None:
+        """Let every process copy its shard; a thread waits until all are on the disk and writes the rest."""
+        tensors, values = sharded.pack(progress)
         local = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        mark = f"-{secrets.token_hex(4)}"  # a process that has outlived its run may still write to another
+        suffix = f"-{secrets.token_hex(4)}"  # a process that outlived an earlier run may still be writing
         state = local | {"rng/torch": random}
-        writer = checkpoints.CheckpointWriter(self.folder, progress.step, state, values, keep, mark, self.every)
+        writer = checkpoints.CheckpointWriter(self.folder, progress.step, state, values, keep, suffix, self.every)
         writer.begin()
         try:
-            wait_for_shards = spread.start_save(writer.folder)
+            wait_for_shards = sharded.start_save(writer.folder)
         except BaseException:
             writer.abandon()
             raise
         self._pending = BackgroundSave(progress.step, lambda: writer.finish(wait_for_shards))
 
-    def _write(self, progress: P, saved: SavedState, random: Tensor, keep: int) -> None:
-        tensors, values = saved
-        state = tensors | {"rng/torch": random}
-        checkpoints.save_checkpoint(self.folder, progress.step, state, values, keep=keep, every=self.every)
+    def _write(self, progress: P, state: SavedState, random: Tensor, keep: int) -> None:
+        tensors, values = state[0] | {"rng/torch": random}, state[1]
+        checkpoints.save_checkpoint(self.folder, progress.step, tensors, values, keep=keep, every=self.every)
         self.saved = progress.step
 
     @contextmanager
     def save_on_error(self) -> Iterator[None]:
-        """An error in the midst of a step leaves a checkpoint of the last whole one, and a note that says how to go on.
+        """Enclose the steps: an error during one saves the state after the last complete step and notes how to resume.
 
-        Updates of the failed step that were taken before it failed are not in it: a resumed run does that step anew, from its
-        beginning. Where the state is too large for a copy (`keeps`), it goes on from the checkpoint before. A second Ctrl-C is not
-        an error: it ends the run at once.
+        Updates of the failed step are not in it: a resumed run repeats the step from its beginning. If the state is too large for a
+        copy (`max_snapshot_bytes`), it resumes from the checkpoint before. A second Ctrl-C is not an error: it ends the run at
+        once.
         """
         try:
             yield
-        except CheckpointError:  # it says itself what is left
+        except CheckpointError:  # its message tells what remains
             raise
         except Exception as error:
             message = self._rescue(error)
@@ -219,17 +217,17 @@ class Checkpointer(Generic[P]):
             raise
 
     def _rescue(self, error: Exception) -> str:
-        last = self.last
-        message = f"step {last.step + 1} failed"
+        message = f"step {self.last.step + 1} failed"
         try:
             self.wait_for_save()
-            if last.step > self.saved:
-                # The logs are not waited for: it may be they that failed. The one before stays, should this lead to the same end.
+            if self.last.step > self.saved:
+                # Without `sync`, since the logs may be what failed. The previous checkpoint is kept: this one may fail in the
+                # same way.
                 self._save_last(max(2, self.keep))
-                message += f"; step {last.step} is saved"
-        except Exception as failure:  # whatever a learner's state may raise: the first error is the one to see
-            message += f", and step {last.step} could not be saved ({failure})"
-        message += f": {self._resume_command} goes on from step {self.saved}"
+                message += f"; step {self.last.step} is saved"
+        except Exception as failure:  # whatever a learner's state raises: the first error is the one to show
+            message += f", and step {self.last.step} could not be saved ({failure})"
+        message += f": {self._resume_command} resumes from step {self.saved}"
         if not isinstance(error, NumericsError):
             return message
         remedy = f"correct {error.part} first" if error.part else "lower --lr or change --seed"

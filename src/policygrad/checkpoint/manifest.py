@@ -1,4 +1,4 @@
-"""A folder of files sealed by a manifest: what it lists is complete, on the disk, and as it was written."""
+"""A folder sealed by a manifest: the files that it lists are complete, on the disk, and unchanged since they were written."""
 
 from __future__ import annotations
 
@@ -16,39 +16,45 @@ from policygrad.errors import CheckpointError
 from policygrad.utils.filesystem import fsync_path
 
 FORMAT = 2
-"""1 held the state of an algorithm's parts among their settings."""
+"""Format 1 had the state of an algorithm's parts among their settings."""
 SHARDED_FORMAT = 3
-"""The same, and several processes have written a share each."""
+"""Format 2 with files of several processes."""
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**20
-"""Bytes of a manifest, and more than one ever has."""
+"""More than any manifest has."""
 
 
 def shard_name(number: int) -> str:
-    """The file of one of several processes, counted from 0."""
-    return f"share-{number:05d}.safetensors"
+    """Return the file name of one of several processes, counted from 0."""
+    return f"shard-{number:05d}.safetensors"
 
 
 def dump_json(value: Any) -> bytes:
-    """Strict JSON in its one canonical form, so that any changed byte shows."""
+    """Return strict JSON in its canonical form, so that any changed byte is noticed."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def seal(folder: Path, names: Iterable[str], shares: Mapping[str, Mapping[str, int | str]] | None = None) -> None:
-    """Sync the named files, then write and sync the manifest: format, size in bytes and sha256 of each. shares: the entries of
-    files that others have written, synced and digested. Raises OSError."""
+def seal(folder: Path, names: Iterable[str], shards: Mapping[str, Mapping[str, int | str]] | None = None) -> None:
+    """Sync the named files, then write and sync the manifest: format, size in bytes and sha256 of each. Raises OSError.
+
+    Args:
+        shards: Entries of files that other processes have written, synced and digested.
+    """
     files = {name: _digest(folder / name) for name in names}
     for name in files:
         fsync_path(folder / name)
-    files |= {name: dict(entry) for name, entry in (shares or {}).items()}
-    (folder / MANIFEST).write_bytes(dump_json({"files": files, "format": SHARDED_FORMAT if shares else FORMAT}))
+    files |= {name: dict(entry) for name, entry in (shards or {}).items()}
+    (folder / MANIFEST).write_bytes(dump_json({"files": files, "format": SHARDED_FORMAT if shards else FORMAT}))
     fsync_path(folder / MANIFEST)
     fsync_path(folder)
 
 
 def check_manifest(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """The entries of the named files, and of shares where there are any, after the quick checks: known format, canonical bytes,
-    sizes. Raises CheckpointError."""
+    """Return the entries of the named files and of shard files, after quick checks: known format, canonical bytes, sizes.
+
+    Raises:
+        CheckpointError: a check fails.
+    """
     path = folder / MANIFEST
     try:
         for name in (MANIFEST, *names):
@@ -58,17 +64,19 @@ def check_manifest(folder: Path, names: Iterable[str]) -> dict[str, dict[str, in
         raw = path.read_bytes()
         manifest = json.loads(raw)
         if manifest["format"] not in (FORMAT, SHARDED_FORMAT):
-            newer = manifest["format"] > SHARDED_FORMAT
-            hint = "upgrade" if newer else "finish the run with the version that began it, or train anew from its model"
+            is_newer = manifest["format"] > SHARDED_FORMAT
+            hint = (
+                "upgrade" if is_newer else "finish the run with the version that began it, or train anew from its model"
+            )
             raise CheckpointError(
                 f"{path} has format {manifest['format']!r} and this version reads {FORMAT} and {SHARDED_FORMAT}: {hint}"
             )
         files: dict[str, dict[str, int | str]] = manifest["files"]
-        shares = {shard_name(number) for number in range(len(files) - len(set(names)))}
-        sharded = manifest["format"] == SHARDED_FORMAT
-        if dump_json(manifest) != raw or set(files) != {*names, *shares} or bool(shares) is not sharded:
+        shards = {shard_name(number) for number in range(len(files) - len(set(names)))}
+        is_sharded = manifest["format"] == SHARDED_FORMAT
+        if dump_json(manifest) != raw or set(files) != {*names, *shards} or bool(shards) is not is_sharded:
             raise CheckpointError(f"{path} is damaged: it is not as it was written")
-        for name in shares:
+        for name in shards:
             check_regular_file(folder / name)
         for name, entry in files.items():
             size = (folder / name).stat().st_size
@@ -84,13 +92,13 @@ def check_manifest(folder: Path, names: Iterable[str]) -> dict[str, dict[str, in
 
 
 def check_regular_file(path: Path) -> None:
-    """Raises CheckpointError for what is no file: reading a pipe or a device may never end. OSError where there is none."""
+    """Raise CheckpointError for a pipe or a device, which may never end; OSError if there is nothing."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is damaged: it is no regular file")
 
 
 def verify_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """`check`, and read every byte against its sha256. Raises CheckpointError that names the damaged file."""
+    """Check the manifest and compare every file with its sha256. Raises CheckpointError that names the damaged file."""
     files = check_manifest(folder, names)
     for name, entry in files.items():
         try:
@@ -108,21 +116,20 @@ def _digest(path: Path) -> dict[str, int | str]:
         return {"bytes": file.tell(), "sha256": sha256}
 
 
-# Nested plain values as strict JSON, and back exactly: what a checkpoint's state may hold beside tensors.
-#
-# Strict JSON lacks tuples, keys that are not strings, NaN, infinities and huge integers. Each is written as a dict with one
-# tag, `{"$tuple": [...]}`; a key of the user's that begins with "$" gets one more. Subclasses come back as the plain type.
-
-
 def storage_key(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tied tensors: one storage, seen the same way. Empty tensors have no address, so they are told by id."""
+    """Return a key that is equal for tied tensors: one storage with the same view. Empty tensors have no address but their id."""
     if not tensor.numel() or tensor.is_meta:
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
 
 
+# Nested plain values as strict JSON and back. JSON lacks tuples, keys that are not strings, NaN, infinities and huge integers:
+# each is written as a dict with one tag, `{"$tuple": [...]}`; a key that begins with "$" gets one more. Subclasses become the
+# plain type.
+
+
 def encode_json(value: Any, where: str) -> Any:
-    """`value` as strict JSON; `where` is the path so far. Raises TypeError naming the path of what JSON cannot hold."""
+    """Return `value` as strict JSON; `where` is the path so far. Raises TypeError with the path of an unsupported value."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):  # Python refuses to read or write more than 4300 decimal digits
@@ -143,7 +150,7 @@ def encode_json(value: Any, where: str) -> Any:
 
 
 def decode_json(value: Any) -> Any:
-    """The inverse of `encode`."""
+    """Invert `encode_json`."""
     if isinstance(value, list):
         return [decode_json(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The trained model as others load it."""
+"""Writes the trained model in the format that other programs load."""
 
 from __future__ import annotations
 
@@ -14,34 +14,44 @@ from policygrad.errors import RunError
 from policygrad.utils.filesystem import apply_default_permissions, fsync_path, install_folder, is_disk_full
 
 ModelWriter = Callable[[Path], None]
-"""Writes a model into a folder, which may not be there yet."""
+"""Writes a model into a folder, which may not exist yet."""
 
 
-def save_model(folder: Path, model: nn.Module | ModelWriter, tokenizer: Any, resume: str = "", card: str = "") -> Path:
-    """`folder/model`, which the AutoModel class it came from and AutoTokenizer load; whole and on the disk, or as it was before.
-    Of a model with adapters these alone, in PEFT's format.
+def save_model(
+    folder: Path, model: nn.Module | ModelWriter, tokenizer: Any, resume_command: str = "", card: str = ""
+) -> Path:
+    """Write `folder/model` atomically, for the model's AutoModel class and AutoTokenizer; of adapters these alone, in PEFT's
+    format.
 
-    model: or what writes it. tokenizer: transformers' own. resume: what goes on with the run, for the message. card: README.md.
+    Args:
+        model: The model, or a function that writes it.
+        tokenizer: transformers' tokenizer.
+        resume_command: The command that resumes the run, for messages.
+        card: Text of README.md.
 
     Raises:
-        RunError: a full disk, say; the checkpoint of the last step still holds the weights.
+        RunError: a full disk, for example; the last step's checkpoint still has the weights.
     """
-    then = f"then {resume or f'policygrad train --resume {folder}'}"
-    left = ("the trained weights are in the last checkpoint: ", then)
-    return write_model(folder / "model", model, tokenizer, left, card)
+    command = resume_command or f"policygrad train --resume {folder}"
+    hints = ("the trained weights are in the last checkpoint: ", f"then {command}")
+    return write_model(folder / "model", model, tokenizer, hints, card)
 
 
 def write_model(
     final: Path,
     model: nn.Module | ModelWriter,
     tokenizer: Any,
-    hints: tuple[str, str] = ("", "then again"),
+    hints: tuple[str, str] = ("", "then try again"),
     card: str = "",
 ) -> Path:
-    """The folder `final`, written as a whole. left: what stands before and behind the way out, for the message. card: README.md.
+    """Write the folder `final` atomically.
+
+    Args:
+        hints: Texts before and after the remedy in an error message.
+        card: Text of README.md.
 
     Raises:
-        RunError: a full disk, say.
+        RunError: a full disk, for example.
     """
     temporary = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -52,7 +62,7 @@ def write_model(
         write: Any = model.save_pretrained if isinstance(model, nn.Module) else model
         write(temporary)
         tokenizer.save_pretrained(temporary)
-        if card:  # in the place of PEFT's, which is a form
+        if card:  # replaces PEFT's, which is a template
             (temporary / "README.md").write_text(card, encoding="utf-8")
         apply_default_permissions(temporary)
         for path in (*temporary.rglob("*"), temporary):
@@ -60,8 +70,9 @@ def write_model(
         old = install_folder(temporary, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        full = is_disk_full(error)
-        reason, first = ("the disk is full", "free some space") if full else (str(error), "see to the cause")
-        raise RunError(f"{final} was not written: {reason}; {hints[0]}{first}, {hints[1]}") from error
+        reason, remedy = (
+            ("the disk is full", "free some space") if is_disk_full(error) else (str(error), "fix the cause")
+        )
+        raise RunError(f"{final} was not written: {reason}; {hints[0]}{remedy}, {hints[1]}") from error
     shutil.rmtree(old, ignore_errors=True)
     return final

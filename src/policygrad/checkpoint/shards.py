@@ -1,8 +1,12 @@
-"""Tensors in pieces: each process writes what it holds of them into a file of its own, and reads no more than it needs.
+"""Sharded tensors on disk: each process writes its part of a state to its own file, and reads no more than it needs.
 
-The files are in the format of safetensors, https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the
-header in JSON, the numbers. They are written here, in one pass that also takes the sha256 and leaves other threads their turn;
-safetensors reads them. The checkpoint's `state.json` says under `spread` which box of which tensor is in which file.
+A file has the safetensors format, https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the header in
+JSON, the numbers. It is written here in one pass that also computes its sha256 and releases the interpreter lock for other threads;
+safetensors reads it. The checkpoint's `state.json` records under `shards` which box of which tensor is in which file.
+
+torch.distributed.checkpoint is not used: its metadata is a pickle, which a crafted checkpoint could abuse, and it has no
+checksums to detect a flipped bit. This format is verified, kept and deleted like that of one process, and any program reads its
+files.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +33,7 @@ from policygrad.checkpoint.manifest import shard_name
 from policygrad.errors import CheckpointError
 
 TENSORS_FILE = "tensors.safetensors"
-"""What one process has written for all: whole tensors."""
+"""Tensors that one process has written completely."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,101 +46,107 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names."""
-_DTYPE_NAMES = {kind: name for name, kind in DTYPES.items()}
+"""By their names in safetensors."""
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Box = tuple[Sequence[int], Sequence[int]]
+"""(offset, size) of a part of a tensor."""
+SavedState = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors by name, and JSON values."""
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a tensor, all of it or a part."""
+    """A box of a tensor, possibly all of it."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
-    """Where in it the box begins."""
+    """First index of the box."""
     data: Tensor
     """On the CPU, contiguous."""
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """What one process has written, as plain values."""
+    """A file that one process has written, described by plain values."""
 
     entry: Mapping[str, int | str]
-    """The file's size and sha256, as a manifest has them."""
-    pieces: Mapping[str, Sequence[Any]]
-    """By tensor: its kind, its shape, the box's offset and size."""
+    """Size and sha256, as in a manifest."""
+    tensors: Mapping[str, Sequence[Any]]
+    """By tensor: dtype, full shape, the box's offset and size."""
 
 
 def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> ShardFile:
-    """The file, new and on the disk. Raises OSError; CheckpointError for a kind of numbers that has no name."""
-    if odd := [name for name, piece in shards.items() if piece.data.dtype not in _DTYPE_NAMES]:
-        raise CheckpointError(f"tensor {odd[0]!r} is {shards[odd[0]].data.dtype}: convert it first")
-    order = sorted(shards, key=lambda name: (-shards[name].data.itemsize, name))  # so that each stays aligned
+    """Write a new file and sync it to disk. Raises OSError; CheckpointError for an unsupported dtype."""
+    if unsupported := [name for name, shard in shards.items() if shard.data.dtype not in _DTYPE_NAMES]:
+        raise CheckpointError(f"tensor {unsupported[0]!r} is {shards[unsupported[0]].data.dtype}: convert it first")
+    order = sorted(shards, key=lambda name: (-shards[name].data.itemsize, name))  # keeps every tensor aligned
     header, position = dict[str, Any](), 0
     for name in order:
-        numbers = shards[name].data
-        ends = [position, position := position + numbers.nbytes]
-        header[name] = {"dtype": _DTYPE_NAMES[numbers.dtype], "shape": list(numbers.shape), "data_offsets": ends}
+        data = shards[name].data
+        ends = [position, position := position + data.nbytes]
+        header[name] = {"dtype": _DTYPE_NAMES[data.dtype], "shape": list(data.shape), "data_offsets": ends}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     sha256 = hashlib.sha256()
     with path.open("xb") as file:
-        for part in chain((struct.pack("<Q", len(text)), text), (_bytes(shards[name].data) for name in order)):
+
+        def write(part: Any) -> None:
             file.write(part)
             sha256.update(part)
+
+        write(struct.pack("<Q", len(text)))
+        write(text)
+        for name in order:
+            data = shards[name].data
+            write(data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b"")
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
-    described = {
-        name: [_DTYPE_NAMES[piece.data.dtype], list(piece.shape), list(piece.offset), list(piece.data.shape)]
-        for name, piece in shards.items()
+    tensors = {
+        name: [_DTYPE_NAMES[shard.data.dtype], list(shard.shape), list(shard.offset), list(shard.data.shape)]
+        for name, shard in shards.items()
     }
-    return ShardFile({"bytes": size, "sha256": sha256.hexdigest()}, described)
+    return ShardFile({"bytes": size, "sha256": sha256.hexdigest()}, tensors)
 
 
-def _bytes(x: Tensor) -> Any:
-    """A tensor's own memory."""
-    return x.reshape(-1).view(torch.uint8).numpy().data if x.numel() else b""
-
-
-def build_shard_index(shares: Iterable[ShardFile]) -> dict[str, Any]:
-    """For `state.json`: of every tensor its kind, its shape, and [file, offset, size] of each piece.
+def build_shard_index(files: Iterable[ShardFile]) -> dict[str, Any]:
+    """Return for `state.json` every tensor's dtype, shape, and [file, offset, size] of each shard.
 
     Raises:
-        CheckpointError: pieces that do not make the whole of a tensor.
+        CheckpointError: the shards do not make up a complete tensor.
     """
     index: dict[str, Any] = {}
-    for number, share in enumerate(shares):
-        for name, (kind, shape, offset, size) in share.pieces.items():
-            entry = index.setdefault(name, {"kind": kind, "shape": shape, "pieces": []})
-            if (entry["kind"], entry["shape"]) != (kind, shape):
-                raise CheckpointError(f"the processes do not agree on what {name!r} is")
-            entry["pieces"].append([number, offset, size])
+    for number, file in enumerate(files):
+        for name, (dtype, shape, offset, size) in file.tensors.items():
+            entry = index.setdefault(name, {"dtype": dtype, "shape": shape, "shards": []})
+            if (entry["dtype"], entry["shape"]) != (dtype, shape):
+                raise CheckpointError(f"the processes disagree on the shape or dtype of {name!r}")
+            entry["shards"].append([number, offset, size])
     for name, entry in index.items():
         _check_entry(name, entry)
     return index
 
 
 def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless the boxes lie within the tensor, one to a file, apart, and are as many numbers as it."""
-    shape, files = entry["shape"], [number for number, _, _ in entry["pieces"]]
-    fits = all(
+    """Raise CheckpointError unless the boxes are inside the tensor, disjoint, one per file, and as large as the tensor."""
+    shape, files = entry["shape"], [number for number, _, _ in entry["shards"]]
+    boxes = sorted((offset, size) for _, offset, size in entry["shards"])
+    complete = all(
         len(offset) == len(size) == len(shape)
-        and all(a >= 0 and n >= 0 and a + n <= complete for a, n, complete in zip(offset, size, shape, strict=True))
-        for _, offset, size in entry["pieces"]
+        and all(a >= 0 and n >= 0 and a + n <= limit for a, n, limit in zip(offset, size, shape, strict=True))
+        for offset, size in boxes
     )
-    boxes = [(offset, size) for _, offset, size in entry["pieces"]]
-    complete = fits and sum(prod(size) for _, size in boxes) == prod(shape)
-    if not complete or len(set(files)) != len(files) or not _are_disjoint(boxes):
-        raise CheckpointError(f"the pieces of {name!r} do not make the whole of it")
+    complete = complete and sum(prod(size) for _, size in boxes) == prod(shape) and len(set(files)) == len(files)
+    if not complete or not _are_disjoint(boxes):
+        raise CheckpointError(f"the shards of {name!r} do not make up the complete tensor")
 
 
-def _are_disjoint(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether no two boxes (offset, size) share a number. In the order of their first axis, so that rows are each compared once."""
-    ordered = sorted(boxes)
-    for i, (offset, size) in enumerate(ordered):
-        for other in islice(ordered, i + 1, None):
+def _are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Return whether no two sorted boxes overlap; sorting by the first axis makes this linear for shards of rows."""
+    for i, (offset, size) in enumerate(boxes):
+        for other in islice(boxes, i + 1, None):
             if offset and other[0][0] >= offset[0] + size[0]:
                 break
             if _intersect((offset, size), other):
@@ -145,72 +155,77 @@ def _are_disjoint(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
 
 
 class ShardedTensors:
-    """The tensors in a checkpoint's folder, as long as the context lasts: whole or in pieces, of which any box can be read."""
+    """The tensors in a checkpoint's folder, complete or in shards, of which any box can be read; a context manager."""
 
-    def __init__(self, folder: Path, record: Mapping[str, Any], shares: int) -> None:
-        """record: what `state.json` says. shares: how many processes have written one.
+    def __init__(self, folder: Path, record: Mapping[str, Any], num_files: int) -> None:
+        """
+        Args:
+            record: The contents of `state.json`.
+            num_files: Number of shard files.
 
         Raises:
-            CheckpointError: an index that cannot be; OSError, SafetensorError for a file that is none.
+            CheckpointError: an invalid index; OSError, SafetensorError for an invalid file.
         """
         self._folder, self._aliases = folder, record["aliases"]
         self._stack, self._files = ExitStack(), dict[str, Any]()
         self.unsharded = set(self._file(TENSORS_FILE).keys())
-        """The names in TENSORS."""
-        self._spread: dict[str, Any] = record.get("spread", {})
-        for name, entry in self._spread.items():
+        """Names of the tensors in TENSORS_FILE."""
+        self._index: dict[str, Any] = record.get("shards", {})
+        for name, entry in self._index.items():
             _check_entry(name, entry)
-            if any(number not in range(shares) for number, _, _ in entry["pieces"]):
-                raise CheckpointError(f"{folder} has fewer shares than {name!r} has pieces in")
-        if both := self.unsharded & self._spread.keys():
-            raise CheckpointError(f"{folder} has {min(both)!r} twice, whole and in pieces")
+            if any(number not in range(num_files) for number, _, _ in entry["shards"]):
+                raise CheckpointError(f"{folder} has fewer shard files than {name!r} refers to")
+        if both := self.unsharded & self._index.keys():
+            raise CheckpointError(f"{folder} has {min(both)!r} twice, complete and in shards")
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors but those that are another by a second name."""
-        return [*sorted(self.unsharded), *self._spread]
+        """Names of all tensors, without aliases."""
+        return [*sorted(self.unsharded), *self._index]
 
     def spec(self, name: str) -> Tensor:
-        """Without its numbers: its shape and kind."""
-        kind, shape, _ = self._entry(name)
-        return torch.empty(shape, dtype=kind, device="meta")
+        """Return a tensor's shape and dtype, on the meta device."""
+        dtype, shape, _ = self._entry(name)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-    def read(self, name: str, box: tuple[Sequence[int], Sequence[int]] | None = None) -> Tensor:
-        """A box (offset, size) of it, or all; on the CPU, in memory of its own.
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Read a box of a tensor, or all of it, into new CPU memory.
 
         Raises:
-            KeyError: no such tensor. CheckpointError: a file that holds another piece than the index says.
+            KeyError: no such tensor.
+            CheckpointError: a file contains another shard than the index says.
         """
         name = self._aliases.get(name, name)
         if box is None and name in self.unsharded:
-            return self._read_shard(TENSORS_FILE, name).clone()
-        kind, shape, pieces = self._entry(name)
+            data: Tensor = self._file(TENSORS_FILE).get_tensor(name)
+            return data.clone()
+        dtype, shape, shards = self._entry(name)
         begin, size = ([0] * len(shape), shape) if box is None else box
-        for file, _, extent in pieces:  # before there is memory for what may not be there
+        for file, _, extent in shards:  # before allocating memory for what may not exist
             stored = self._file(file).get_slice(name)
-            if list(stored.get_shape()) != list(extent) or DTYPES.get(stored.get_dtype()) != kind:
-                raise CheckpointError(f"{self._folder / file} holds another piece of {name!r} than state.json says")
-        result = torch.zeros(tuple(size), dtype=kind)
-        for file, at, extent in pieces:
+            if list(stored.get_shape()) != list(extent) or DTYPES.get(stored.get_dtype()) != dtype:
+                raise CheckpointError(f"{self._folder / file} contains another shard of {name!r} than state.json says")
+        result = torch.zeros(tuple(size), dtype=dtype)
+        for file, at, extent in shards:
             if common := _intersect((begin, size), (at, extent)):
                 source, target = common
-                result[target] = self._read_shard(file, name, source)
+                tensors = self._file(file)
+                result[target] = tensors.get_slice(name)[source] if source else tensors.get_tensor(name)
         return result
 
     def _entry(self, name: str) -> tuple[torch.dtype, list[int], list[tuple[str, Sequence[int], Sequence[int]]]]:
-        """Its kind, its shape, and (file, offset, size) of each piece."""
+        """Return a tensor's dtype, its shape, and (file, offset, size) of each shard."""
         if name in self.unsharded:
             stored = self._file(TENSORS_FILE).get_slice(name)
-            shape = list(stored.get_shape())
-            return _dtype(stored.get_dtype(), name), shape, [(TENSORS_FILE, [0] * len(shape), shape)]
-        entry = self._spread[name]
-        pieces = [(shard_name(number), offset, size) for number, offset, size in entry["pieces"]]
-        return _dtype(entry["kind"], name), entry["shape"], pieces
-
-    def _read_shard(self, file: str, name: str, part: tuple[slice, ...] = ()) -> Tensor:
-        """Of what a file holds of the tensor, all or a part."""
-        data: Tensor = self._file(file).get_slice(name)[part] if part else self._file(file).get_tensor(name)
-        return data
+            dtype_name, shape = stored.get_dtype(), list(stored.get_shape())
+            shards: list[tuple[str, Sequence[int], Sequence[int]]] = [(TENSORS_FILE, [0] * len(shape), shape)]
+        else:
+            entry = self._index[name]
+            dtype_name, shape = entry["dtype"], entry["shape"]
+            shards = [(shard_name(number), offset, size) for number, offset, size in entry["shards"]]
+        if dtype_name not in DTYPES:
+            raise CheckpointError(f"tensor {name!r} has the dtype {dtype_name}, which cannot be read in shards")
+        return DTYPES[dtype_name], shape, shards
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
@@ -225,18 +240,10 @@ class ShardedTensors:
         self._stack.close()
 
 
-def _dtype(name: str, tensor: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise CheckpointError(f"tensor {tensor!r} is of a kind, {name}, that cannot be read in pieces")
-    return DTYPES[name]
-
-
-def _intersect(
-    box: tuple[Sequence[int], Sequence[int]], piece: tuple[Sequence[int], Sequence[int]]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two boxes (offset, size) of a tensor share, as slices of the piece and of the box; None where they share nothing."""
+def _intersect(box: Box, shard: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the intersection of two boxes, as slices of the shard and of the box; None if it is empty."""
     in_shard, in_box = list[slice](), list[slice]()
-    for a, n, b, m in zip(*box, *piece, strict=True):
+    for a, n, b, m in zip(*box, *shard, strict=True):
         low, high = max(a, b), min(a + n, b + m)
         if low >= high:
             return None
@@ -245,24 +252,17 @@ def _intersect(
     return tuple(in_shard), tuple(in_box)
 
 
-# A state of which several processes hold a share each: how it is saved, and a checkpoint that is being written.
-
-SavedState = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors by name, and values that JSON can hold."""
-P = TypeVar("P")
-
-
 @dataclass(frozen=True)
 class ShardedState(Generic[P]):
-    """How a state is saved of which several processes hold a share each: nobody gathers it, and training goes on meanwhile."""
+    """How to save a state that is sharded over processes, in the background and without gathering it."""
 
     pack: Callable[[P], SavedState]
-    """What is not spread."""
+    """Returns what is not sharded."""
     start_save: Callable[[Path], Callable[[], Sequence[ShardFile]]]
-    """Each process copies its share, and writes the copy into the folder; what it returns waits until all have, and raises
-    OSError or CheckpointError where one could not."""
+    """Makes every process copy its shard and write the copy into the folder. The result waits until all have, and raises OSError
+    or CheckpointError if one could not."""
     is_sharded: Callable[[str], bool]
-    """Whether a tensor of a checkpoint is for the processes to read, by its name."""
+    """Whether the processes read a checkpoint's tensor, by its name."""
 
 
 class BackgroundSave:
@@ -271,22 +271,22 @@ class BackgroundSave:
     def __init__(self, step: int, finish: Callable[[], object]) -> None:
         self.step, self._finish = step, finish
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=f"checkpoint {step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {step}", daemon=True)
         self._thread.start()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             self._finish()
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # `wait` raises it
             self._error = error
 
     @property
     def done(self) -> bool:
-        """Whether nobody would have to wait."""
+        """It has finished, so `wait` returns at once."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is written. Raises what writing it raised."""
+        """Wait until it is written, and raise what went wrong."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,8 @@
-"""A role's actors, asked as one: whoever has least to do is asked, and who dies is asked again once Ray has started it anew."""
+"""Ray actors that sample, score, run episodes and learn, and the run's side of them.
+
+A pool gives each call to the actor with the fewest pending calls, and repeats the calls of an actor that dies once Ray has
+restarted it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ import inspect
 import os
 import pickle
 import subprocess
+import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
@@ -42,21 +48,29 @@ from policygrad.utils.user_code import FILE_MODULE
 from policygrad.weight_sync.base import PublishedWeights
 
 MAX_NAME_ATTEMPTS = 100
-"""Names that are tried for an actor, where one that is not gone yet has its name."""
+"""Names to try for an actor while a dead one still has its name."""
+CHUNKS_PER_ACTOR = 2
+"""With several samplers: a faster one takes more, and less is repeated when one dies."""
+MAX_CONCURRENT_CALLS = 256
+"""Calls that an actor of environments runs at a time; others wait."""
+FAILURE_CODE = 1
+"""Exit code of a learner that died."""
 
 
 @dataclass(frozen=True, eq=False)
 class ActorFactory:
-    """Where a run's actors are made: its name, the placement groups by role, the options."""
+    """Creates a run's actors."""
 
     run: str
+    """The run's name."""
     groups: dict[str, Any]
+    """Placement groups by role."""
     config: ClusterConfig
     gpus: dict[str, int]
-    """Of each actor, by role."""
+    """GPUs of each actor, by role."""
 
     def create(self, kind: type, role: str, number: int, **options: Any) -> Any:
-        """An actor in its place; its name is what Ray's dashboard shows."""
+        """Create an actor in its placement group, named for Ray's dashboard."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -75,87 +89,99 @@ class ActorFactory:
                     )
                     .remote(name)
                 )
-            except ValueError as error:  # a predecessor's, whose end Ray has not seen yet
+            except ValueError as error:  # Ray has not noticed yet that a predecessor is dead
                 if "name" not in str(error) or attempt == MAX_NAME_ATTEMPTS - 1:
                     raise
         raise AssertionError
 
+    def create_pool(
+        self,
+        kind: type,
+        role: str,
+        size: int,
+        prepare: Callable[[Any], Awaitable[Any]],
+        on_progress: ProgressCallback = ignore_progress,
+    ) -> ActorPool:
+        """Create actors of one role with a pool to call them."""
+        restarts = self.config.restarts
+        handles = {f"{role} {i}": self.create(kind, role, i, max_restarts=restarts) for i in range(size)}
+        return ActorPool(handles, prepare, self.config.timeout, role, on_progress)
+
 
 class ActorPool:
-    """Actors of one role, by name. make_ready(actor): what one is told first, and again when it comes back."""
+    """Actors of one role, by name, as servers of a `ServerPool`."""
 
     def __init__(
         self,
         actors: dict[str, Any],
-        make_ready: Callable[[Any], Awaitable[Any]],
+        prepare: Callable[[Any], Awaitable[Any]],
         timeout: float,
         role: str,
-        tell: ProgressCallback = ignore_progress,
+        on_progress: ProgressCallback = ignore_progress,
     ) -> None:
-        self._actors, self._make_ready, self._timeout, self._role = actors, make_ready, timeout, role
-        self.servers = ServerPool(list(actors), self._prepare, 1, timeout, tell)
+        """
+        Args:
+            prepare: Prepares an actor for calls, at the start and when it comes back.
+            timeout: Seconds to wait for an actor to come back.
+        """
+        self._actors, self._prepare, self._timeout, self._role = actors, prepare, timeout, role
+        self.servers = ServerPool(list(actors), self._prepare_server, 1, timeout, on_progress)
 
     def __len__(self) -> int:
         return len(self._actors)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What an actor's method returns; each has one question at a time, the others wait here.
+        """Return the result of an actor's method; an actor has one call at a time, others wait.
 
         Raises:
-            EngineError: none of them comes back. Any other PolicygradError: the actor's own.
+            EngineError: no actor comes back. Any other PolicygradError: raised in the actor.
         """
-        try:
-            return await self.servers.call(lambda server: call_actor(self._actor(server), method, *args))
-        except EngineError as error:
-            if not all(server.given_up for server in self.servers.all):
-                raise
-            raise EngineError(unavailable_message(self._role, self._timeout, self.servers.all)) from error
+        with self._explaining():
+            return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
 
     async def wait_ready(self) -> None:
-        """Returns when each has been told what it is told first, or is being started again while others have.
+        """Wait until every actor is prepared, or is restarting while others are.
 
         Raises:
-            EngineError: none of them comes back.
+            EngineError: no actor comes back.
         """
-        try:
+        with self._explaining():
             await self.servers.ready()
-        except EngineError as error:
-            if not all(server.given_up for server in self.servers.all):
-                raise
-            raise EngineError(unavailable_message(self._role, self._timeout, self.servers.all)) from error
 
     def close(self) -> None:
-        """Ends them."""
+        """Kill the actors."""
         import ray
 
         for actor in self._actors.values():
             ray.kill(actor)
 
-    def _actor(self, server: EngineServer) -> Any:
-        return self._actors[server.url]
-
-    async def _prepare(self, server: EngineServer) -> None:
+    async def _prepare_server(self, server: EngineServer) -> None:
         try:
             async with asyncio.timeout(self._timeout):
-                await self._make_ready(self._actor(server))
+                await self._prepare(self._actors[server.url])
         except TimeoutError as error:
             raise ServerUnavailableError(f"not ready after {self._timeout:g} s") from error
 
-
-def unavailable_message(role: str, timeout: float, servers: Sequence[EngineServer]) -> str:
-    """That no actor of a role is left, with the way out."""
-    reasons = "; ".join(f"{server.url}: {' '.join(server.last_error.split())[:200]}" for server in servers)
-    return (
-        f"no {role} actor has come back within {timeout:g} s ({reasons}): see `ray logs actor`, go on with --resume, and let Ray "
-        "start them again more often, --cluster.restarts N, or give it longer, --cluster.timeout SECONDS"
-    )
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            servers = self.servers.all
+            if not all(server.given_up for server in servers):
+                raise
+            reasons = "; ".join(f"{server.url}: {' '.join(server.last_error.split())[:200]}" for server in servers)
+            raise EngineError(
+                f"no {self._role} actor has come back within {self._timeout:g} s ({reasons}): see `ray logs actor`, resume with "
+                "--resume, and let Ray restart them more often, --cluster.restarts N, or wait longer, --cluster.timeout SECONDS"
+            ) from error
 
 
 async def call_actor(actor: Any, method: str, *args: Any) -> Any:
-    """What it returns, or raises where that is ours.
+    """Return the result of an actor's method, or raise its PolicygradError.
 
     Raises:
-        ServerUnavailableError: the actor has died, or is being started again.
+        ServerUnavailableError: the actor has died, or is restarting.
     """
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -168,39 +194,34 @@ async def call_actor(actor: Any, method: str, *args: Any) -> Any:
 
 
 def unwrap_error(error: Any) -> BaseException:
-    """A PolicygradError that was raised in an actor, or else Ray's error with the actor's traceback."""
+    """Return the PolicygradError that an actor has raised, or else Ray's error with the actor's traceback."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, PolicygradError) else error
 
 
 def serialise(value: Any, what: str) -> bytes:
-    """As bytes, for another machine; what comes from a file of the user's or the script travels by value.
+    """Pickle a value for another machine; classes from the user's files are sent by value.
 
     Raises:
-        ConfigError: what no pickle holds.
+        ConfigError: it cannot be pickled.
     """
-    import sys
-
     for name, module in list(sys.modules.items()):
         if name.startswith(FILE_MODULE):
             cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(value))
-    except Exception as error:  # whatever an object's own __reduce__ raises
+    except Exception as error:  # an object's own __reduce__ may raise anything
         raise ConfigError(
             f"{what} cannot be sent to an actor ({type(error).__name__}: {error}): create what cannot be pickled inside the "
-            "function, or let it stay with rank 0, --cluster.rewards 0, --cluster.environments 0"
+            "function, or keep it with rank 0, --cluster.rewards 0, --cluster.environments 0"
         ) from error
 
 
-# Completions drawn by actors, each with a whole policy of its own; weights go by Ray's object store.
-
-CHUNKS_PER_ACTOR = 2
-"""Per actor, where there are several: whoever is faster takes more, and less is drawn again where one dies."""
+# Sampling: each actor has the full policy; weights are sent by Ray's object store.
 
 
 class SamplerActor:
-    """The actor. It has nothing of its own that another could not be given."""
+    """Samples completions. Its state can be rebuilt from the arguments of `load`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -209,19 +230,23 @@ class SamplerActor:
     def __repr__(self) -> str:
         return self._name
 
-    def load(self, frame: Sequence[Any], weights: Sequence[Any], version: int) -> None:
-        """frame: a reference to (blueprint, weights that stay, end tokens, padding, whether routes are kept). weights: one to those
-        that are published. Inside lists, so that only who needs them fetches them."""
+    def load(self, setup: Sequence[Any], weights: Sequence[Any], version: int) -> None:
+        """Load weights, and build the model first if there is none.
+
+        Args:
+            setup: Reference to (skeleton, constant weights, end tokens, padding, whether to record experts).
+            weights: Reference to the published weights. Both are in lists, so that they are fetched only where they are needed.
+        """
         import ray
 
         if self._local is None:
-            blueprint, still, end, pad, routed = ray.get(frame[0])
+            skeleton, constant, end, pad, routed = ray.get(setup[0])
             device = torch.device("cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu")
-            model = blueprint.empty(device).eval()
+            model = skeleton.build_empty(device).eval()
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
-                    if name in still:
-                        parameter.copy_(still[name])
+                    if name in constant:
+                        parameter.copy_(constant[name])
             self._local = LocalSampler(model, end, pad, Routing.for_model(model) if routed else None)
         parameters = dict(self._local.model.named_parameters())
         with torch.no_grad():
@@ -229,70 +254,68 @@ class SamplerActor:
                 parameters[name].copy_(tensor)
         self._local.version = version
 
-    def draw(self, requests: Sequence[Request]) -> list[Generation]:
-        """As `LocalSampler.generate`."""
-        assert self._local is not None  # it is asked once it is ready
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample completions, as `LocalSampler.generate` does."""
+        assert self._local is not None  # `load` comes first
         return asyncio.run(self._local.generate(requests))
 
 
 class RaySampler:
-    """Shares of a batch, each drawn by an actor. A generation depends on its request and the weights alone, so whoever draws it,
-    and however often it had to be asked for, it is the same up to the rounding of a differently shaped matrix product."""
+    """Divides batches between sampler actors.
 
-    def __init__(self, actors: ActorFactory, count: int, model: nn.Module, tokenizer: Tokenizer, routed: bool) -> None:
-        handles = {
-            f"{SAMPLERS} {i}": actors.create(SamplerActor, SAMPLERS, i, max_restarts=actors.config.restarts)
-            for i in range(count)
-        }
-        self._pool = ActorPool(handles, self._ready, actors.config.timeout, SAMPLERS)
-        self._model, self._routed = model, routed
-        self._how = (tokenizer.end_ids, pad_token_id(tokenizer))
+    A generation depends on its request and the weights alone, so it is the same whichever actor samples it and however often, up to
+    the rounding of differently shaped matrix products.
+    """
+
+    def __init__(self, actors: ActorFactory, size: int, model: nn.Module, tokenizer: Tokenizer, routed: bool) -> None:
+        self._pool = actors.create_pool(SamplerActor, SAMPLERS, size, self._load)
+        self._model, self._options = model, (tokenizer.end_ids, pad_token_id(tokenizer), routed)
         self._setup: Any = None
         self._weights: Any = None
-        self._version, self._moved = -1, 0
+        self._version, self._retries = -1, 0
 
     async def update(self, weights: PublishedWeights) -> Metrics:
-        """Returns when every actor has the weights, or is being started again while others have them."""
+        """Wait until every actor has the weights, or is restarting while others have them."""
         import ray
 
         if self._setup is None:
-            still = {name: p for name, p in self._model.named_parameters() if name not in weights.tensors}
-            self._setup = ray.put((ModelSkeleton.of(self._model, 1.0), _on_cpu(still), *self._how, self._routed))
-        self._weights, self._version = ray.put(_on_cpu(weights.tensors)), weights.version
+            constant = {name: p for name, p in self._model.named_parameters() if name not in weights.tensors}
+            self._setup = ray.put((ModelSkeleton.of(self._model, 1.0), _to_cpu(constant), *self._options))
+        self._weights, self._version = ray.put(_to_cpu(weights.tensors)), weights.version
         await self._pool.wait_ready()
-        moved, self._moved = self._pool.servers.num_retries - self._moved, self._pool.servers.num_retries
-        return {"sampler/moved": Sum(float(moved))}
+        before, self._retries = self._retries, self._pool.servers.num_retries
+        return {"sampler/moved": Sum(float(self._retries - before))}
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """One generation per request, in their order.
+        """Return one generation per request, in order.
 
         Raises:
             EngineError: no actor comes back.
         """
         parts = len(self._pool) * (CHUNKS_PER_ACTOR if len(self._pool) > 1 else 1)
-        bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share what they have read
-        shares = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
-        drawn: list[Any] = await gather_or_cancel([self._pool.call("draw", share) for share in shares])
-        return [generation for share in drawn for generation in share]
+        bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share a prompt
+        chunks = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
+        sampled: list[Any] = await gather_or_cancel([self._pool.call("generate", chunk) for chunk in chunks])
+        return [generation for chunk in sampled for generation in chunk]
 
     async def close(self) -> None:
-        """Ends the actors."""
+        """Kill the actors."""
         await self._pool.servers.close()
         self._pool.close()
 
-    async def _ready(self, actor: Any) -> None:
+    async def _load(self, actor: Any) -> None:
         await call_actor(actor, "load", [self._setup], [self._weights], self._version)
 
 
-def _on_cpu(tensors: Any) -> dict[str, Tensor]:
+def _to_cpu(tensors: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
 
 
-# Completions judged by actors, each of which holds a `RewardPool`: its workers can be killed, its budgets and walls hold there.
+# Scoring: each actor has a `RewardPool`, whose workers can be killed, with their timeouts and sandboxes.
 
 
 class RewardActor:
-    """The actor."""
+    """Scores completions in a reward pool of its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -301,37 +324,38 @@ class RewardActor:
     def __repr__(self) -> str:
         return self._name
 
-    def begin(self, rewards: bytes, how: RewardConfig) -> None:
-        """Starts the workers, once."""
+    def start(self, rewards: bytes, config: RewardConfig) -> None:
+        """Start the workers, once."""
         if self._pool is None:
-            self._pool = RewardPool.from_config(pickle.loads(rewards), how)
+            self._pool = RewardPool.from_config(pickle.loads(rewards), config)
 
     def run_rewards(
         self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], process_rewards: bool
     ) -> list[list[SampleResult]]:
         """Return the results by reward, then by completion."""
-        assert self._pool is not None  # it is called once it is ready
+        assert self._pool is not None  # `start` comes first
         return self._pool.run_rewards(prompts, completions, columns, process_rewards=process_rewards)[1]
 
 
 class RayRewardPool(RewardScorer):
-    """Scores completions by actors. A call that was lost with its actor is repeated: none of its results had arrived."""
+    """Divides batches between reward actors. The call of an actor that dies is repeated: none of its results have been used."""
 
     def __init__(
-        self, actors: ActorFactory, count: int, rewards: Sequence[Reward], how: RewardConfig, tell: ProgressCallback
+        self,
+        actors: ActorFactory,
+        size: int,
+        rewards: Sequence[Reward],
+        config: RewardConfig,
+        on_progress: ProgressCallback,
     ) -> None:
-        self.rewards, self._how = tuple(rewards), how
+        self.rewards, self._config = tuple(rewards), config
         self._code = serialise(self.rewards, "a reward")
-        handles = {
-            f"{REWARDS} {i}": actors.create(RewardActor, REWARDS, i, max_restarts=actors.config.restarts)
-            for i in range(count)
-        }
-        self._pool = ActorPool(handles, self._ready, actors.config.timeout, REWARDS, tell)
-        self._wait = AsyncRunner()
+        self._pool = actors.create_pool(RewardActor, REWARDS, size, self._start, on_progress)
+        self._run = AsyncRunner()
 
     def close(self) -> None:
-        self._wait(self._pool.servers.close())
-        self._wait.close()
+        self._run(self._pool.servers.close())
+        self._run.close()
         self._pool.close()
 
     def run_rewards(
@@ -344,13 +368,13 @@ class RayRewardPool(RewardScorer):
         incremental: IncrementalScoring | None = None,
     ) -> tuple[list[Reward], list[list[SampleResult]]]:
         chosen = [reward for reward in self.rewards if reward.process_reward is process_rewards]
-        count = len(completions)
+        size = len(completions)
         for name, values in (("prompts", prompts), *columns.items()):
-            if len(values) != count:
-                raise DataError(f"{name!r} has {len(values)} values for {count} completions; give one for each")
-        batched = any(reward.batched for reward in chosen)  # which is to see the whole batch
-        parts = 1 if batched else min(len(self._pool), max(count, 1))
-        bounds = [count * i // parts for i in range(parts + 1)]
+            if len(values) != size:
+                raise DataError(f"{name!r} has {len(values)} values for {size} completions; give one for each")
+        batched = any(reward.batched for reward in chosen)  # such a reward needs the full batch
+        parts = 1 if batched else min(len(self._pool), max(size, 1))
+        bounds = [size * i // parts for i in range(parts + 1)]
         calls = [
             self._pool.call(
                 "run_rewards",
@@ -361,30 +385,27 @@ class RayRewardPool(RewardScorer):
             )
             for a, b in pairwise(bounds)
         ]
-        tables: list[Any] = self._wait(gather_or_cancel(calls))
+        tables: list[Any] = self._run(gather_or_cancel(calls))
         return chosen, [[result for table in tables for result in table[row]] for row in range(len(chosen))]
 
-    async def _ready(self, actor: Any) -> None:
-        await call_actor(actor, "begin", self._code, self._how)
+    async def _start(self, actor: Any) -> None:
+        await call_actor(actor, "start", self._code, self._config)
 
 
-# Episodes that take place in actors. One whose actor dies is played again up to where it was, by what the policy has said.
-
-MAX_CONCURRENT_CALLS = 256
-"""Calls that an actor has under way at a time; the others wait."""
+# Environments: an episode whose actor dies is replayed in another from the policy's actions.
 
 
 @dataclass(eq=False)
 class _Episode:
     """An episode in its actor."""
 
-    world: Environment
+    environment: Environment
     responses: list[Any] = field(default_factory=list)
-    """What it has answered, call by call."""
+    """By call."""
 
 
 class EnvironmentActor:
-    """The actor: worlds by the number of their episode."""
+    """Runs environments, by the number of their episode."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -394,57 +415,55 @@ class EnvironmentActor:
     def __repr__(self) -> str:
         return self._name
 
-    async def call(self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> list[Any]:
-        """The answers to these calls, `reset` and then actions, the last of which is new; the first ones are made again where this
-        actor does not know of them."""
+    async def call(self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> list[Any]:
+        """Return the responses to `reset` (None) and actions, of which the last is new; calls unknown to this actor are
+        replayed."""
         if self._factory is None:
-            self._factory = pickle.loads(code)
+            self._factory = pickle.loads(factory)
         if number not in self._episodes:
             self._episodes[number] = _Episode(make_environment(self._factory, example, seed))
         episode = self._episodes[number]
         for action in calls[len(episode.responses) :]:
-            episode.responses.append(await _call_environment(episode.world, action))
+            method = "reset" if action is None else "step"
+            pending: Any = getattr(episode.environment, method)(*([] if action is None else [action]))
+            if not inspect.isawaitable(pending):
+                raise EngineError(
+                    f"{type(episode.environment).__name__}.{method} is not async: write `async def {method}`"
+                )
+            episode.responses.append(await pending)
         return episode.responses
 
     async def on_truncated(
-        self, code: bytes, number: int, example: Example, seed: int, calls: list[Any]
+        self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]
     ) -> float | None:
-        """As `SupportsTruncation.on_truncated` after these calls, where the world has one."""
-        await self.call(code, number, example, seed, calls)
-        on_truncated = getattr(self._episodes[number].world, "on_truncated", None)
+        """Call `on_truncated` after these calls, if the environment has it."""
+        await self.call(factory, number, example, seed, calls)
+        on_truncated = getattr(self._episodes[number].environment, "on_truncated", None)
         return None if on_truncated is None else await on_truncated()
 
     async def close(self, number: int) -> None:
-        """Lets go of an episode."""
+        """Close an episode."""
         episode = self._episodes.pop(number, None)
-        close = getattr(episode.world, "close", None) if episode is not None else None
+        close = getattr(episode.environment, "close", None) if episode is not None else None
         if close is not None and inspect.isawaitable(closed := close()):
             await closed
 
 
-async def _call_environment(world: Environment, action: Action | None) -> Any:
-    method = "reset" if action is None else "step"
-    response: Any = world.reset() if action is None else world.step(action)
-    if not inspect.isawaitable(response):
-        raise EngineError(f"{type(world).__name__}.{method} is not async: write `async def {method}`")
-    return await response
-
-
 class RayEnvironmentFactory:
-    """Makes a run's environments in actors, by turns."""
+    """Makes environments in actors, in turn."""
 
-    def __init__(self, actors: ActorFactory, number: int, factory: EnvironmentFactory) -> None:
-        self._code = serialise(factory, "the environment")
+    def __init__(self, actors: ActorFactory, size: int, factory: EnvironmentFactory) -> None:
+        self.factory_bytes = serialise(factory, "the environment")
         self._actors = [
             actors.create(
                 EnvironmentActor,
                 ENVIRONMENTS,
                 i,
                 max_restarts=actors.config.restarts,
-                max_task_retries=actors.config.restarts,  # a call says all that came before it
+                max_task_retries=actors.config.restarts,  # a call contains all calls before it
                 max_concurrency=MAX_CONCURRENT_CALLS,
             )
-            for i in range(number)
+            for i in range(size)
         ]
         self._count = count()
 
@@ -452,10 +471,10 @@ class RayEnvironmentFactory:
         return RayEnvironment(self, next(self._count), example, seed)
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
-        """Of the actor that an episode is in, or, where Ray has given that up, of another.
+        """Call an episode's actor, or another if Ray has given that one up.
 
         Raises:
-            EngineError: none is left.
+            EngineError: no actor is left.
         """
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -465,43 +484,38 @@ class RayEnvironmentFactory:
                 return await getattr(actor, method).remote(*args)
             except RayTaskError as error:
                 raised = unwrap_error(error)
-                cause = getattr(raised, "cause", None)  # what the environment itself has raised
+                cause = getattr(raised, "cause", None)  # raised by the environment itself
                 raise cause if isinstance(cause, Exception) else raised from error
             except RayActorError:
                 self._actors = [other for other in self._actors if other is not actor]
         raise EngineError(
-            f"no {ENVIRONMENTS} actor is left: see `ray logs actor`, go on with --resume, and let Ray start them again more often, "
+            f"no {ENVIRONMENTS} actor is left: see `ray logs actor`, resume with --resume, and let Ray restart them more often, "
             "--cluster.restarts N"
         )
 
-    @property
-    def factory_bytes(self) -> bytes:
-        """What makes the worlds, for an actor."""
-        return self._code
-
 
 class RayEnvironment:
-    """One episode, as `Environment`."""
+    """One episode, with the interface of `Environment`."""
 
-    def __init__(self, home: RayEnvironmentFactory, number: int, example: Example, seed: int) -> None:
-        self._factory, self._number, self._example, self._seed = home, number, example, seed
+    def __init__(self, factory: RayEnvironmentFactory, number: int, example: Example, seed: int) -> None:
+        self._factory, self._number, self._example, self._seed = factory, number, example, seed
         self._calls: list[Any] = []
         self._responses: list[Any] = []
 
     async def reset(self) -> Observation:
-        """What the policy reads first."""
+        """Return the first observation."""
         return await self._advance(None)  # type: ignore[no-any-return]
 
     async def step(self, action: Action) -> Step:
-        """What the world says to an action."""
+        """Return the response to an action."""
         return await self._advance(action)  # type: ignore[no-any-return]
 
     async def on_truncated(self) -> float | None:
-        """As `SupportsTruncation.on_truncated`; None where the world has none."""
+        """Return the environment's reward for a truncated episode; None if it has none."""
         return await self._call("on_truncated")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Lets go of it."""
+        """Close the episode."""
         await self._factory.call(self._number, "close", self._number)
 
     async def _advance(self, action: Action | None) -> Any:
@@ -509,29 +523,24 @@ class RayEnvironment:
         responses = await self._call("call")
         if responses[:-1] != self._responses:
             raise EngineError(
-                f"an actor of the {ENVIRONMENTS} died, and the episode of {self._example.source or 'an example'}, played again "
-                "with the same actions, went another way: a world that is no function of its example, seed and actions has to stay "
-                "with rank 0, --cluster.environments 0"
+                f"an actor of the {ENVIRONMENTS} died, and replaying the episode of "
+                f"{self._example.source or 'an example'} with the same actions gave other responses: an environment "
+                "that depends on more than its example, seed and actions must stay with rank 0, --cluster.environments 0"
             )
         self._responses = responses
         return responses[-1]
 
     async def _call(self, method: str) -> Any:
-        home = self._factory
-        return await home.call(
-            self._number, method, home.factory_bytes, self._number, self._example, self._seed, self._calls
-        )
+        factory = self._factory
+        arguments = (factory.factory_bytes, self._number, self._example, self._seed, self._calls)
+        return await factory.call(self._number, method, *arguments)
 
 
-# Processes of rank 1 and above as actors: Ray places and starts them, torch.distributed is between them as ever.
-
-FAILURE_CODE = 1
-"""The exit code of one that has ended before its time."""
+# Learning: ranks above 0 as actors, which Ray places and starts; they communicate by torch.distributed as usual.
 
 
 class LearnerActor:
-    """The actor. It has a share of the weights, and is worth nothing without the others: Ray starts rank 0 again, which starts the
-    others."""
+    """A rank above 0. Its shard is useless without the others', so Ray restarts rank 0, which starts the others again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -539,26 +548,26 @@ class LearnerActor:
     def __repr__(self) -> str:
         return self._name
 
-    def follow(self, host: str, port: int, rank: int, size: int) -> int:
-        """Does what rank 0 says, until that is over; the exit code."""
+    def serve(self, host: str, port: int, rank: int, size: int) -> int:
+        """Execute what rank 0 sends; return the exit code."""
         from policygrad.learners.fsdp.processes import WorkerGroup
         from policygrad.learners.fsdp.worker import serve_controller
 
         try:
             return serve_controller(WorkerGroup.join(port, rank, size, host, device=0))
-        except BaseException:  # at once, so that nobody waits for what this one holds
+        except BaseException:  # exit at once: other ranks may be waiting for this one
             traceback.print_exc()
             os._exit(FAILURE_CODE)
 
 
 class _ActorProcess:
-    """An actor that follows, as a process."""
+    """A learner actor with the interface of a process."""
 
     def __init__(self, actor: Any, done: Any) -> None:
         self._actor, self._done = actor, done
         self._code: int | None = None
         self.lost = False
-        """Whether it has ended without being asked to."""
+        """It has ended before it was told to."""
 
     def poll(self) -> int | None:
         return self._poll(0.0)
@@ -566,7 +575,7 @@ class _ActorProcess:
     def wait(self, timeout: float | None = None) -> int:
         code = self._poll(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired("follow", timeout or 0.0)
+            raise subprocess.TimeoutExpired("serve", timeout or 0.0)
         return code
 
     def kill(self) -> None:
@@ -591,25 +600,25 @@ class _ActorProcess:
 
 
 class LearnerActors:
-    """Those that rank 0 has started."""
+    """Starts the ranks above 0 as actors."""
 
-    def __init__(self, site: ActorFactory) -> None:
-        self._actors = site
-        self._all: list[_ActorProcess] = []
+    def __init__(self, actors: ActorFactory) -> None:
+        self._actors = actors
+        self._processes: list[_ActorProcess] = []
 
     @property
     def launcher(self) -> WorkerLauncher:
-        """Where `WorkerGroup` starts them."""
+        """Starts them for a `WorkerGroup`."""
         from ray.util import get_node_ip_address
 
-        return WorkerLauncher(self._start, get_node_ip_address())
+        def start(host: str, port: int, rank: int, size: int) -> _ActorProcess:
+            actor = self._actors.create(LearnerActor, LEARNERS, rank)
+            self._processes.append(_ActorProcess(actor, actor.serve.remote(host, port, rank, size)))
+            return self._processes[-1]
+
+        return WorkerLauncher(start, get_node_ip_address())
 
     @property
     def lost(self) -> bool:
-        """Whether one has died."""
-        return any(one.lost for one in self._all)
-
-    def _start(self, host: str, port: int, rank: int, size: int) -> _ActorProcess:
-        actor = self._actors.create(LearnerActor, LEARNERS, rank)
-        self._all.append(_ActorProcess(actor, actor.follow.remote(host, port, rank, size)))
-        return self._all[-1]
+        """One of them has died."""
+        return any(process.lost for process in self._processes)

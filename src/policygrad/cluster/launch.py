@@ -1,4 +1,4 @@
-"""`policygrad train --cluster`: connects, finds room, starts rank 0's actor and waits for what it comes to."""
+"""`policygrad train --cluster`: connects to Ray, reserves resources, starts rank 0's actor and waits for its result."""
 
 from __future__ import annotations
 
@@ -51,30 +51,73 @@ from policygrad.training.setup import Placement
 from policygrad.training.trainer import Trainer
 from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SignalHandlers
 
-# The actor that runs a training: rank 0 of those that learn. It makes the run's other actors, which end with it.
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""The environment variable that Ray reads for auto."""
+CONNECT_TIMEOUT = 5.0
+"""Seconds to connect."""
+NOTE_AFTER_SECONDS = 2.0
+"""Seconds of waiting for resources before a note is shown."""
+POLL_SECONDS = 0.25
+"""Seconds between checks on the run."""
+
+Outcome = tuple[TrainingResult[float | None], str]
+"""(the result, the command that resumes the run)."""
+
+
+def train_on_cluster(
+    run: Run,
+    config: ClusterConfig,
+    *,
+    resume: str | None = None,
+    note: Callable[[str], None] = print,
+    **options: Any,
+) -> TrainingResult[float | None]:
+    """Train on a cluster, as `policygrad.train` does on this machine; `options` are the other fields of `TrainJob`.
+
+    Raises:
+        PolicygradError: Ray or the cluster is missing, or has too few resources; and whatever the training raises.
+    """
+    if run.object_options:
+        raise RunError(
+            f"{' and '.join(run.object_options)} given as Python objects: a run on a cluster needs names, as in run.toml"
+        )
+    with connect_ray(config) as ray, DriverSignals() as signals:
+        groups = plan_actor_groups(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
+        job = TrainJob(run, os.getcwd(), resume, **options)
+        with reserve_actor_groups(ray, groups, config, _run_name(job), note) as placement_groups:
+            result, resume_command = _run_training(ray, job, config, groups, placement_groups, signals, note)
+    # rank 0 shows this too, but its output may arrive after a driver has left the cluster
+    if result.model is None:
+        note(f"stopped; resume with: {resume_command}")
+    else:
+        scores = (result.before, result.after)
+        reward = "" if None in scores else f", eval/reward {scores[0]:.2f} -> {scores[1]:.2f}"
+        note(f"done at step {result.steps}{reward}; model: {result.model}")
+    return result
 
 
 @dataclass(frozen=True, eq=False)
 class TrainJob:
-    """What is to be trained."""
+    """A training to run on the cluster."""
 
     run: Run
-    """`output` names its folder."""
+    """`output` is its folder."""
     directory: str
-    """Where the command was given."""
+    """Working directory of the command."""
     resume: str | None = None
     stop_after: int | None = None
-    stop_before: str | None = None
+    time_limit: str | None = None
     overwrite: bool = False
 
 
-Outcome = tuple[TrainingResult[float | None], str]
-"""(what a training leaves, the command that goes on with it)."""
+# The actor of rank 0, which runs the training. It makes the run's other actors, which end with it.
 
 
 class CancellationTracker(Tracker):
-    """Ends the run as a signal does, where whoever has begun it wants that. It looks whenever something is told: other threads
-    than this one cannot."""
+    """Stops the run, as a signal does, when the driver cancels it.
+
+    It checks whenever the run reports something, since Ray tells only the actor's own thread.
+    """
 
     def __init__(self) -> None:
         self._stopping = False
@@ -93,19 +136,8 @@ class CancellationTracker(Tracker):
             signal.raise_signal(signal.SIGTERM)  # Ray keeps SIGINT from its processes
 
 
-def installed_versions() -> dict[str, str]:
-    """What driver and actors have to agree on."""
-    from importlib.metadata import version
-
-    return {
-        "policygrad": version("policygrad"),
-        "Python": platform.python_version().rpartition(".")[0],
-        "torch": version("torch"),
-    }
-
-
 class TrainerActor:
-    """The actor. Where it dies Ray starts it again, with what it was asked: it goes on from the newest checkpoint."""
+    """The actor. If it dies, Ray restarts it with the same call, and it resumes from the newest checkpoint."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -115,98 +147,92 @@ class TrainerActor:
         return self._name
 
     def versions(self) -> dict[str, str]:
-        """As `versions`."""
+        """Return the versions installed here."""
         return installed_versions()
 
-    def folder(self, work: TrainJob) -> TrainJob:
-        """With the names of folders as they are here.
+    def resolve_folders(self, job: TrainJob) -> TrainJob:
+        """Return the job with the names of folders on this machine.
 
         Raises:
-            RunError: this machine does not see the folder in which the command was given.
+            RunError: this machine does not see the command's working directory.
         """
-        _change_directory(work.directory)
-        run = work.run
-        resume = resolve_resume_folder(work.resume, "train", run)
-        if resume is None and run.output is None and not work.overwrite:
-            made, _ = create_next_free(name_run(run.resolve().algorithm, run.sampling.max_tokens).name)
-            run = replace(run, output=str(made))
-        return replace(work, run=run if resume is None else replace(run, output=resume), resume=resume)
+        _change_directory(job.directory)
+        run = job.run
+        resume = resolve_resume_folder(job.resume, "train", run)
+        if resume is None and run.output is None and not job.overwrite:
+            folder, _ = create_next_free(name_run(run.resolve().algorithm, run.sampling.max_tokens).name)
+            run = replace(run, output=str(folder))
+        return replace(job, run=run if resume is None else replace(run, output=resume), resume=resume)
 
-    def train(self, work: TrainJob, site: ActorFactory, roles: tuple[ActorGroup, ...]) -> Outcome:
-        """The training, from its beginning or from where this actor's predecessor was."""
+    def train(self, job: TrainJob, actors: ActorFactory, groups: tuple[ActorGroup, ...]) -> Outcome:
+        """Train from the beginning, or from where a predecessor of this actor was."""
         try:
-            self._outcome = self._train(work, site, roles)
+            self._outcome = self._train(job, actors, groups)
         except PolicygradError as error:
             self._outcome = error
             raise
         return self._outcome
 
     def outcome(self) -> Outcome | PolicygradError | None:
-        """What `train` came to. Of one that was cancelled Ray says only that."""
+        """Return the result of `train`, which Ray does not return after a cancellation."""
         return self._outcome
 
-    def _train(self, work: TrainJob, site: ActorFactory, roles: tuple[ActorGroup, ...]) -> Outcome:
-        _change_directory(work.directory)
-        folder = Path(work.run.output or ".")
-        resume, left = work.resume, work.stop_after
-        if _was_restarted() and (folder / "run.toml").is_file():
+    def _train(self, job: TrainJob, actors: ActorFactory, groups: tuple[ActorGroup, ...]) -> Outcome:
+        import ray
+
+        _change_directory(job.directory)
+        folder = Path(job.run.output or ".")
+        resume, stop_after = job.resume, job.stop_after
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray warns about how it finds this out
+            was_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        if was_restarted and (folder / "run.toml").is_file():
             resume = str(folder)
-            left = _remaining_steps(work, folder)
-            print(f"started again after its end: going on with {folder}", flush=True)
-        followers = LearnerActors(site)
+            if stop_after is not None and job.resume is None:  # a resumed run's first step is not known here
+                stop_after = max(1, stop_after - newest_step(folder / "checkpoints"))
+            print(f"restarted after the actor died: resuming {folder}", flush=True)
+        learners = LearnerActors(actors)
         trainer = Trainer(
-            work.run,
+            job.run,
             display=default_tracker(plain=True),
             trackers=[CancellationTracker()],
-            placement=make_placement(site, roles, work.run, followers),
+            placement=make_placement(actors, groups, job.run, learners),
         )
         try:
             result = trainer.train(
                 resume=resume,
-                stop_after=left,
-                time_limit=work.stop_before,
-                overwrite=work.overwrite and resume is None,
+                stop_after=stop_after,
+                time_limit=job.time_limit,
+                overwrite=job.overwrite and resume is None,
             )
         except RunError as error:
-            if followers.lost or isinstance(error, HangError):
-                print(f"{error}: starting all that learn again", flush=True)
-                os._exit(1)  # they are one: Ray starts this one again
+            if learners.lost or isinstance(error, HangError):
+                print(f"{error}: restarting all learners", flush=True)
+                os._exit(1)  # Ray restarts this actor, which starts the others
             raise
         except PolicygradError:
-            with suppress(OSError):  # a folder that was made for a run which never began
+            with suppress(OSError):  # a folder made for a run that never began
                 folder.rmdir()
             raise
         return result, trainer.resume_command
 
 
-def make_placement(site: ActorFactory, roles: tuple[ActorGroup, ...], run: Run, followers: LearnerActors) -> Placement:
-    """The actors that do the run's work."""
-    counts = {role.name: role.count for role in roles}
-    samplers, rewards, worlds = (counts.get(name, 0) for name in (SAMPLERS, REWARDS, ENVIRONMENTS))
+def make_placement(
+    actors: ActorFactory, groups: tuple[ActorGroup, ...], run: Run, learners: LearnerActors
+) -> Placement:
+    """Return where the parts of the run are computed."""
+    counts = {group.name: group.count for group in groups}
+    samplers, rewards, environments = (counts.get(name, 0) for name in (SAMPLERS, REWARDS, ENVIRONMENTS))
+    routed = run.learner.routing_replay
     return Placement(
-        sampler=(lambda model, tokenizer: RaySampler(site, samplers, model, tokenizer, run.learner.routing_replay))
-        if samplers
+        sampler=(lambda model, tokenizer: RaySampler(actors, samplers, model, tokenizer, routed)) if samplers else None,
+        reward_pool=(lambda chosen, options, progress: RayRewardPool(actors, rewards, chosen, options, progress))
+        if rewards
         else None,
-        reward_pool=(lambda chosen, how, tell: RayRewardPool(site, rewards, chosen, how, tell)) if rewards else None,
-        environment=(lambda factory: RayEnvironmentFactory(site, worlds, factory)) if worlds else None,
-        learner_processes=followers.launcher if run.learner.world_size > 1 else None,
-        cli_flags=site.config.cli_flags,
+        environment=(lambda factory: RayEnvironmentFactory(actors, environments, factory)) if environments else None,
+        learner_processes=learners.launcher if run.learner.world_size > 1 else None,
+        cli_flags=actors.config.cli_flags,
     )
-
-
-def _was_restarted() -> bool:
-    import ray
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's own, of how it finds that out
-        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
-def _remaining_steps(work: TrainJob, folder: Path) -> int | None:
-    """Of `stop_after`, at least one step: those that a predecessor has done are known where the run began here."""
-    if work.stop_after is None or work.resume is not None:
-        return work.stop_after
-    return max(1, work.stop_after - newest_step(folder / "checkpoints"))
 
 
 def _change_directory(directory: str) -> None:
@@ -214,56 +240,40 @@ def _change_directory(directory: str) -> None:
         os.chdir(directory)
     except OSError as error:
         raise RunError(
-            f"the machine {platform.node()} of the cluster does not see {directory} ({error.strerror}), where the command was "
-            "given: give it in a folder that all machines see, or let `ray job submit --working-dir .` send it along"
+            f"the machine {platform.node()} of the cluster does not see the working directory {directory} ({error.strerror}): "
+            "use a folder that all machines see, or send it with `ray job submit --working-dir .`"
         ) from error
 
 
-# To a cluster and back: Ray is found, reached, and has room.
-
-ADDRESS_VARIABLE = "RAY_ADDRESS"
-"""The variable that Ray takes for auto."""
-CONNECT_TIMEOUT = 5.0
-"""Seconds for a connection."""
-NOTE_AFTER_SECONDS = 2.0
-"""Seconds of waiting for room before it is said."""
-
-
-def import_ray() -> Any:
-    """The package.
-
-    Raises:
-        RunError: it is not installed.
-    """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without GPUs keeps its environment
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise RunError(
-            f"--cluster is done by Ray: {install_command('ray')}, here and on every machine of the cluster"
-        ) from error
+# The driver: connects to the cluster, reserves resources and watches rank 0's actor.
 
 
 @contextmanager
 def connect_ray(config: ClusterConfig) -> Iterator[Any]:
-    """The package `ray`, connected as long as the context lasts.
+    """Yield the package `ray`, connected.
 
     Raises:
-        RunError: nobody answers at the address, or with another version of Ray or Python.
+        RunError: Ray is not installed; no cluster answers at the address; its version of Ray or Python differs.
     """
-    ray = import_ray()
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without GPUs keeps its environment
+    try:
+        ray = import_module("ray")
+    except ImportError as error:
+        raise RunError(
+            f"--cluster needs Ray: {install_command('ray')}, here and on every machine of the cluster"
+        ) from error
     check_reachable(config)
     try:
         ray.init(address=config.address, log_to_driver=True, logging_level="warning")
     except ConnectionError as error:
-        how = (
-            "`ray start --head` starts one here, --cluster local too for as long as the run lasts"
+        hint = (
+            "start one with `ray start --head`, or with --cluster local for as long as the run lasts"
             if config.address == AUTO
-            else "is it a Ray cluster's? ray:// takes the port of the head's Ray Client server (10001), a plain address that of "
-            "its GCS (6379); one that asks for a token wants RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too"
+            else "ray:// takes the port of the head's Ray Client server (10001), a plain address that of its GCS (6379); a cluster "
+            "with a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too"
         )
-        raise RunError(f"--cluster {config.address}: no Ray cluster is there ({_first_line(error)}): {how}") from error
-    except (RuntimeError, ValueError) as error:  # versions that differ, a port that is another's, a client in a driver
+        raise RunError(f"--cluster {config.address}: no Ray cluster answers ({_first_line(error)}): {hint}") from error
+    except (RuntimeError, ValueError) as error:  # other versions, another server's port, a client inside a driver
         raise RunError(
             f"--cluster {config.address}: Ray {ray.__version__} cannot use this cluster: {_first_line(error)}"
         ) from error
@@ -274,34 +284,30 @@ def connect_ray(config: ClusterConfig) -> Iterator[Any]:
 
 
 def check_reachable(config: ClusterConfig) -> None:
-    """Raises RunError where nobody listens there: Ray itself would try for half a minute, and for minutes with auto."""
-    place = parse_address(_resolve_auto()) if config.address == AUTO else config.endpoint
-    if place is None:
+    """Raise RunError if nothing listens at the address; Ray itself would try for half a minute, or minutes with auto."""
+    endpoint = parse_address(_resolve_auto() if config.address == AUTO else config.address)
+    if endpoint is None:
         return
-    host, port = place
+    host, port = endpoint
     try:
         socket.create_connection((host, port), CONNECT_TIMEOUT).close()
     except OSError as error:
         if config.address == AUTO:
-            named = (
-                f"RAY_ADDRESS={os.environ[ADDRESS_VARIABLE]}"
-                if os.environ.get(ADDRESS_VARIABLE)
-                else "Ray's file ray_current_cluster"
-            )
+            variable = os.environ.get(ADDRESS_VARIABLE)
+            source = f"RAY_ADDRESS={variable}" if variable else "Ray's file ray_current_cluster"
             raise RunError(
-                f"--cluster {AUTO}: {named} names a cluster at {host}:{port}, and nobody answers there ({error}): start one with "
-                "`ray start --head`, name another, --cluster HOST:PORT, or take --cluster local"
+                f"--cluster {AUTO}: {source} names a cluster at {host}:{port}, where nothing listens ({error}): start one with "
+                "`ray start --head`, name another with --cluster HOST:PORT, or use --cluster local"
             ) from error
         server = "Ray Client server (ray start --head listens at 10001)" if CLIENT in config.address else "GCS (6379)"
         raise RunError(
-            f"--cluster {config.address}: nobody answers at {host}:{port} ({error}): start a cluster with `ray start --head`, or "
-            f"name the port of its {server}"
+            f"--cluster {config.address}: nothing listens at {host}:{port} ({error}): start a cluster with `ray start --head`, or "
+            f"give the port of its {server}"
         ) from error
 
 
 def _resolve_auto() -> str:
-    """The address that Ray would take for auto: RAY_ADDRESS, or else that of this machine's cluster, running or last started; empty
-    where it has none, which Ray itself says at once."""
+    """Return the address that Ray uses for auto: RAY_ADDRESS, or this machine's cluster, running or last started; empty if none."""
     if address := os.environ.get(ADDRESS_VARIABLE, ""):
         return address
     try:
@@ -309,7 +315,7 @@ def _resolve_auto() -> str:
         return str(services.get_ray_address_from_environment(AUTO, None) or "")
     except ConnectionError:
         return ""
-    except (ImportError, AttributeError, TypeError):  # another Ray, whose insides differ: it is left to its own tries
+    except (ImportError, AttributeError, TypeError):  # another version of Ray: let it try by itself
         return ""
 
 
@@ -319,182 +325,145 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def reserve_actor_groups(
-    ray: Any, roles: tuple[ActorGroup, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
+    ray: Any, groups: tuple[ActorGroup, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Placement groups by role, each of which has its room. run: its name, for the dashboard. note: hears what is waited for.
+    """Yield a placement group for each actor group, once all have their resources.
+
+    Args:
+        run: The run's name, for the dashboard.
+        note: Shows what is waited for.
 
     Raises:
-        RunError: there is not enough room, in words.
+        RunError: there are too few resources.
     """
     from ray.util import placement_group, remove_placement_group
 
-    groups: dict[str, Any] = {}
+    placement_groups: dict[str, Any] = {}
     try:
-        before = dict(ray.available_resources())
-        for role in roles:
-            strategy = "SPREAD" if role.spread else "PACK"
-            groups[role.name] = placement_group(role.bundles, strategy=strategy, name=f"{run} {role.name}")
-        start_time, noted = time.monotonic(), False
-        for role in roles:
-            while not groups[role.name].wait(NOTE_AFTER_SECONDS):
-                missing = describe_shortage(roles, ray.cluster_resources(), before) or (
-                    f"no machine has room for a {role.name} actor ({config.cpus:g} CPUs, {role.gpus} GPUs)"
+        free = dict(ray.available_resources())
+        for group in groups:
+            strategy = "SPREAD" if group.spread else "PACK"
+            placement_groups[group.name] = placement_group(group.bundles, strategy=strategy, name=f"{run} {group.name}")
+        deadline, noted = time.monotonic() + config.timeout, False
+        for group in groups:
+            while not placement_groups[group.name].wait(NOTE_AFTER_SECONDS):
+                shortage = describe_shortage(groups, ray.cluster_resources(), free) or (
+                    f"no machine has room for a {group.name} actor ({config.cpus:g} CPUs, {group.gpus} GPUs)"
                 )
-                left = config.timeout - (time.monotonic() - start_time)
+                left = deadline - time.monotonic()
                 if left <= 0:
-                    raise RunError(
-                        f"--cluster {config.address}: {missing}. {SHORTAGE_HINT[0].upper()}{SHORTAGE_HINT[1:]}"
-                    )
+                    raise RunError(f"--cluster {config.address}: {shortage}. Remedy: {SHORTAGE_HINT}")
                 if not noted:
-                    note(f"{missing}: waiting for it, {left:.0f} s more (--cluster.timeout)")
+                    note(f"{shortage}: waiting {left:.0f} s more (--cluster.timeout)")
                 noted = True
-        yield groups
+        yield placement_groups
     finally:
-        for group in groups.values():
-            remove_placement_group(group)
-
-
-# What asks a run on a cluster to end, at the command that has begun it.
+        for reserved in placement_groups.values():
+            remove_placement_group(reserved)
 
 
 class DriverSignals:
-    """A context in which Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP set `asked`; a second Ctrl-C or SIGTERM ends the command at
-    once, and so does the first as long as nothing has `begun`. Signals within half a second are one, as they are to a run on one
-    machine. A SIGHUP that is ignored (nohup) stays ignored, and outside of the main thread nothing changes."""
+    """A context in which Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP set `stop_requested`.
+
+    A second Ctrl-C or SIGTERM ends the command at once, as does the first before `started`. Signals within half a second count as
+    one. A SIGHUP that is ignored (nohup) stays ignored, and outside of the main thread nothing changes.
+    """
 
     def __init__(self) -> None:
         self.stop_requested, self.started = False, False
         self._first = 0.0
-        self._signals = SignalHandlers(self._on_signal)
+        self._handlers = SignalHandlers(self._on_signal)
 
     def __enter__(self) -> Self:
-        self._signals.__enter__()
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._signals.__exit__(kind, error, at)
+        self._handlers.__exit__(kind, error, at)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.stop_requested and (
-            number == getattr(signal, "SIGHUP", None) or now - self._first < DUPLICATE_WINDOW_SECONDS
-        ):
+        is_repeated = number == getattr(signal, "SIGHUP", None) or now - self._first < DUPLICATE_WINDOW_SECONDS
+        if self.stop_requested and is_repeated:
             return
         if self.stop_requested or not self.started:
             raise KeyboardInterrupt
         self.stop_requested, self._first = True, now
 
 
-POLL_SECONDS = 0.25
-"""Seconds from one look at the run to the next."""
-
-
-def train_on_cluster(
-    run: Run,
-    config: ClusterConfig,
-    *,
-    resume: str | None = None,
-    note: Callable[[str], None] = print,
-    **how: Any,
-) -> TrainingResult[float | None]:
-    """As `policygrad.train`, on a cluster.
-
-    Raises:
-        PolicygradError: Ray or the cluster is not there, or has no room; and what the training itself raises.
-    """
-    if run.object_options:
-        raise RunError(
-            f"{' and '.join(run.object_options)} given as objects: a run on a cluster is made of names, as run.toml has them"
-        )
-    with connect_ray(config) as ray, DriverSignals() as ending:
-        groups_needed = plan_actor_groups(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
-        work = TrainJob(run, os.getcwd(), resume, **how)
-        with reserve_actor_groups(ray, groups_needed, config, _run_name(work), note) as groups:
-            result, resume_command = _run_training(ray, work, config, groups_needed, groups, ending, note)
-    note(
-        _final_message(result, resume_command)
-    )  # as rank 0 has said it, whose own may come too late for whoever leaves the cluster
-    return result
-
-
-def _final_message(result: TrainingResult[float | None], resume_command: str) -> str:
-    if result.model is None:
-        return f"stopped; go on with: {resume_command}"
-    score = (
-        "" if result.before is None or result.after is None else f", held-out {result.before:.2f} -> {result.after:.2f}"
-    )
-    return f"done at step {result.steps}{score}; model: {result.model}"
-
-
 def _run_training(
     ray: Any,
-    work: TrainJob,
+    job: TrainJob,
     config: ClusterConfig,
-    groups_needed: tuple[ActorGroup, ...],
-    groups: dict[str, Any],
-    ending: DriverSignals,
+    groups: tuple[ActorGroup, ...],
+    placement_groups: dict[str, Any],
+    signals: DriverSignals,
     note: Callable[[str], None],
 ) -> Outcome:
     from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
-    gpus = {role.name: role.gpus for role in groups_needed}
-    leader = ActorFactory(_run_name(work), groups, config, gpus).create(
-        TrainerActor, LEARNERS, 0, max_restarts=config.restarts, max_task_retries=config.restarts
-    )
+    gpus = {group.name: group.gpus for group in groups}
+    actors = ActorFactory(_run_name(job), placement_groups, config, gpus)
+    trainer = actors.create(TrainerActor, LEARNERS, 0, max_restarts=config.restarts, max_task_retries=config.restarts)
     try:
-        check_versions(ray.get(leader.versions.remote()))
-        work = ray.get(leader.folder.remote(work))
-        site = ActorFactory(Path(work.run.output or _run_name(work)).name, groups, config, gpus)
-        ending.started = True
-        done = leader.train.remote(work, site, groups_needed)
+        check_versions(ray.get(trainer.versions.remote()))
+        job = ray.get(trainer.resolve_folders.remote(job))
+        actors = replace(actors, run=Path(job.run.output or _run_name(job)).name)
+        signals.started = True
+        done = trainer.train.remote(job, actors, groups)
         cancelled = False
         while not ray.wait([done], timeout=POLL_SECONDS)[0]:
-            if ending.stop_requested and not cancelled:
+            if signals.stop_requested and not cancelled:
                 note(STOP_MESSAGE)
                 ray.cancel(done, recursive=False)
                 cancelled = True
         try:
             return ray.get(done)  # type: ignore[no-any-return]
-        except TaskCancelledError:  # whatever it came to
-            return _fetch_outcome(ray, leader, work, config)
+        except TaskCancelledError:  # the run may also have finished meanwhile, or failed
+            outcome = ray.get(trainer.outcome.remote())
+            if isinstance(outcome, BaseException):
+                raise outcome from None
+            if outcome is None:  # it had not begun, or its actor has died since
+                folder = Path(job.run.output or ".")
+                stopped: TrainingResult[float | None] = TrainingResult(folder, 0, None, None, None, interrupted=True)
+                return stopped, _resume_command(job, config)
+            return outcome  # type: ignore[no-any-return]
     except RayTaskError as error:
         raise unwrap_error(error) from error
     except RayActorError as error:
-        where = f": {_resume_command(work, config)} goes on" if work.run.output else ""
+        hint = f": resume with {_resume_command(job, config)}" if job.run.output else ""
         raise RunError(
-            f"the actor of rank 0 has died, and was started again {config.restarts} times (--cluster.restarts){where}; "
+            f"the actor of rank 0 has died after {config.restarts} restarts (--cluster.restarts){hint}; "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
     finally:
-        ray.kill(leader)
+        ray.kill(trainer)
 
 
-def _fetch_outcome(ray: Any, leader: Any, work: TrainJob, config: ClusterConfig) -> Outcome:
-    """What a run that was asked to end came to; it may have come to its last step meanwhile, or to an error."""
-    outcome = ray.get(leader.outcome.remote())
-    if isinstance(outcome, BaseException):
-        raise outcome
-    if outcome is None:  # it had not begun, or its actor has died since
-        return TrainingResult(Path(work.run.output or "."), 0, None, None, None, interrupted=True), _resume_command(
-            work, config
-        )
-    return outcome  # type: ignore[no-any-return]
+def _resume_command(job: TrainJob, config: ClusterConfig) -> str:
+    return f"policygrad train --resume {job.run.output} {config.cli_flags}"
 
 
-def _resume_command(work: TrainJob, config: ClusterConfig) -> str:
-    return f"policygrad train --resume {work.run.output} {config.cli_flags}"
+def installed_versions() -> dict[str, str]:
+    """Return the versions that driver and actors must agree on."""
+    from importlib.metadata import version
+
+    return {
+        "policygrad": version("policygrad"),
+        "Python": platform.python_version().rpartition(".")[0],
+        "torch": version("torch"),
+    }
 
 
 def check_versions(actor_versions: dict[str, str]) -> None:
-    """Raises RunError where an actor's are not this process's: what is sent would be read as something else."""
-    ours = installed_versions()
-    for name, version in ours.items():
+    """Raise RunError if an actor's versions differ from this process's: they could not read each other's data."""
+    for name, version in installed_versions().items():
         if actor_versions.get(name) != version:
             raise RunError(
-                f"the cluster has {name} {actor_versions.get(name, 'none')}, and this is {name} {version}: install the same on every "
-                "machine"
+                f"the cluster has {name} {actor_versions.get(name, 'none')} and this machine {name} {version}: install the same "
+                "version everywhere"
             )
 
 
-def _run_name(work: TrainJob) -> str:
-    return re.sub(r"[^\w.+-]", "_", Path(work.resume or work.run.output or work.run.algorithm.name).name)
+def _run_name(job: TrainJob) -> str:
+    return re.sub(r"[^\w.+-]", "_", Path(job.resume or job.run.output or job.run.algorithm.name).name)

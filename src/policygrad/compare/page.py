@@ -1,4 +1,4 @@
-"""A comparison as one HTML page with interactive plots. It reads the report; nothing else reads it."""
+"""Render a comparison as one offline HTML page with interactive plots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from policygrad.compare.runner import AXES
 from policygrad.compare.statistics import Estimate
 from policygrad.pages.render import BANDS, render_page
 
-# The report as one HTML file that asks the network for nothing, in the style of the lab's page and with its plots.
-
 MAX_SHOWN_ROWS = 8
-"""Rows whose curves are shown at first where there are more: those of the greatest area."""
+"""Rows whose curves are shown at first: those with the largest area."""
 MEASURES = {
     "tokens": "at equal tokens",
     "updates": "at equal updates",
@@ -25,12 +23,12 @@ DIAGNOSTIC_COLUMNS = {
     "entropy": ("entropy", "nats a token, over the last fifth of the steps"),
     "kl": ("KL", "to the reference, nats a token, over the last fifth of the steps"),
     "length": ("length", "tokens of an answer, over the last fifth of the steps"),
-    "truncated": ("cut off", "share of answers that the budget cut off, over the last fifth of the steps"),
+    "truncated": ("cut off", "fraction of answers cut off by the token budget, over the last fifth of the steps"),
 }
 
 
 def render_comparison(report: ComparisonReport) -> str:
-    """The page."""
+    """Render the page."""
     web = files("policygrad.compare") / "web"
     return render_page(
         web / "compare.html",
@@ -48,8 +46,8 @@ def render_comparison(report: ComparisonReport) -> str:
         axes=AXES,
         measures=MEASURES,
         signs={
-            key: words
-            for key, words in DIAGNOSTIC_COLUMNS.items()
+            key: texts
+            for key, texts in DIAGNOSTIC_COLUMNS.items()
             if any(r.summary and key in r.summary.means for r in report.rows)
         },
         tuned=[row for row in report.rows if row.tuning],
@@ -58,14 +56,14 @@ def render_comparison(report: ComparisonReport) -> str:
 
 
 def comparison_title(report: ComparisonReport) -> str:
-    """What is compared, short enough for a heading."""
+    """Return a heading with the compared rows."""
     labels = [row.label for row in report.rows]
     names = ", ".join(labels[:-1]) + f" and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
     return f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured"
 
 
 def comparison_data(report: ComparisonReport) -> dict[str, Any]:
-    """What the script draws."""
+    """Return the data that the script draws."""
     return {
         "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in report.axes.items()},
         "kinds": [_kind(report, number, kind) for number, kind in enumerate(report.kinds)],
@@ -96,7 +94,7 @@ def _curves(row: RowReport) -> dict[str, Any]:
 
 
 def _matrix(report: ComparisonReport, measure: str) -> dict[str, dict[str, list[float]]]:
-    """first -> second -> [P(first above second), low, high, 1 where they are told apart], both ways."""
+    """first -> second -> [P(first above second), low, high, 1 if they differ], both ways."""
     cells: dict[str, dict[str, list[float]]] = {}
     for pair in report.pairs:
         p = pair.probability[measure]
@@ -107,7 +105,7 @@ def _matrix(report: ComparisonReport, measure: str) -> dict[str, dict[str, list[
 
 
 def _rates(report: ComparisonReport, knob: str) -> dict[str, Any]:
-    """The plot of mean final scores over a knob's values, as the lab's script draws it."""
+    """Return the plot of mean final scores over the values of a tuned option."""
     rows = [row for row in report.rows if row.tuned_option == knob and row.tuning]
     values = sorted({tried.value for row in rows for tried in row.tuning})
 
@@ -126,7 +124,7 @@ def _rates(report: ComparisonReport, knob: str) -> dict[str, Any]:
 
 
 def format_short(x: float | None) -> str:
-    """0.12, 38, 1.2k, 250k; – for nothing."""
+    """Format as 0.12, 38, 1.2k, 250k; – for None."""
     if x is None:
         return "–"
     if abs(x) < 1000:

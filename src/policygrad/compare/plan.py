@@ -1,4 +1,4 @@
-"""What is compared: rows, seeds, learning rates, the runs that follow from them, and the folder that holds it all."""
+"""The plan of a comparison: rows, seeds, tuned values, the resulting runs, and the comparison's folder."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from policygrad.utils.filesystem import read_json, write_atomically
 
 PLAN_FILE = "plan.json"
 FIRST_TUNING_SEED = 1000
-"""The first of the seeds that learning rates are chosen on; the reported ones begin at 0."""
+"""First seed of tuning runs; reported seeds begin at 0."""
 LABEL_PATTERN = re.compile(r"[A-Za-z0-9_][\w.+-]*")
-"""Of a row: it names a folder in the comparison's."""
+"""Valid labels of rows, which are names of folders."""
 TUNABLE_OPTIONS = ("--lr", "--algorithm.update-rule.delta")
-"""Options of train that a grid may be of: the learning rate, or how far a trust region reaches."""
+"""Options of train that can be tuned: the learning rate, or the size of a trust region."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One of those that are compared: words of `policygrad train`, and what they come to."""
+    """One row of a comparison: arguments of `policygrad train` and their meaning."""
 
     label: str
     argv: tuple[str, ...]
-    """The algorithm and its options, without what differs from run to run."""
+    """The algorithm and its options, without what differs between runs."""
     algorithm: str
-    """Its name, as the run calls it."""
+    """Name of the algorithm in the run."""
     tuned_option: str = ""
-    """The option that is tuned; empty where there is none, or the words set it."""
+    """The tuned option; empty if there is none, or `argv` sets it."""
     grid: tuple[float, ...] = ()
-    """The knob's values; of one there is nothing to choose."""
+    """Values of the tuned option."""
     measure: Mapping[str, Any] = field(default_factory=dict)
-    """What its held-out score is of: rows that differ here are never compared by score."""
+    """What the evaluation score measures: rows that differ here are never compared by score."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What a reader of a comparison has to know besides: updates per rollout, samples per prompt, …"""
+    """Other settings a reader needs: updates per rollout, samples per prompt, …"""
     change: str = ""
-    """What it adds to the row before, on a ladder."""
+    """What it adds to the row before, in a ladder."""
     reason: str = ""
-    """Why its options are not the algorithm's own, where they were chosen for it."""
+    """Reason for options that differ from the algorithm's defaults."""
 
     @property
     def is_tuned(self) -> bool:
@@ -55,17 +55,17 @@ class Job:
 
     row: str
     option_value: float | None
-    """Of the row's knob; None = the default."""
+    """Value of the tuned option; None = the default."""
     seed: int
 
     @property
     def is_tuning(self) -> bool:
-        """Whether it serves the choice of a value alone."""
+        """True if the run only serves to choose a value."""
         return self.seed >= FIRST_TUNING_SEED
 
     @property
     def folder(self) -> str:
-        """Where it lies in the comparison's folder."""
+        """Path in the comparison's folder."""
         return (
             f"runs/{self.row}/{'default' if self.option_value is None else f'{self.option_value:g}'}/seed-{self.seed}"
         )
@@ -77,26 +77,26 @@ class Job:
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """A comparison, before anything has run."""
+    """A comparison before any run."""
 
     rows: tuple[ComparisonRow, ...]
     tokens: int
-    """Sampled tokens of every run, its budget."""
+    """Token budget of every run."""
     seeds: tuple[int, ...]
-    """Reported."""
+    """Seeds of reported runs."""
     tuning_seeds: tuple[int, ...]
-    """On which values of the grid are compared; never reported."""
+    """Seeds of tuning runs, which are never reported."""
     command: str
-    """What was typed."""
+    """The command line."""
     version: str
     ladder: Mapping[str, Any] = field(default_factory=dict)
-    """Of which method, and why so, where the rows are a ladder's."""
+    """Title, source and reason of the ladder, if the rows are one."""
 
     def row(self, label: str) -> ComparisonRow:
         return next(row for row in self.rows if row.label == label)
 
     def tuning_jobs(self) -> list[Job]:
-        """Every value of every grid on the tuning seeds; seed by seed, so that all rows get on alike."""
+        """List all tuning runs, ordered by seed so that all rows progress equally."""
         return [
             Job(row.label, value, seed)
             for seed in self.tuning_seeds
@@ -106,62 +106,62 @@ class ComparisonPlan:
         ]
 
     def reported_jobs(self, chosen: Mapping[str, float | None]) -> list[Job]:
-        """The runs that are reported, at the value chosen for each row; rows without one are left out."""
+        """List the reported runs at the value chosen for each row, without rows that have none."""
         return [
             Job(row.label, chosen[row.label], seed) for seed in self.seeds for row in self.rows if row.label in chosen
         ]
 
     def all_jobs(self) -> Iterator[Job]:
-        """Every run there may be: at each value of each grid, on each seed."""
+        """Yield every possible run: each value of each grid on each seed."""
         for row in self.rows:
             for value in row.grid or (None,):
                 yield from (Job(row.label, value, seed) for seed in (*self.seeds, *self.tuning_seeds))
 
     def train_argv(self, job: Job) -> tuple[str, ...]:
-        """What follows `policygrad`."""
+        """Return the arguments after `policygrad`."""
         row = self.row(job.row)
         tuned = () if job.option_value is None else (row.tuned_option, f"{job.option_value:g}")
         return ("train", *row.argv, *tuned, "--tokens", str(self.tokens), "--seed", str(job.seed))
 
     def to_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]  # tuples as lists, as a file gives them
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]  # tuples as lists, as in a file
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ComparisonPlan:
-        """Raises KeyError, TypeError, ValueError or AttributeError for what is no plan."""
+        """Raises KeyError, TypeError, ValueError or AttributeError if the data is not a plan."""
         each: list[dict[str, Any]] = [
             {k: tuple(v) if k in ("argv", "grid") else v for k, v in row.items()} for row in data["rows"]
         ]
         rows = tuple(ComparisonRow(**row) for row in each)
-        fields_: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}
-        plan = cls(rows=rows, **fields_)
+        options: dict[str, Any] = {k: tuple(v) if k.endswith("seeds") else v for k, v in data.items() if k != "rows"}
+        plan = cls(rows=rows, **options)
         _check_values(plan)
         return plan
 
 
 def read_plan(folder: Path) -> ComparisonPlan:
-    """The plan in a comparison's folder. Raises RunError where there is none."""
+    """Read the plan in a comparison's folder. Raises RunError without one."""
     path = folder / PLAN_FILE
     try:
         return ComparisonPlan.from_dict(read_json(path))
     except OSError as error:
         raise RunError(
-            f"{folder} holds no comparison, {path} cannot be read ({error.strerror}): a comparison's folder is what --output named"
+            f"{folder} holds no comparison: {path} cannot be read ({error.strerror}); give the --output folder of a comparison"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is no plan of a comparison ({error}): take another folder, --output DIR") from error
+        raise RunError(f"{path} is not a plan of a comparison ({error}): use another folder, --output DIR") from error
 
 
 def _check_values(plan: ComparisonPlan) -> None:
-    """Raises ValueError for values of a plan.json that would name another folder, or become other words of a command line."""
+    """Raises ValueError for values in plan.json that would change folders or command lines."""
     for row in plan.rows:
         if not (isinstance(row.label, str) and LABEL_PATTERN.fullmatch(row.label)):
             raise ValueError(f"the label {row.label!r} of a row: letters, digits and . _ + - make one")
         if not (row.argv and all(isinstance(word, str) for word in row.argv)):
-            raise ValueError(f"the row {row.label}: words must be an algorithm and its options, not {row.argv!r}")
+            raise ValueError(f"the row {row.label}: argv must be an algorithm and its options, not {row.argv!r}")
         if row.tuned_option not in ("", *TUNABLE_OPTIONS):
             raise ValueError(
-                f"the row {row.label}: knob must be {' or '.join(TUNABLE_OPTIONS)}, or empty, not {row.tuned_option!r}"
+                f"the row {row.label}: tuned_option must be {' or '.join(TUNABLE_OPTIONS)}, or empty, not {row.tuned_option!r}"
             )
         if not all(_is_number(value) for value in row.grid):
             raise ValueError(f"the row {row.label}: grid must be numbers, not {row.grid!r}")
@@ -176,11 +176,12 @@ def _is_number(value: object) -> bool:
 
 
 def open_comparison(folder: Path, plan: ComparisonPlan) -> ComparisonPlan:
-    """Begins a comparison in a new folder, or goes on with the one there, if it is the same or asks for more: further rows, values
-    of a grid, or seeds, for which the runs that are there count. Returns the plan that counts.
+    """Start a comparison in a new folder, or continue the one in it. Returns the plan to carry out.
+
+    A plan may request more than the existing one: further rows, values or seeds. Finished runs are then reused.
 
     Raises:
-        RunError: another comparison is in it, with what differs, or something else is.
+        RunError: The folder holds another comparison (the message has the difference), or something else.
     """
     if (folder / PLAN_FILE).exists():
         existing = read_plan(folder)
@@ -189,19 +190,19 @@ def open_comparison(folder: Path, plan: ComparisonPlan) -> ComparisonPlan:
             return plan
         if differ:
             raise RunError(
-                f"{folder} holds another comparison, they differ in {', '.join(differ)}: go on with it by --resume {folder}, or "
-                "take another folder, --output DIR"
+                f"{folder} holds another comparison, which differs in {', '.join(differ)}: continue it with --resume {folder}, or "
+                "use another folder, --output DIR"
             )
         return existing
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} is not empty and holds no comparison: take another folder, --output DIR")
+        raise RunError(f"{folder} is not empty and holds no comparison: use another folder, --output DIR")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / PLAN_FILE, json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n")
     return plan
 
 
 def next_comparison_folder(labels: Sequence[str], ladder: str | None) -> Path:
-    """comparisons/NAME-N, the next free one."""
+    """Return the next free folder comparisons/NAME-N."""
     name = f"{ladder}-ladder" if ladder else "-".join(labels) if len(labels) <= 4 else f"{len(labels)}-rows"
     number = 1
     while (folder := Path("comparisons") / f"{name}-{number}").exists():
@@ -210,7 +211,7 @@ def next_comparison_folder(labels: Sequence[str], ladder: str | None) -> Path:
 
 
 def _differ(existing: ComparisonPlan, plan: ComparisonPlan) -> list[str]:
-    """Names of the fields in which two plans differ, the words of the command and the version aside."""
+    """Return the names of the fields in which two plans differ, except command and version."""
     names = [f.name for f in fields(ComparisonPlan) if f.name not in ("command", "version", "rows")]
     old, new = existing.to_dict(), plan.to_dict()
     differing = [name.replace("_", " ") for name in names if old[name] != new[name]]
@@ -220,7 +221,7 @@ def _differ(existing: ComparisonPlan, plan: ComparisonPlan) -> list[str]:
 
 
 def _requests_more(existing: ComparisonPlan, plan: ComparisonPlan) -> bool:
-    """Whether a run of either plan is the same run in both, and `plan` has all of those of `there`."""
+    """Return True if `plan` includes all runs of the existing plan unchanged."""
     rows = {row.label: row for row in plan.rows}
     common = [replace(row, grid=rows[row.label].grid) for row in existing.rows if row.label in rows]
     more = all({*row.grid} <= {*rows[row.label].grid} for row in existing.rows if row.label in rows)
@@ -233,11 +234,8 @@ def _pairs(old: Iterable[ComparisonRow], new: Iterable[ComparisonRow]) -> Iterab
     return zip(old, new, strict=True)
 
 
-# Command-line words as layers: what a later layer says of an option replaces what an earlier one said.
-
-
 def iter_options(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(option, its words with the option first) of words that begin with an option; "" for words before the first one."""
+    """Yield (option, its arguments, the option first); "" for arguments before the first option."""
     current: list[str] = []
     for word in argv:
         if word.startswith("--") and current:
@@ -249,23 +247,23 @@ def iter_options(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def option_name(word: str) -> str:
-    """`--max_tokens=5` -> `--max-tokens`; "" for a word that is no option."""
+    """Return `--max-tokens` for `--max_tokens=5`; "" if it is not an option."""
     return word.partition("=")[0].replace("_", "-") if word.startswith("--") else ""
 
 
 def option_names(argv: Sequence[str]) -> set[str]:
-    """Every option that the words set."""
+    """Return all options that are set."""
     return {option for option, _ in iter_options(argv) if option}
 
 
 def option_values(argv: Sequence[str], option: str) -> list[str]:
-    """All that the words give an option, wherever they do."""
-    given = [held for name_, held in iter_options(argv) if name_ == option]
-    return [word for held in given for word in (held[0].partition("=")[2], *held[1:]) if word]
+    """Return all values given to an option."""
+    given = [arguments for name, arguments in iter_options(argv) if name == option]
+    return [value for x in given for value in (x[0].partition("=")[2], *x[1:]) if value]
 
 
 def merge_argv(*layers: Sequence[str]) -> tuple[str, ...]:
-    """All layers as one; an option stands where it was first named, with the last one's words."""
+    """Merge argument lists: an option keeps its first place and takes its last values."""
     merged: dict[str, tuple[str, ...]] = {}
     for layer in layers:
         for option, argv in iter_options(layer):
@@ -273,38 +271,35 @@ def merge_argv(*layers: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for argv in merged.values() for word in argv)
 
 
-# Ladders: a method taken apart, its parts added one at a time in the order in which its paper did.
-
-
 @dataclass(frozen=True)
 class Rung:
-    """A row of a ladder."""
+    """One row of a ladder."""
 
     label: str
     change: tuple[str, ...]
-    """Options of `policygrad train` that it adds to the rung below, or sets anew."""
+    """Options of `policygrad train` that it adds to the rung below, or changes."""
     description: str
-    """What it adds, in words."""
+    """What it adds."""
     published: str = ""
-    """The figure that the paper gives for it."""
+    """The paper's result."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """A method's parts in order."""
+    """An ablation: a method's parts, added one at a time in the order of its paper."""
 
     title: str
     source: str
     setting: tuple[str, ...]
-    """Options that all rungs share: a task on which the parts matter."""
+    """Options shared by all rungs: a task on which the parts matter."""
     why: str
-    """Why this setting, and in what it differs from the paper's."""
+    """Reason for this setting, and its differences from the paper's."""
     base: str
-    """The algorithm that the ladder stands on."""
+    """The algorithm of the first rung."""
     rungs: tuple[Rung, ...]
 
     def rows(self) -> list[tuple[str, tuple[str, ...], str]]:
-        """(label, words of `policygrad train`, what is added) of every rung, each with all that is below it."""
+        """Return (label, arguments of `policygrad train`, description) of every rung, including those below it."""
         argv: tuple[str, ...] = ()
         rows = []
         for rung in self.rungs:
@@ -322,11 +317,11 @@ LADDERS: dict[str, Ladder] = {
         title="DAPO, part by part",
         source="Yu et al. 2025 (DAPO, arXiv:2503.14476), table 1: AIME 2024, avg@32, Qwen2.5-32B",
         setting=("--task", "embedded_steps", "--max-tokens", "20"),
-        why="Answers that the base model works out take 15 to 24 tokens here, and the budget is 20: the more it works "
-        "out, the more is cut off, so that how cut-off answers count, and how lengths weigh, matters. The paper's "
-        "model is some 45,000 times as large, its budget a thousand times as long. As there (sec. 4.1), a rollout "
-        "feeds 16 updates; an update sees 32 answers of 4 prompts here, 512 answers of 32 prompts there. Naive "
-        "GRPO is without its KL penalty, which DAPO drops before its ladder begins (sec. 2.3).",
+        why="The base model's worked answers take 15 to 24 tokens and the budget is 20: the more it works out, the more "
+        "answers are cut off, so the treatment of truncation and length matters. The paper's model is about 45,000 times "
+        "as large, its budget a thousand times as long. As in the paper (sec. 4.1), a rollout feeds 16 updates; an update "
+        "sees 32 answers of 4 prompts here, 512 answers of 32 prompts there. Naive GRPO has no KL penalty, which "
+        "DAPO drops before its ladder begins (sec. 2.3).",
         base="grpo",
         rungs=(
             Rung(
@@ -360,12 +355,9 @@ LADDERS: dict[str, Ladder] = {
 }
 
 
-# What a named algorithm needs on the embedded task, whose answers are some ten tokens long, and why.
-
-
 @dataclass(frozen=True)
 class Override:
-    """Options of `policygrad train`, and why the row's own do not suit."""
+    """Options of `policygrad train` that an algorithm needs on the embedded task, whose answers have about ten tokens."""
 
     options: tuple[str, ...]
     reason: str
@@ -382,7 +374,7 @@ OVERRIDES: dict[str, Override] = {
     ),
     "iterative_grpo": Override(
         ("--algorithm.reference.refresh-every", "20"),
-        "a run here has fewer rollouts than the default's 100, so that the reference would never be taken anew.",
+        "a run here has fewer rollouts than the default's 100, so that the reference would never be refreshed.",
     ),
     "prorl": Override(
         ("--algorithm.reference.refresh-every", "20"),

@@ -1,4 +1,4 @@
-"""The comparison as data: rows, pairs, and the sentences that say what it can and cannot tell. All pages are made from it."""
+"""The report of a comparison: rows, pairs of rows, and sentences about what can and cannot be concluded."""
 
 from __future__ import annotations
 
@@ -27,30 +27,25 @@ if TYPE_CHECKING:
     from policygrad.compare.plan import ComparisonPlan
 
 
-# Numbers with their word.
-
-
 def pluralise(shown: object, noun: str) -> str:
-    """`1 second`, `1,200 seconds`: a number as it is shown, and what it counts, which is given in the plural."""
+    """Return `1 second` or `1,200 seconds`, for a formatted number and a noun in the plural."""
     return f"{shown} {noun.removesuffix('s') if str(shown) == '1' else noun}"
 
 
-# What a comparison says, what differs between its rows besides the algorithm, and what it cannot tell, in sentences.
-
 MAX_NAMED_PAIRS = 6
-"""Pairs that a sentence names."""
+"""Maximum number of pairs named in a sentence."""
 FEW_SEEDS = 10
-"""Seeds below which a percentile interval is said to be too narrow."""
+"""Number of seeds below which the report warns that percentile intervals are too narrow."""
 SETTINGS = {
     "updates_per_rollout": "Updates per rollout",
     "samples_per_prompt": "Samples per prompt",
     "prompts_per_step": "Prompts per step",
 }
-"""Settings of a row that are told in words, where rows differ."""
+"""Settings that the report lists if rows differ in them."""
 
 
 def add_statements(report: ComparisonReport) -> ComparisonReport:
-    """The report with its sentences."""
+    """Return the report with its sentences."""
     return replace(
         report,
         ranking=tuple(describe_ranking(report)),
@@ -60,7 +55,7 @@ def add_statements(report: ComparisonReport) -> ComparisonReport:
 
 
 def describe_ranking(report: ComparisonReport) -> Iterable[str]:
-    """Who is highest at equal tokens, updates and seconds, of whom that cannot be told, and whether the axes agree."""
+    """Yield the highest row at equal tokens, updates and seconds, those not distinguishable from it, and whether the axes agree."""
     for number, kind in enumerate(report.kinds):
         rows = [row for row in report.rows if row.kind == number and row.summary]
         where = f" on {kind.measure.get('task')}" if len(report.kinds) > 1 else ""
@@ -86,7 +81,7 @@ def describe_ranking(report: ComparisonReport) -> Iterable[str]:
 
 
 def _describe_rungs(report: ComparisonReport) -> Iterable[str]:
-    """Every part of a ladder against the row below it."""
+    """Compare every rung of a ladder with the one below it."""
     rows = [row for row in report.rows if row.change and row.summary]
     for below, row in pairwise(rows):
         pair = next((p for p in report.pairs if {p.first, p.second} == {below.label, row.label}), None)
@@ -98,13 +93,13 @@ def _describe_rungs(report: ComparisonReport) -> Iterable[str]:
 
 
 def _indistinguishable(report: ComparisonReport, label: str, axis: str) -> list[str]:
-    """Rows that cannot be told from this one."""
+    """Return the rows that are not distinguishable from this one."""
     pairs = [p for p in report.pairs if label in (p.first, p.second) and not p.separated[axis]]
     return [p.second if p.first == label else p.first for p in pairs]
 
 
 def describe_differences(report: ComparisonReport) -> Iterable[str]:
-    """What else the rows differ in."""
+    """Yield what else the rows differ in."""
     for name, title in SETTINGS.items():
         if by_value := _group_by_value({row.label: row.settings.get(name) for row in report.rows}):
             yield f"{title}: {by_value}."
@@ -129,11 +124,11 @@ def describe_differences(report: ComparisonReport) -> Iterable[str]:
 
 
 def describe_caveats(report: ComparisonReport) -> Iterable[str]:
-    """What must not be read into it."""
+    """Yield the limits of the conclusions."""
     done = [row for row in report.rows if row.summary]
     if report.stopped or any(len(row.runs) < len(report.seeds) for row in report.rows):
         short = ", ".join(f"{row.label} {len(row.runs)}" for row in report.rows if len(row.runs) < len(report.seeds))
-        yield f"It is not whole: of {len(report.seeds)} seeds there are {short}."
+        yield f"The comparison is incomplete: of {len(report.seeds)} seeds these are finished: {short}."
     few = (
         "; with so few the true coverage of a percentile interval is below its 95 %"
         if len(report.seeds) < FEW_SEEDS
@@ -164,26 +159,26 @@ def describe_caveats(report: ComparisonReport) -> Iterable[str]:
 
 
 def too_few_seeds(plan: ComparisonPlan) -> str:
-    """Say before any run that its seeds cannot tell rows apart, whatever comes; "" where they can."""
+    """Return a warning if so few seeds can never distinguish rows; "" if they can."""
     seeds, least = len(plan.seeds), fewest_runs()
     if len(plan.rows) < 2 or seeds >= least:
         return ""
     return (
-        f"--seeds {seeds} can tell no two rows apart, whatever they score: equal rows are wholly separated in "
-        f"{separation_by_chance(seeds, seeds):.0%} of cases. Take --seeds {least} or more, or read the scores as examples alone"
+        f"--seeds {seeds} cannot distinguish any two rows: equal rows are completely separated in "
+        f"{separation_by_chance(seeds, seeds):.0%} of cases. Use --seeds {least} or more, or read the scores only as examples"
     )
 
 
 def _few(seeds: int) -> str:
-    """Where no separation could be more than chance."""
+    """Return a sentence if any separation could be chance."""
     chance = separation_by_chance(seeds, seeds)
     if chance <= 1 - LEVEL:
         return ""
-    return f" With {seeds} seeds each, equal rows are wholly separated in {chance:.0%} of cases, so that none is called apart."
+    return f" With {seeds} seeds each, equal rows are completely separated in {chance:.0%} of cases, so none is clear."
 
 
 def _describe_tuning(report: ComparisonReport) -> Iterable[str]:
-    """What is to be said of learning rates."""
+    """Yield how learning rates were chosen."""
     if not any(row.tuning for row in report.rows):
         yield (
             "No learning rate was chosen: a row may be behind only because its best one is another (--lr-grid takes each row's "
@@ -201,7 +196,7 @@ def _describe_tuning(report: ComparisonReport) -> Iterable[str]:
 
 
 def _same(rows: list[RowReport]) -> list[str]:
-    """Rows whose runs are equal, seed by seed."""
+    """Return groups of rows whose runs are equal, seed by seed."""
     seen: dict[Any, list[str]] = {}
     for row in rows:
         runs = tuple((run["seed"], *run["curve"]["score"], *run["curve"]["tokens"]) for run in row.runs)
@@ -210,13 +205,13 @@ def _same(rows: list[RowReport]) -> list[str]:
 
 
 def format_learning_rate(row: RowReport) -> str:
-    """The policy's, as it ran."""
+    """Return the policy's learning rate; `none` without one."""
     value = row.option_value if row.tuned_option == "--lr" and row.option_value is not None else row.settings.get("lr")
     return "none" if value is None else f"{value:g}"
 
 
 def _group_by_value(values: Mapping[str, Any]) -> str:
-    """`1 (grpo, dapo), 4 (ppo)`; empty where all are equal."""
+    """Return `1 (grpo, dapo), 4 (ppo)`; empty if all are equal."""
     labels: dict[Any, list[str]] = {}
     for label, value in values.items():
         labels.setdefault(value, []).append(label)
@@ -231,61 +226,61 @@ def _measure(measure: Mapping[str, Any]) -> str:
 
 
 DEFAULT_THRESHOLD = 0.8
-"""The share of the way from the score before training to the best row's final one."""
+"""Threshold, as a fraction of the way from the score before training to the best row's final score."""
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class RowReport:
-    """A row, what it was, and what came of it."""
+    """A row, its settings and its results."""
 
     label: str
     algorithm: str
     command: str
-    """Of `policygrad train`, the tuned option included."""
+    """Arguments of `policygrad train`, including the tuned option."""
     change: str
     reason: str
     settings: Mapping[str, Any]
     tuned_option: str
     option_value: float | None
     edge: str
-    """`smallest` or `largest` where the chosen value ends the grid; else empty."""
+    """`smallest` or `largest` if the chosen value is at that end of the grid; else empty."""
     tuning: tuple[TunedValue, ...]
     kind: int
-    """Rows of one kind are measured on the same problems in the same way: only they are compared by score."""
+    """Index into the kinds: only rows of one kind, measured on the same problems in the same way, are compared by score."""
     runs: tuple[Mapping[str, Any], ...]
     failed: tuple[Mapping[str, Any], ...]
-    """Runs without a result, tuning runs included: seed, value, error."""
+    """Failed runs, tuning runs included: seed, value, error."""
     summary: RowSummary | None
-    """None where no reported run succeeded."""
+    """None if no reported run succeeded."""
 
 
 @dataclass(frozen=True)
 class RowPair:
-    """P(the first is above the second), by axis at equal tokens, updates, seconds, and of the area under the curves."""
+    """P(the first is above the second) at equal tokens, updates and seconds, and for the area under the curves."""
 
     first: str
     second: str
     probability: Mapping[str, Estimate]
     separated: Mapping[str, bool]
-    """Whether the interval leaves ½ out, with so many runs that chance alone seldom separates them."""
+    """True if the interval excludes ½, with enough runs that chance alone seldom separates them."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Rows whose scores mean the same."""
+    """Rows whose scores are comparable."""
 
     measure: Mapping[str, Any]
     labels: tuple[str, ...]
     equal: Mapping[str, float]
-    """By axis: how far every run of these rows goes."""
+    """Axis -> the point that every run of these rows reaches."""
     threshold: float | None
-    """A score; None where no row learned anything."""
+    """Threshold score; None if no row learned anything."""
 
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """A comparison, finished or stopped."""
+    """The report of a finished or stopped comparison."""
 
     command: str
     version: str
@@ -294,19 +289,19 @@ class ComparisonReport:
     tuning_seeds: tuple[int, ...]
     ladder: Mapping[str, Any]
     share: float
-    """Of the way, at which the threshold is."""
+    """Fraction of the way at which the threshold is."""
     stopped: bool
     kinds: tuple[Kind, ...]
     axes: Mapping[str, tuple[float, ...]]
-    """By axis: the points of all curves."""
+    """Axis -> the points of all curves."""
     rows: tuple[RowReport, ...]
     pairs: tuple[RowPair, ...]
     ranking: tuple[str, ...] = ()
-    """What can be read off it."""
+    """Sentences about the ranking."""
     differences: tuple[str, ...] = ()
-    """What differs between the rows besides the algorithm."""
+    """Sentences about differences besides the algorithm."""
     caveats: tuple[str, ...] = ()
-    """What cannot be concluded."""
+    """Sentences about what cannot be concluded."""
     format: int = field(default=FORMAT)
 
     def row(self, label: str) -> RowReport:
@@ -318,7 +313,7 @@ class ComparisonReport:
 
 
 def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_THRESHOLD) -> ComparisonReport:
-    """What the results say. share: in (0, 1], see `DEFAULT_THRESHOLD`."""
+    """Build the report from results. share: in (0, 1], see `DEFAULT_THRESHOLD`."""
     if not 0 < share <= 1:
         raise ConfigError(f"the threshold is a share of the way in (0, 1], not {share:g}")
     outcomes = {row.label: _reported(plan, row, results) for row in plan.rows}
@@ -347,7 +342,7 @@ def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_
 
 
 def _reported(plan: ComparisonPlan, row: ComparisonRow, results: Results) -> dict[Job, RunOutcome]:
-    """The row's reported runs that are finished, by seed."""
+    """Return the row's finished reported runs, by seed."""
     if row.label not in results.chosen:
         return {}
     jobs = [Job(row.label, results.chosen[row.label], seed) for seed in plan.seeds]
@@ -374,7 +369,7 @@ def _kind(
 
 
 def _grid(outcomes: Sequence[RunOutcome], axis: str) -> tuple[float, ...]:
-    """Points from 0 to the end of the longest run."""
+    """Return points from 0 to the end of the longest run."""
     end = max((o.axis(axis)[-1] for o in outcomes), default=0.0)
     return tuple(round(end * i / (POINTS - 1), 3) for i in range(POINTS)) if end else (0.0,)
 
@@ -417,7 +412,7 @@ def _row(
 
 
 def _pairs(rows: Sequence[RowReport]) -> tuple[RowPair, ...]:
-    """All pairs of one kind."""
+    """Compare all pairs of one kind."""
     return tuple(
         _pair(a.label, b.label, a.summary.scores, b.summary.scores)
         for a, b in combinations(rows, 2)

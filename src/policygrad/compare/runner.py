@@ -1,4 +1,4 @@
-"""One run in a process of its own: `policygrad train`, or `--resume` where it was stopped."""
+"""Carry out the runs of a comparison in processes, and read their results."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from policygrad.training.config.trust import code_in_argv
 from policygrad.training.interrupts import STOP_MESSAGE, StopController
 from policygrad.utils.filesystem import HAS_FILE_LOCKS, hold_lock, read_json, write_atomically
 
-# What a finished run's folder says: its learning curve over tokens, updates and seconds, and what it cost.
-
 AXES = {"tokens": "sampled tokens", "updates": "updates", "seconds": "seconds of training"}
-"""What a curve may be drawn over. Seconds are those of rollouts and updates: evaluations, loading and checkpoints are left out."""
+"""Axes of curves. Seconds are those of rollouts and updates, without evaluations, loading and checkpoints."""
 FINAL_FRACTION = 0.2
-"""The share of a run's last steps over which what it was like at its end is averaged."""
+"""Fraction of a run's steps over which its final diagnostics are averaged."""
 DIAGNOSTICS = {
     "completions/mean_length": "length",
     "completions/truncated_ratio": "truncated",
@@ -42,28 +40,28 @@ DIAGNOSTICS = {
     "clip_ratio/low": "clipped_low",
     "clip_ratio/high": "clipped_high",
 }
-"""Metrics of a step -> what they are called at a run's end."""
+"""Metric of a step -> name of the final diagnostic."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One run. The curve's lists go together; their first point is before training."""
+    """Results of one run. The lists of the curve have equal length; the first point is before training."""
 
     tokens: tuple[float, ...]
     updates: tuple[float, ...]
     seconds: tuple[float, ...]
     score: tuple[float, ...]
-    """Held-out means."""
+    """Mean evaluation rewards."""
     score_stderr: float
-    """Standard error of the last one over the held-out problems; 0 where it is not known."""
+    """Standard error of the last score over problems; 0 if unknown."""
     steps: int
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """What its last steps were like: length [tokens], share cut off, entropy [nats], KL to the reference [nats a token],
-    shares clipped."""
+    """Means over the last steps: length [tokens], fraction truncated, entropy [nats], KL to the reference [nats per token],
+    fractions clipped."""
     cost: Mapping[str, float] = field(default_factory=dict)
-    """CPU seconds, seconds on the clock and MiB of the whole command, evaluations included."""
+    """CPU seconds and wall seconds of the whole command, evaluations included."""
     gated_fraction: float | None = None
-    """Fraction of the tokens at which the gate cut or capped the weight, mean over all steps; None for a gate that does neither."""
+    """Fraction of tokens whose weight the gate cut or capped, mean over all steps; None for a gate that does neither."""
 
     @property
     def before(self) -> float:
@@ -79,21 +77,27 @@ class RunOutcome:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run is at its end."""
+    """Return True for a finished run."""
     return (folder / "result.json").is_file()
 
 
 def read_outcome(folder: Path) -> RunOutcome:
-    """A finished run.
+    """Read a finished run.
 
     Raises:
-        RunError: the run has no held-out scores, or files that are no run's.
+        RunError: The run has no evaluation scores, or its files are invalid.
     """
     try:
         return _outcome(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the others: values of another kind
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the last three: values of a wrong type
         raise RunError(
-            f"{folder} cannot be read as a finished run: {error}; delete it, and --resume runs it again"
+            f"{folder} cannot be read as a finished run: {error}; delete it, then --resume repeats it"
         ) from error
 
 
@@ -102,13 +106,13 @@ def _outcome(folder: Path) -> RunOutcome:
     rows = list[dict[str, Any]]()
     for number, (_, row) in enumerate(read_rows(folder / METRICS), 1):
         if row is None:
-            raise ValueError(f"line {number} of {METRICS} is no JSON object with a step")
+            raise ValueError(f"line {number} of {METRICS} is not a JSON object with a step")
         rows.append(row)
     steps = {row["step"]: row for row in rows if "tokens/sampled" in row}
     scores = {row["step"]: row for row in rows if row.get("eval/reward") is not None}
     last = result.get("steps", max(steps, default=0))
     if 0 not in scores or last not in scores:
-        raise RunError(f"{folder} has no held-out score before or after training: see the notes in {_log(folder)}")
+        raise RunError(f"{folder} has no evaluation score before or after training: see the notes in {_log(folder)}")
     at = {0: (0.0, 0.0, 0.0)} | _totals(steps)
     points = sorted(step for step in scores if step in at)
     tokens, updates, seconds = zip(*(at[step] for step in points), strict=True)
@@ -126,10 +130,10 @@ def _outcome(folder: Path) -> RunOutcome:
 
 
 def read_cost(folder: Path) -> dict[str, float]:
-    """What the run's processes took, as the runner wrote it down; empty where nobody did.
+    """Read the cost of the run's processes; empty if it was not recorded.
 
     Raises:
-        RunError: the file is not what a runner writes.
+        RunError: The file is invalid.
     """
     path = folder.with_name(folder.name + ".cost.json")
     if not path.exists():
@@ -137,11 +141,11 @@ def read_cost(folder: Path) -> dict[str, float]:
     try:
         costs: dict[str, float] = read_json(path)
         if not all(isinstance(value, int | float) for value in costs.values()):
-            raise ValueError("a value is no number")
+            raise ValueError("a value is not a number")
         return costs
     except (OSError, ValueError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"{path} cannot be read: {reason}; delete it, and the seconds are counted anew") from error
+        raise RunError(f"{path} cannot be read: {reason}; delete it, then the seconds are counted again") from error
 
 
 def _log(folder: Path) -> Path:
@@ -149,7 +153,7 @@ def _log(folder: Path) -> Path:
 
 
 def _totals(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[float, float, float]]:
-    """Tokens, updates and seconds up to and with every step."""
+    """Return cumulative tokens, updates and seconds by step."""
     totals, tokens, updates, seconds = {}, 0.0, 0.0, 0.0
     for step in sorted(steps):
         row = steps[step]
@@ -161,7 +165,7 @@ def _totals(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[float, fl
 
 
 def _diagnostics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over the last fifth of the steps, of those metrics that they have."""
+    """Average metrics over the last fifth of the steps."""
     tail = rows[-math.ceil(FINAL_FRACTION * len(rows)) :] if rows else ()
     means = {}
     for metric, name in DIAGNOSTICS.items():
@@ -177,32 +181,37 @@ def _gated(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 PROGRAM = (sys.executable, "-P", "-m", "policygrad")
-"""-P: without it modules of the current folder would hide the standard library's, as `python -m` puts that folder first."""
+"""-P: `python -m` would put the current folder first, whose modules could hide the standard library's."""
 LOG_TAIL_LINES = 12
-"""Lines of a failed run's log that are shown."""
+"""Lines of a failed run's log to show."""
 REMOVABLE_OUTPUTS = ("checkpoints", "completions.jsonl", "model")
-"""What a run of a tuning seed leaves out when it is done; a reported one only its checkpoints."""
+"""Outputs removed from finished tuning runs; from reported runs only the first."""
 
 
 class Runner(Protocol):
-    """Does one run. Anything with these two methods can stand in for the processes."""
+    """Carries out runs."""
 
     def __call__(self, argv: Sequence[str], folder: Path) -> None:
-        """Begins or goes on with the run of `policygrad WORDS` in `folder`, until it is finished or `stop` is called.
+        """Start or resume `policygrad ARGV` in `folder`, until it is finished or `stop` is called.
 
         Raises:
-            RunError: it failed; with the end of what it said.
+            RunError: The run failed; the message ends with its output.
         """
         ...
 
     def stop(self) -> None:
-        """Has whatever is running end soon, so that it can be gone on with."""
+        """Stop all runs soon, so that they can be resumed."""
         ...
 
 
 class SubprocessRunner:
-    """A process per run, each with its share of the cores. program: what stands before the words of `policygrad`. allow: code
-    that files of the runs may name, besides what their words name."""
+    """Carries out each run in a process.
+
+    Args:
+        threads: Torch threads per run.
+        program: Command before the arguments of `policygrad`.
+        allow: User code that the runs' files may refer to, besides that in their arguments.
+    """
 
     def __init__(self, threads: int, program: Sequence[str] = PROGRAM, allow: Sequence[str] = ()) -> None:
         self.threads, self.program, self.allow = threads, tuple(program), tuple(allow)
@@ -212,13 +221,13 @@ class SubprocessRunner:
     def __call__(self, argv: Sequence[str], folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(folder.with_name(folder.name + ".lock"), wait=lambda: not self._stopping) as lock:
-            if is_finished(folder):  # by a process that outlived the comparison that began it
+            if is_finished(folder):  # by a process that outlived an earlier comparison
                 return
-            if folder.exists() and not (folder / "run.toml").exists():  # killed before it was anything
+            if folder.exists() and not (folder / "run.toml").exists():  # killed before it wrote its configuration
                 shutil.rmtree(folder)
             resumes = (folder / "run.toml").exists()
             named = (*code_in_argv(argv), *option_values(argv, "--sampler.folder")) if resumes else ()
-            allow = sorted({*self.allow, *named})  # the run's file permits nothing itself
+            allow = sorted({*self.allow, *named})  # permissions are not stored in the run's file
             permitted = ["--allow-code", *allow] if allow else []
             if resumes and TRUST_FLAG in option_names(argv):
                 permitted += [TRUST_FLAG]
@@ -228,7 +237,7 @@ class SubprocessRunner:
             code = self._process([*command, "--plain"], folder, log, lock)
         if not is_finished(folder) and not self._stopping:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-            how = f"ended with code {code}" if code else "was stopped before its end"
+            how = f"ended with code {code}" if code else "was stopped early"
             raise RunError(f"policygrad {shlex.join(command)} {how}:\n{tail}")
 
     def _process(self, argv: Sequence[str], folder: Path, log: Path, lock: IO[bytes]) -> int:
@@ -244,10 +253,10 @@ class SubprocessRunner:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    start_new_session=True,  # Ctrl-C is ours to pass on, once
+                    start_new_session=True,  # we forward Ctrl-C, once
                     pass_fds=(lock.fileno(),)
                     if HAS_FILE_LOCKS
-                    else (),  # held for as long as the run lives, whatever becomes of us
+                    else (),  # held while the run lives, even if this process dies
                 )
                 self._live.add(process)
             try:
@@ -259,19 +268,17 @@ class SubprocessRunner:
         return process.returncode
 
     def stop(self) -> None:
-        """The first time runs end after the step at hand, with a checkpoint; the second time at once."""
+        """Stop runs after the current step, with a checkpoint; on a second call immediately."""
         with self._lock:
             repeated, self._stopping = self._stopping, True
             number = getattr(signal, "SIGKILL", signal.SIGTERM) if repeated else signal.SIGTERM
-            for (
-                process
-            ) in self._live:  # Popen's own terminate would look for its end, which is being waited for elsewhere
+            for process in self._live:  # Popen.terminate would poll for the exit status, which another thread waits for
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Waits, and returns this child's own CPU seconds, its reward workers' included, where the system tells."""
+    """Wait, and return the CPU seconds of the process and its reward workers, if the system has them."""
     if not hasattr(os, "wait4"):
         process.wait()
         return {}
@@ -281,7 +288,7 @@ def _wait(process: subprocess.Popen[bytes]) -> dict[str, float]:
 
 
 def _add_cost(folder: Path, used: dict[str, float], threads: int) -> None:
-    """Of a run that was stopped and gone on with, seconds add up."""
+    """Record the cost; that of a resumed run is added up."""
     before = read_cost(folder)
     rounded = {name: round(before.get(name, 0.0) + value, 1) for name, value in used.items()}
     rounded |= {"threads": threads, "processes": before.get("processes", 0) + 1}
@@ -289,7 +296,7 @@ def _add_cost(folder: Path, used: dict[str, float], threads: int) -> None:
 
 
 def clean_run_folder(folder: Path, *, tuning: bool) -> None:
-    """Takes away what a finished run is not needed for any more: of hundreds of runs it would fill a disk."""
+    """Remove outputs that are no longer needed: those of hundreds of runs could fill a disk."""
     for name in REMOVABLE_OUTPUTS if tuning else REMOVABLE_OUTPUTS[:1]:
         path = folder / name
         if path.is_dir():
@@ -298,40 +305,38 @@ def clean_run_folder(folder: Path, *, tuning: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-# Runs what a plan asks for and is not there yet, some at a time; what is finished is not run again.
-
 POLL_SECONDS = 0.2
-"""Seconds between looks at whether Ctrl-C was pressed."""
+"""Seconds between checks for Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What has come of a plan so far."""
+    """The results of a plan so far."""
 
     outcomes: Mapping[Job, RunOutcome]
     failures: Mapping[Job, str]
-    """What a run that failed said last."""
+    """Error messages of failed runs."""
     chosen: Mapping[str, float | None]
-    """Each row's value of its knob; a row of whose tuning runs none succeeded is not in it."""
+    """Row -> value of its tuned option; without rows of which no tuning run succeeded."""
     stopped: bool = False
-    """By a signal, before everything was done."""
+    """True if a signal stopped it early."""
 
 
 @dataclass
 class ComparisonRun:
-    """A comparison under way."""
+    """Carries out a plan: several runs at a time, skipping finished ones."""
 
     plan: ComparisonPlan
     folder: Path
     runner: Runner
     jobs: int
-    """Runs at a time."""
+    """Number of runs at a time."""
     print_line: Callable[[str], None]
     outcomes: dict[Job, RunOutcome] = field(default_factory=dict)
     failures: dict[Job, str] = field(default_factory=dict)
 
     def run(self) -> Results:
-        """The runs that choose, then those that are reported at what was chosen."""
+        """Carry out the tuning runs, then the reported runs at the chosen values."""
         with StopController() as stopping:
             completed = self._run_jobs(self.plan.tuning_jobs(), stopping)
             chosen = choose_values(self.plan, self.outcomes) if completed else {}
@@ -339,7 +344,7 @@ class ComparisonRun:
         return Results(self.outcomes, self.failures, chosen, stopped=not completed)
 
     def _run_jobs(self, jobs: Sequence[Job], stopping: StopController) -> bool:
-        """False when it was stopped before the end."""
+        """Carry out runs; return False if they were stopped early."""
         todo = [job for job in jobs if not self._load_finished(job)]
         if jobs:
             self.print_line(f"{len(todo)} of {len(jobs)} {'tuning ' if jobs[0].is_tuning else ''}runs to do")
@@ -366,7 +371,7 @@ class ComparisonRun:
         return not stopping.requested
 
     def _load_finished(self, job: Job) -> bool:
-        """Whether the run is there already; what it says is then read."""
+        """Read the run if it is finished; return False if it is not."""
         folder = self.folder / job.folder
         if not is_finished(folder):
             return False
@@ -380,7 +385,7 @@ class ComparisonRun:
             self.failures[job] = str(error)
 
     def _one(self, job: Job) -> float:
-        """Seconds that it took."""
+        """Carry out one run; return its seconds."""
         folder, started = self.folder / job.folder, time.perf_counter()
         self.runner(self.plan.train_argv(job), folder)
         if is_finished(folder):
@@ -388,7 +393,7 @@ class ComparisonRun:
         return time.perf_counter() - started
 
     def _collect(self, future: Future[float], job: Job, took: list[float], left: int) -> None:
-        """A run is over, one way or another."""
+        """Process the end of a run."""
         folder = self.folder / job.folder
         if future.cancelled():
             return
@@ -398,7 +403,7 @@ class ComparisonRun:
             self.failures[job] = str(error)
             self.print_line(f"{job}: failed\n{error}")
             return
-        if not is_finished(folder):  # stopped, and to be gone on with
+        if not is_finished(folder):  # stopped, to be resumed
             return
         self._read(job, folder)
         if job in self.failures:
@@ -416,14 +421,16 @@ class ComparisonRun:
 def mean_final_score(
     plan: ComparisonPlan, label: str, value: float, outcomes: Mapping[Job, RunOutcome]
 ) -> float | None:
-    """A value's mean final score over the tuning seeds; None where a run is missing."""
+    """Return the mean final score of a value over the tuning seeds; None if a run is missing."""
     jobs = [Job(label, value, seed) for seed in plan.tuning_seeds]
     return statistics.fmean(outcomes[job].after for job in jobs) if all(job in outcomes for job in jobs) else None
 
 
 def choose_values(plan: ComparisonPlan, outcomes: Mapping[Job, RunOutcome]) -> dict[str, float | None]:
-    """Each row's value: the best mean final score over the tuning seeds; of equals the smaller. A value of which a run failed
-    is out."""
+    """Return each row's value with the best mean final score over the tuning seeds, the smaller of equals.
+
+    Values with a failed run are left out.
+    """
     chosen: dict[str, float | None] = {}
     for row in plan.rows:
         if not row.is_tuned:
@@ -437,7 +444,7 @@ def choose_values(plan: ComparisonPlan, outcomes: Mapping[Job, RunOutcome]) -> d
 
 
 def _span(seconds: float) -> str:
-    """12 s, 3 min, 2.5 h."""
+    """Format as 12 s, 3 min, 2.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""One row of a comparison: its curves, its figures at equal tokens, updates and seconds, and how it came by its learning rate."""
+"""Summarise one row of a comparison: curves, scores at equal tokens, updates and seconds, and the tuning of its option."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from policygrad.compare.statistics import (
 )
 
 POINTS = 61
-"""Of a curve, as it is reported."""
+"""Number of points of a reported curve."""
 
 
 @dataclass(frozen=True)
 class ThresholdCrossing:
-    """When a row's runs first score at least the threshold, along one axis."""
+    """When a row's runs first reach the threshold, along one axis."""
 
     median: float | None
-    """A run that never does counts as later than any other; None where that is half of them or more."""
+    """Runs that never reach it count as the latest; None if these are half or more."""
     each: tuple[float | None, ...]
-    """By seed; None = never within the budget."""
+    """By seed; None = not within the budget."""
 
     @property
     def num_reached(self) -> int:
@@ -41,7 +41,7 @@ class ThresholdCrossing:
 
 @dataclass(frozen=True)
 class CurveBand:
-    """Interquartile mean and interval of the runs' curves, at the axis' points; None beyond where the shortest run ends."""
+    """Interquartile mean and interval of the runs' curves at the axis' points; None beyond the end of the shortest run."""
 
     value: tuple[float | None, ...]
     low: tuple[float | None, ...]
@@ -50,37 +50,37 @@ class CurveBand:
 
 @dataclass(frozen=True)
 class TunedValue:
-    """A value of a row's grid, on the tuning seeds."""
+    """Results of one value of the tuned option."""
 
     value: float
     scores: tuple[float, ...]
-    """Final held-out means of those runs that succeeded."""
+    """Final scores of successful runs."""
     mean: float | None
-    """None where a run failed: the value is out."""
+    """None if a run failed, which excludes the value."""
 
 
 @dataclass(frozen=True)
 class RowSummary:
-    """What a row's reported runs say."""
+    """Summary of a row's reported runs."""
 
     before: float
     final: Estimate
     """At the end of each run."""
     equal: Mapping[str, Estimate]
-    """By axis: at the point that every run of the row's kind reaches."""
+    """Axis -> score at the point that every run of the row's kind reaches."""
     area: Estimate
     """Mean height of the curve over tokens, up to the same point."""
     reach: Mapping[str, ThresholdCrossing]
-    """By axis; empty where nothing was learned by any row."""
+    """Axis -> crossing; empty if no row learned anything."""
     curves: Mapping[str, CurveBand]
     means: Mapping[str, float]
-    """Steps, updates, tokens, seconds, CPU seconds, … of a run."""
+    """Means over runs: steps, updates, tokens, seconds, CPU seconds, …"""
     scores: Mapping[str, tuple[float, ...]]
-    """By axis, and `area`: by seed, what the estimates and the pairs are made of."""
+    """Axis or `area` -> scores by seed, from which estimates and pairs are computed."""
 
 
 def common_endpoints(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
-    """By axis: how far every one of the runs goes."""
+    """Return the point of each axis that every run reaches."""
     return {axis: min(outcome.axis(axis)[-1] for outcome in outcomes) for axis in AXES}
 
 
@@ -90,10 +90,13 @@ def summarise_row(
     grids: Mapping[str, Sequence[float]],
     level: float | None,
 ) -> RowSummary:
-    """The figures of a row.
+    """Summarise a row.
 
-    found: its runs, by seed. common: by axis, where all rows of its kind are compared. grids: by axis, the curves' points.
-    level: the threshold's score.
+    Args:
+        outcomes: Its runs, by seed.
+        common: Axis -> point at which rows of its kind are compared.
+        grids: Axis -> points of the curves.
+        level: Threshold score; None = no threshold.
     """
     scores = {axis: tuple(float(interpolate(o.axis(axis), o.score, common[axis])) for o in outcomes) for axis in AXES}
     scores["area"] = tuple(mean_height(o.tokens, o.score, common["tokens"]) for o in outcomes)
@@ -114,7 +117,7 @@ def summarise_row(
 
 
 def compute_band(outcomes: Sequence[RunOutcome], axis: str, grid: Sequence[float]) -> CurveBand:
-    """Every run's curve at the grid's points, between its evaluations linearly; then the band over runs."""
+    """Interpolate every run's curve at the grid's points and compute the band over runs."""
     end = min(o.axis(axis)[-1] for o in outcomes)
     inside = [x for x in grid if x <= end]
     table = np.array([interpolate(o.axis(axis), o.score, inside) for o in outcomes])
@@ -125,7 +128,7 @@ def compute_band(outcomes: Sequence[RunOutcome], axis: str, grid: Sequence[float
 
 
 def average_outcomes(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
-    """Means over the runs, of what all of them have."""
+    """Average over runs what all of them have."""
     rows = [
         {
             "steps": float(o.steps),
@@ -141,7 +144,7 @@ def average_outcomes(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
 
 
 def list_tuned_values(plan: ComparisonPlan, row: ComparisonRow, results: Results) -> tuple[TunedValue, ...]:
-    """The row's grid, value by value."""
+    """Return the results of each value of the row's grid."""
     outcomes = results.outcomes
     return tuple(
         TunedValue(
@@ -156,7 +159,7 @@ def list_tuned_values(plan: ComparisonPlan, row: ComparisonRow, results: Results
 
 
 def describe_run(job: Job, outcome: RunOutcome, command: str) -> dict[str, Any]:
-    """One reported run, whole, as the JSON has it."""
+    """Return one reported run as in the JSON file."""
     points = {axis: [round(x, 2) for x in outcome.axis(axis)] for axis in AXES}
     return {
         "seed": job.seed,

@@ -143,9 +143,9 @@ def frozen_problem(kind: type, field: str = "") -> str:
     if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return ""
     place = f" in {field}" if field else ""
-    found = "a dataclass that is not frozen" if is_dataclass(kind) else "no dataclass"
+    actual = "a dataclass that is not frozen" if is_dataclass(kind) else "no dataclass"
     return (
-        f"{kind.__name__}{place} is {found}, but a part's settings are constant data that run.toml holds: write "
+        f"{kind.__name__}{place} is {actual}, but a part's settings are constant data that run.toml holds: write "
         f"@dataclass(frozen=True) above class {kind.__name__}"
     )
 
@@ -561,7 +561,7 @@ def check_sampling(algorithm: Algorithm, samples_per_prompt: int, temperature: f
             )
 
 
-def check_demonstrations(algorithm: Algorithm, batch: Batch) -> None:
+def reject_unread_demonstrations(algorithm: Algorithm, batch: Batch) -> None:
     """Raise ConfigError for demonstrations that no part reads, which would count as the policy's samples."""
     if batch.demonstration is None or "demonstration" in algorithm.all_needs:
         return

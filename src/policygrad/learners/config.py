@@ -1,4 +1,4 @@
-"""How a local learner computes and steps: data only, so that the command line can show it without loading a model."""
+"""Options of learners: data only, so that the command line can show them without loading a model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,14 @@ from policygrad.errors import ConfigError
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 
 SMALL_MODEL_PARAMETERS = 5_000_000
-"""Parameters; below, a model is small: a matrix product of it is over before a second thread has woken up."""
+"""Below, a matrix product is finished before a second thread has woken up."""
 SCHEDULES = ("constant", "linear", "cosine")
-
-
 AUTO = "auto"
-
-
-def _pick_dtype(device: str) -> str:
-    """The format that a run on a device computes in, where none is named."""
-    import torch  # only where a run begins
-
-    on_gpu = device.startswith("cuda") or (device == AUTO and torch.cuda.is_available())
-    return "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How a gradient becomes a step."""
+    """Options of AdamW and the learning-rate schedule."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates."""
@@ -37,9 +27,9 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     clip: float = 1.0
-    """Largest gradient norm; 0 = no clipping."""
+    """Maximum gradient norm; 0 = no clipping."""
     warmup: int = 0
-    """Optimiser steps of linear warm-up."""
+    """Optimizer steps of linear warm-up."""
     schedule: str = "constant"
     """constant, linear or cosine, down to 0 at the run's last update."""
 
@@ -56,8 +46,10 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.betas must be two numbers, at least 0 and below 1, not {self.betas}")
 
     def lr_factor(self, step: int, total: int) -> float:
-        """Factor on the learning rate at update `step` of `total`, from 0: a pure function, so a checkpoint needs
-        only the count."""
+        """Return the factor on the learning rate at update `step` (from 0) of `total`.
+
+        It depends on nothing else, so a checkpoint needs only the number of updates.
+        """
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.schedule == "constant":
@@ -68,30 +60,30 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """How the local learner computes."""
+    """Options of the learner: precision, device, processes, what trains."""
 
     dtype: str = "auto"
-    """fp32, or bf16 with fp32 master weights; auto = bf16 on a GPU that computes in it, else fp32."""
+    """fp32, or bf16 with fp32 master weights; auto = bf16 on a GPU that supports it, else fp32."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …; auto = cuda where there is one."""
+    """cpu, cuda, cuda:1, …; auto = cuda if available."""
     micro_tokens: int = 0
-    """Tokens per forward and backward pass, shared ones once; 0 = 16384 on a GPU, 1024 on a CPU, there 2048 of a small model."""
+    """Tokens per forward and backward pass, shared ones once; 0 = 16384 on a GPU, 1024 on a CPU (2048 for a small model)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     world_size: int = 1
-    """Processes that learn together, weights, gradients and moments spread over them (FSDP2); on GPUs each has one of its own."""
+    """Processes that learn together, with weights, gradients and moments sharded over them (FSDP2); one GPU each."""
     tensor_parallel: int = 1
-    """Of these, how many share each layer's matrices and compute the same texts (tensor parallel, by transformers' plan)."""
+    """Processes that share each layer's matrices and compute the same texts (tensor parallelism, by transformers' plan)."""
     hang_timeout: float = 45.0
-    """Seconds that one of several processes may stand still in what all do together, before the run ends resumably; 0 = any."""
+    """Seconds without progress in a joint operation after which a run of several processes ends resumably; 0 = never."""
     trainable: str = ""
-    """Regular expression: the parameters that train, by name; empty = all."""
+    """Regular expression of the names of the parameters to train; empty = all."""
     lora: str = ""
-    """Adapters train, not the weights: rank=16,alpha=32,targets=all-linear (or q_proj+v_proj), bits=4; empty = none."""
+    """Train adapters instead of the weights: rank=16,alpha=32,targets=all-linear (or q_proj+v_proj), bits=4; empty = none."""
     routing_replay: bool = False
-    """A mixture of experts sends every token to the experts that sampled it, also when it learns."""
+    """In a mixture of experts, learn with the experts that the sampler used for each token."""
     score_parameters: str = ""
-    """Regular expression: the parameters whose gradients make OptimalBaseline's exact norms; empty = all that train."""
+    """Regular expression of the parameters whose gradients make OptimalBaseline's exact norms; empty = all trained ones."""
 
     def __post_init__(self) -> None:
         for name in ("trainable", "score_parameters"):
@@ -99,45 +91,50 @@ class LearnerConfig:
                 re.compile(getattr(self, name))
             except re.error as error:
                 raise ConfigError(
-                    f"learner.{name} {getattr(self, name)!r} is no regular expression: {error}"
+                    f"learner.{name}={getattr(self, name)!r} is not a regular expression: {error}"
                 ) from error
         if parse_lora(self.lora) is not None and self.trainable:
-            raise ConfigError(
-                "learner.lora says what trains, the adapters, and learner.trainable says it too: leave one of them empty"
-            )
+            raise ConfigError("learner.lora and learner.trainable both select what trains: leave one of them empty")
         if self.dtype not in (AUTO, "fp32", "bf16"):
-            raise ConfigError(f"learner.dtype must be fp32 or bf16, or auto, not {self.dtype!r}")
-        if self.world_size < 1:
-            raise ConfigError(f"learner.world_size must be at least 1, not {self.world_size}")
-        if self.tensor_parallel < 1:
-            raise ConfigError(f"learner.tensor_parallel must be at least 1, not {self.tensor_parallel}")
+            raise ConfigError(f"learner.dtype must be fp32, bf16 or auto, not {self.dtype!r}")
+        for name in ("world_size", "tensor_parallel"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"learner.{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.hang_timeout < math.inf:
             raise ConfigError(
-                f"learner.hang_timeout must be at least 0, and finite, not {self.hang_timeout}: 0 waits for ever"
+                f"learner.hang_timeout must be at least 0 and finite, not {self.hang_timeout}; 0 turns it off"
             )
         if self.micro_tokens < 0:
-            raise ConfigError(
-                f"learner.micro_tokens must be at least 1, or 0 to leave it open, not {self.micro_tokens}"
-            )
+            raise ConfigError(f"learner.micro_tokens must be at least 1, or 0 for the default, not {self.micro_tokens}")
 
     def resolve(self) -> Self:
-        """With `dtype` chosen. On a CPU bf16 makes large matrix products faster and a small model slower, and takes more memory:
-        docs/benchmarks.md has both."""
-        return replace(self, dtype=_pick_dtype(self.device)) if self.dtype == AUTO else self
+        """Return the options with `dtype` chosen.
+
+        On a CPU bf16 makes large matrix products faster and small models slower, and takes more memory: see docs/benchmarks.md.
+        """
+        if self.dtype != AUTO:
+            return self
+        import torch  # slow to import, and the command line does not need it
+
+        on_gpu = self.device.startswith("cuda") or (self.device == AUTO and torch.cuda.is_available())
+        use_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        return replace(self, dtype="bf16" if use_bf16 else "fp32")
 
     @property
     def adapters(self) -> Lora | None:
-        """`lora`, read."""
+        """`lora`, parsed."""
         return parse_lora(self.lora)
 
     @property
     def lora_lr_multiplier(self) -> float:
-        """What the default learning rate of a large model is multiplied by."""
+        """Factor on the default learning rate of a large model."""
         return LORA_LR_FACTOR if self.lora else 1.0
 
     def resolve_micro_tokens(self, device: object, parameters: int) -> int:
-        """`micro_batch_tokens`, or what suits a torch device and a model's size where that is left open: on a CPU 1024 tokens of a larger
-        model take no longer than 2048, in two thirds of the memory."""
+        """Return `micro_tokens`, or the default for a torch device and a model's size.
+
+        On a CPU a larger model takes no longer with 1024 tokens than with 2048, and two thirds of the memory.
+        """
         if not str(device).startswith("cpu"):
             return self.micro_tokens or 16384
         return self.micro_tokens or (2048 if parameters < SMALL_MODEL_PARAMETERS else 1024)

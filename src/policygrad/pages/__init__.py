@@ -1,1 +1,1 @@
-"""What every HTML page is made in: one file, its style, scripts and data inside it."""
+"""Shared frame of all HTML pages: one file with its style, scripts and data."""

@@ -1,4 +1,4 @@
-"""The frame of the HTML pages: a template that extends `frame.html`, its style, scripts and data in one file."""
+"""Render HTML pages: a template that extends `frame.html`, with style, scripts and data in one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 WEB = files("policygrad.pages") / "web"
 BANDS = WEB / "bands.js"
-"""For pages with bands around their curves."""
+"""Script for pages with bands around curves."""
 
 
 def render_page(
@@ -23,13 +23,14 @@ def render_page(
     filters: dict[str, Callable[..., Any]] | None = None,
     **values: Any,
 ) -> str:
-    """The page.
+    """Render a page.
 
-    body: a template that extends `frame.html`, rendered with `values`.
-    data: what the scripts draw, read by `plots.js`.
-    styles, scripts: what the page has beside `page.css` and `plots.js`.
+    Args:
+        body: A template that extends `frame.html`, rendered with `values`.
+        data: The data that the scripts draw, read by `plots.js`.
+        styles, scripts: Files besides `page.css` and `plots.js`.
     """
-    from jinja2 import DictLoader, Environment  # only these pages are templates
+    from jinja2 import DictLoader, Environment  # imported only for pages
 
     environment = Environment(
         autoescape=True,
@@ -46,7 +47,7 @@ def render_page(
     )
     return page.encode(
         errors="backslashreplace"
-    ).decode()  # half a surrogate pair, which a model may write and UTF-8 lacks
+    ).decode()  # lone surrogates, which models may write and UTF-8 cannot encode
 
 
 def _text(file: Traversable) -> str:
@@ -54,7 +55,7 @@ def _text(file: Traversable) -> str:
 
 
 def render_math(text: str) -> Any:
-    """Markup with π_ref and G^-0.5 as subscript and superscript."""
+    """Return markup with π_ref and G^-0.5 as subscript and superscript."""
     from markupsafe import Markup, escape
 
     lowered = re.sub(r"(?<=[πA-Za-z])_(ref|old|π)\b", r"<sub>\1</sub>", str(escape(text)))
@@ -62,6 +63,6 @@ def render_math(text: str) -> Any:
 
 
 def embed_json(data: Any) -> str:
-    """JSON that may stand in a script element: no `</script>` can be in it."""
+    """Return JSON for a script element, which cannot contain `</script>`."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

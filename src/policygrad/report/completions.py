@@ -1,4 +1,4 @@
-"""Completions for the page: all of a small file; of a large one a part, found without reading the rest."""
+"""Select completions for the page: all of a small file, some steps of a large one, found without reading the rest."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from policygrad.trackers.jsonl import parse_row as parsed
 from policygrad.utils.filesystem import UnusableDataError, iter_lines, open_regular
 
 MAX_PAGE_CHARS = 3_000_000
-"""Characters that a page holds, of all its runs; what is left out is said on it."""
+"""Maximum characters of a page, over all its runs; the page says how much is left out."""
 BYTES_PER_CHAR = 8
-"""Of a file, for each of these characters: a larger one is not read through. JSON takes six for a letter, and has more columns."""
+"""File size per page character above which a file is not read completely: JSON may take six bytes per letter."""
 SAMPLED_STEPS = 24
-"""Of a file that is too large, steps that are looked at."""
+"""Steps read from a file that is too large."""
 MAX_STEP_BYTES = 4_000_000
-"""Bytes that are read of one of them."""
+"""Maximum bytes read of one step."""
 MAX_TEXT_CHARS = 6_000
-"""Characters of one text, at most."""
+"""Maximum characters of one text."""
 MAX_ROWS = 20_000
-"""Completions of a page, however short."""
+"""Maximum completions of a page."""
 
 
 @dataclass(frozen=True)
 class CompletionExcerpt:
-    """What the page has of one run's completions."""
+    """The completions of one run that are on the page."""
 
     rows: tuple[dict[str, Any], ...]
     is_complete: bool
-    """Whether that is all there is."""
+    """True if these are all of the run's completions."""
 
 
 def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_ROWS) -> CompletionExcerpt:
-    """At most so many characters, and so many rows; of a file that has more, rows of steps evenly apart.
+    """Return at most `text` characters and `most` rows; of a longer file, rows of evenly spaced steps.
 
-    Of each step come first the prompts that earlier ones had too, since these can be compared.
+    Prompts that occurred in earlier steps come first, since these can be compared.
 
     Raises:
-        RunError: the file cannot be read.
+        RunError: The file cannot be read.
     """
     if not file.is_file():
         return CompletionExcerpt((), True)
@@ -52,21 +52,21 @@ def excerpt_completions(file: Path, text: int = MAX_PAGE_CHARS, most: int = MAX_
             return CompletionExcerpt(_checked(_some(lines, file.stat().st_size, text, most), file), False)
     except OSError as error:
         raise RunError(
-            f"{file} cannot be read: {error.strerror}; see to its permissions, or put a copy of it back"
+            f"{file} cannot be read: {error.strerror}; check its permissions, or restore it from a copy"
         ) from error
     except UnusableDataError as error:
-        raise RunError(f"{file}: {error}: delete the line, or put a copy of the file back") from error
+        raise RunError(f"{file}: {error}: delete the line, or restore the file from a copy") from error
 
 
 def _checked(rows: Iterable[dict[str, Any]], file: Path) -> tuple[dict[str, Any], ...]:
-    """The rows. Raises RunError for a value that no run writes and the page could not show."""
+    """Return the rows. Raises RunError for a value that the page cannot show."""
     checked = tuple(rows)
     for row in checked:
         for key, (is_right, what) in FIELD_CHECKS.items():
             if (value := row.get(key)) is not None and not is_right(value):
                 raise RunError(
-                    f"{file}, a completion of step {row['step']}: {key} is {value!r:.60}, where a run writes {what}: delete the "
-                    "line, or put a copy of the file back"
+                    f"{file}, a completion of step {row['step']}: {key} is {value!r:.60}, but should be {what}: "
+                    "delete the line, or restore the file from a copy"
                 )
     return checked
 
@@ -85,13 +85,13 @@ FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("truncated", "demonstration"), (lambda value: isinstance(value, bool | int | float), "true or false")
     ),
     "rewards": (lambda value: isinstance(value, dict), "an object of numbers"),
-    "turns": (_is_turns, "pairs of who and text"),
+    "turns": (_is_turns, "pairs of role and text"),
 }
-"""Values of a row: whether one is right, and what it is then."""
+"""Field of a row -> (check, description of a valid value)."""
 
 
 def _all(file: Path, text: int, most: int) -> tuple[dict[str, Any], ...] | None:
-    """Return every row, or None where they are more than the page holds."""
+    """Return all rows, or None if they exceed the limits."""
     all_rows: list[dict[str, Any]] = []
     for row in read_json_rows(file):
         text -= count_chars(row)
@@ -121,15 +121,15 @@ def _some(file: IO[bytes], size: int, text: int, most: int) -> Iterator[dict[str
 
 
 def count_chars(row: dict[str, Any]) -> int:
-    """Characters of a row as the page holds it; 60 for its numbers."""
+    """Count the characters of a row on the page, with 60 for its numbers."""
     texts = min(MAX_TEXT_CHARS, len(str(row.get("prompt")))) + min(MAX_TEXT_CHARS, len(str(row.get("completion"))))
     return texts + (len(str(row["turns"])) if row.get("turns") else 0) + 60
 
 
 def _of_step(file: IO[bytes], size: int, step: int) -> Iterator[dict[str, Any]]:
-    """The rows of the first step that is not before this one, up to `MAX_STEP_BYTES` bytes."""
+    """Yield the rows of the first step >= `step`, up to `MAX_STEP_BYTES` bytes."""
     low, high = 0, size
-    while low < high:  # the first offset whose next line is of this step or a later one
+    while low < high:  # the first offset whose next line has this step or a later one
         middle = (low + high) // 2
         step_here = _step_at(file, middle)
         if step_here is not None and step_here < step:
@@ -149,14 +149,14 @@ def _of_step(file: IO[bytes], size: int, step: int) -> Iterator[dict[str, Any]]:
 
 
 def _to_line(file: IO[bytes], offset: int) -> None:
-    """To the first line that begins at this offset or behind it."""
+    """Seek to the first line that begins at or after this offset."""
     file.seek(max(0, offset - 1))
     if offset:
         next(iter_lines(file), b"")
 
 
 def _step_at(file: IO[bytes], offset: int) -> int | None:
-    """Of the first whole line from here; None at the end."""
+    """Return the step of the first complete line from here; None at the end."""
     _to_line(file, offset)
     for line in iter_lines(file):
         if (row := parsed(line)) is not None:
@@ -165,7 +165,7 @@ def _step_at(file: IO[bytes], offset: int) -> int | None:
 
 
 def _last_step(file: IO[bytes], size: int) -> int | None:
-    """Of the last whole line."""
+    """Return the step of the last complete line."""
     back = 65_536
     while True:
         last = None
@@ -179,10 +179,10 @@ def _last_step(file: IO[bytes], size: int) -> int | None:
 
 
 def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
-    """For the script: every prompt once, and rows that name it by its number; texts cut to `MAX_TEXT_CHARS` characters.
+    """Return the data for the script: every prompt once, and rows that refer to prompts by index; long texts are truncated.
 
-    A row: r run, s step, p prompt, c completion, w reward, and where it is there a advantage, n tokens, t cut off, g group,
-    x each reward's own value, u turns, b texts that it is read as, d demonstration.
+    Keys of a row: r run, s step, p prompt, c completion, w reward, and if present a advantage, n tokens, t truncated, g group,
+    x value of each reward, u turns, b branches, d demonstration.
     """
     prompts: dict[Any, int] = {}
     embedded_rows = []
@@ -197,7 +197,7 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
 
 
 def _more(row: dict[str, Any]) -> dict[str, Any]:
-    """What not every row has; numbers to what can be read."""
+    """Optional keys of a row, with rounded numbers."""
     more: dict[str, Any] = {"w": _number(row.get("reward")), "a": _number(row.get("advantage"))}
     more |= {"n": row.get("tokens"), "g": row.get("group"), "t": row.get("truncated") or None}
     more |= {"x": {k: _number(v) for k, v in row["rewards"].items()} if row.get("rewards") else None}
@@ -211,14 +211,14 @@ def _number(x: Any) -> float | None:
 
 
 def _messages(prompt: Any) -> tuple[tuple[str, str], ...]:
-    """(role, content) of chat messages; of plain text one without a role."""
+    """Return (role, content) of chat messages; plain text is one message without a role."""
     if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt):
         return tuple((str(m.get("role", "")), truncate_text(m.get("content", ""))) for m in prompt)
     return (("", truncate_text(prompt)),)
 
 
 def truncate_text(text: Any) -> str:
-    """At most `MAX_TEXT_CHARS` characters, and how many more there are."""
+    """Truncate to `MAX_TEXT_CHARS` characters, and say how many are left out."""
     text = str(text)
     return (
         text

@@ -1,4 +1,4 @@
-"""What a run's folder says of it: its configuration, its numbers, what it ended with."""
+"""Read a run's folder, group runs by configuration, and compute their curves and costs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from policygrad.utils.filesystem import read_json, read_toml
 
 CONFIG_FILES = {"train": "run.toml", "sft": "sft.toml", "reward-model": "reward-model.toml"}
 MAX_VALUE = 1e300
-"""Beyond which a metric's value is shown as this: sums and means stay finite."""
+"""Limit of metric values, so that sums and means stay finite."""
 Points = tuple[tuple[int, float], ...]
 """(step, value), steps ascending."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, finished or not."""
+    """The contents of a run's folder. The run may be unfinished."""
 
     folder: Path
     kind: str
-    """The command that trains it: train, sft, reward-model."""
+    """The command that trained it: train, sft or reward-model."""
     config: Mapping[str, Any]
-    """Nested, as the folder's TOML has it."""
+    """Nested, as in the folder's TOML file."""
     metrics: Mapping[str, Points]
     result: Mapping[str, Any]
-    """Empty until the run is over."""
+    """Empty until the run is finished."""
     versions: Mapping[str, str]
-    """Of packages, and the device; empty before the first checkpoint."""
+    """Versions of packages, and the device; empty before the first checkpoint."""
     changes: tuple[str, ...] = ()
-    """Options that a resumed run changed, each as `after step 12: lr 0.01 -> 0.003`."""
+    """Options changed on resume, as `after step 12: lr 0.01 -> 0.003`."""
 
     @property
     def completions_file(self) -> Path:
@@ -45,33 +45,31 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The newest step with a number; 0 before the first."""
+        """The last step with a metric; 0 before the first."""
         return max((points[-1][0] for points in self.metrics.values()), default=0)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is the folder of a run, finished or not."""
+    """Return True for the folder of a run, finished or not."""
     return any((folder / name).is_file() for name in CONFIG_FILES.values())
 
 
 def read_run(folder: Path, empty: bool = False) -> RunRecord:
-    """The run in this folder. empty: whether one without a single number will do.
+    """Read the run in a folder. empty: Accept a run without any metrics.
 
     Raises:
-        RunError: no run in it; a file that cannot be read; no number yet.
+        RunError: The folder has no run, a file cannot be read, or there are no metrics yet.
     """
     kind = next((kind for kind, name in CONFIG_FILES.items() if (folder / name).is_file()), None)
     if kind is None:
-        what = "holds no run" if folder.is_dir() else "is no folder"
+        what = "holds no run" if folder.is_dir() else "is not a folder"
         raise RunError(
-            f"{folder} {what}: give a folder that --output of train, sft or reward-model named, such as runs/dapo-1; "
-            f"it has one of {', '.join(CONFIG_FILES.values())} in it"
+            f"{folder} {what}: give the --output folder of train, sft or reward-model, such as runs/dapo-1, which "
+            f"contains {' or '.join(CONFIG_FILES.values())}"
         )
     metrics = _metrics(folder / METRICS)
     if not metrics and not empty:
-        raise RunError(
-            f"{folder / METRICS} has no numbers yet: wait for the run's first step, or --watch shows them as they come"
-        )
+        raise RunError(f"{folder / METRICS} has no metrics yet: wait for the run's first step, or use --watch")
     result = _json(folder / "result.json")
     return RunRecord(
         folder, kind, _config(folder / CONFIG_FILES[kind]), metrics, result, _versions(folder), _changes(folder)
@@ -79,10 +77,10 @@ def read_run(folder: Path, empty: bool = False) -> RunRecord:
 
 
 def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A file's JSON lines; what is torn, because it is being written, is left out.
+    """Yield the JSON lines of a file, without incomplete ones, which are being written.
 
     Raises:
-        RunError: the file cannot be read, or a line of it cannot be used.
+        RunError: The file cannot be read, or a line cannot be used.
     """
     try:
         yield from (row for _, row in read_rows(path) if row is not None)
@@ -90,12 +88,12 @@ def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     except OSError as error:
         raise RunError(
-            f"{path} cannot be read: {error.strerror}; see to its permissions, or put a copy of it back"
+            f"{path} cannot be read: {error.strerror}; check its permissions, or restore it from a copy"
         ) from error
 
 
 def _metrics(path: Path) -> dict[str, Points]:
-    """By name; a step that is there twice counts as it was last written."""
+    """Return (step, value) by metric; of a step written twice the last line counts."""
     values: dict[str, dict[int, float]] = {}
     for row in read_json_rows(path):
         step = row.pop("step")
@@ -110,11 +108,9 @@ def _config(path: Path) -> Mapping[str, Any]:
         config = read_toml(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"{path} cannot be read: {reason}; put a copy of it back") from error
+        raise RunError(f"{path} cannot be read: {reason}; restore it from a copy") from error
     if not isinstance(algorithm := config.get("algorithm", {}), Mapping):
-        raise RunError(
-            f"{path}: algorithm is {algorithm!r:.40}, where a run writes a table; put a copy of the file back"
-        )
+        raise RunError(f"{path}: algorithm is {algorithm!r:.40}, but should be a table; restore the file from a copy")
     return config
 
 
@@ -127,7 +123,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def _versions(folder: Path) -> Mapping[str, str]:
-    """Of the newest checkpoint, which says what the run began with."""
+    """Versions stored in the newest checkpoint."""
     for state in _states(folder):
         fingerprint = state.get("fingerprint")
         versions = fingerprint.get("versions") if isinstance(fingerprint, dict) else None
@@ -137,7 +133,7 @@ def _versions(folder: Path) -> Mapping[str, str]:
 
 
 def _changes(folder: Path) -> tuple[str, ...]:
-    """Of the newest checkpoint, which has those of all before it."""
+    """Changed options stored in the newest checkpoint, which has all earlier ones too."""
     changes = next(_states(folder), {}).get("option_changes")
     each = [c for c in changes if isinstance(c, dict)] if isinstance(changes, list) else []
     return tuple(
@@ -148,25 +144,23 @@ def _changes(folder: Path) -> tuple[str, ...]:
 
 
 def _states(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Of the checkpoints, the newest first."""
+    """Yield the states of the checkpoints, the newest first."""
     for path in sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True):
         state = _json(path).get("state")
         yield state if isinstance(state, dict) else {}
 
 
-# Runs of one configuration as one series, and every metric over the steps, thinned so that a page can hold it.
-
 MAX_POINTS = 300
-"""Of a curve; more are put together."""
+"""Maximum points of a curve; steps beyond it are merged."""
 PER_RUN_OPTIONS = ("seed", "output", "track", "overwrite")
-"""Options in which two runs of one configuration may differ."""
+"""Options in which runs of one configuration may differ."""
 MAX_NAMED_OPTIONS = 3
-"""Differences that a label names."""
+"""Maximum number of differing options in a label."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     label: str
     runs: tuple[RunRecord, ...]
@@ -177,7 +171,7 @@ class Series:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> tuple[Series, ...]:
-    """By configuration, in the order given, each with a label that tells it from the others."""
+    """Group runs by configuration, in the order given, each with a unique label."""
     by_config: dict[str, list[RunRecord]] = {}
     for run in runs:
         key = json.dumps(
@@ -199,7 +193,7 @@ def _name(run: RunRecord) -> str:
 
 
 def _label(name: str, config: Mapping[str, str], configs: Sequence[Mapping[str, str]]) -> str:
-    """The name, and where others have it too what differs between them."""
+    """Return the name, with the differing options if several configurations have it."""
     keys = dict.fromkeys(key for flat in configs for key in flat)
     differ = [key for key in keys if len({flat.get(key) for flat in configs}) > 1]
     settings = [f"{key.removeprefix('algorithm.')}={config.get(key, '–')}" for key in differ[:MAX_NAMED_OPTIONS]]
@@ -208,7 +202,7 @@ def _label(name: str, config: Mapping[str, str], configs: Sequence[Mapping[str, 
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names and values in words."""
+    """Yield dotted names and formatted values."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -217,10 +211,10 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) -> dict[str, Any]:
-    """A metric for the script: {x: [step], lines: [{value, low, high} or None, by series], per: steps of a point}.
+    """Return a metric for the script: {x: [step], lines: [{value, low, high} or None, by series], per: steps per point}.
 
-    A value is the mean over runs and over the steps that a point stands for; low and high are the ends of these, left out where
-    there is nothing to put together.
+    `value` is the mean over runs and over the steps of a point, `low` and `high` are the smallest and largest of these; they are
+    left out if every point has one value.
     """
     points = [[run.metrics.get(name, ()) for run in group.runs] for group in series]
     every = [p for group in points for p in group]
@@ -232,7 +226,7 @@ def build_curves(series: Sequence[Series], name: str, most: int = MAX_POINTS) ->
 
 
 def _merge_steps(points: Sequence[Points], per: int, last: int) -> dict[int, list[float]]:
-    """All values by the last step of the `per` that they are put together with."""
+    """Return all values by the last step of the `per` steps that make a point."""
     merged: dict[int, list[float]] = {}
     for run in points:
         for step, value in run:
@@ -251,11 +245,9 @@ def _line(values: Mapping[int, Sequence[float]], xs: Sequence[int]) -> dict[str,
 
 
 def _rounded(x: float) -> float:
-    """To what a pixel can show."""
+    """Round to five digits, more than a pixel shows."""
     return float(f"{x:.5g}")
 
-
-# What a configuration's steps took, and what of it was spared: sums over steps, means over runs.
 
 TIMES = {"time/rollout": "waiting for samples and rewards", "time/update": "learning", "time/step": "the step"}
 SUMS = {
@@ -278,19 +270,19 @@ SUMS = {
 
 @dataclass(frozen=True)
 class RunCost:
-    """Of one series."""
+    """Cost of one series: sums over steps, means over runs."""
 
     label: str
     sums: tuple[tuple[str, str, str], ...]
-    """(metric, what it counts, how many)."""
+    """(metric, description, formatted sum)."""
     notes: tuple[str, ...]
-    """What was spared, or spent twice, in sentences."""
+    """Sentences about what was saved, or sampled in vain."""
     times: tuple[tuple[str, str, float], ...]
-    """(what, mean seconds in words, share of the step)."""
+    """(description, formatted mean seconds, fraction of the step)."""
 
 
 def compute_cost(group: Series) -> RunCost:
-    """Means over the series' runs."""
+    """Compute the mean cost over the series' runs."""
     totals = {name: x for name in SUMS if (x := _total(group, name)) is not None}
     displayed = {name: x for name, x in totals.items() if x or name in ("tokens/sampled", "completions/sampled")}
     step = {what: x for name, what in TIMES.items() if (x := _mean(group, name)) is not None}
@@ -308,13 +300,15 @@ def _savings_notes(totals: dict[str, float]) -> Sequence[str]:
     sampled, trained = totals.get("completions/sampled", 0.0), totals.get("completions/trained", 0.0)
     if trained and sampled > trained:
         notes.append(
-            f"{sampled / trained:.2f} completions were sampled for each one trained on: filters left out the rest."
+            f"{sampled / trained:.2f} completions were sampled for each one trained on; filters dropped the others."
         )
     offered, computed = totals.get("completions/offered", 0.0), totals.get("completions/computed", 0.0)
     if offered > computed > 0:
-        notes.append(f"{1 - computed / offered:.0%} of the forward and backward passes were spared: zero coefficients.")
+        notes.append(
+            f"{1 - computed / offered:.0%} of the forward and backward passes were skipped, for zero coefficients."
+        )
     if carried := totals.get("dynamic/leftover"):
-        notes.append(f"{format_count(carried)} groups for which a step had no room were used in the next one.")
+        notes.append(f"{format_count(carried)} leftover groups of a step were used in the next one.")
     return notes
 
 
@@ -329,5 +323,5 @@ def _mean(group: Series, name: str) -> float | None:
 
 
 def _seconds(x: float) -> str:
-    """0.52 s, 1m40s."""
+    """Format as 0.52 s, 1m40s."""
     return f"{x:.2g} s" if x < 10 else format_duration(x)

@@ -1,4 +1,4 @@
-"""Runs as one HTML file that asks the network for nothing: what ran, its curves, its completions, its cost."""
+"""Render runs as one offline HTML file: configuration, curves, completions and cost."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ KEY_METRICS = (
     "teacher/kl",
     "explained_variance",
 )
-"""What people look at first."""
+"""Metrics shown first."""
 HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean")
-"""Of these, what is shown only where it is not 0 throughout."""
+"""Metrics of these that are hidden if they are always 0."""
 FULL_DETAIL_SERIES = 4
-"""Series from which on curves have fewer points, so that the page stays as small."""
+"""Number of series beyond which curves get fewer points, to limit the size of the page."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A series, in words."""
+    """Description of a series."""
 
     label: str
     facts: dict[str, str]
     parts: dict[str, str]
     about: str
-    """Where the algorithm is from; "" of one that is not the library's."""
+    """Title and source of the algorithm; "" for a custom one."""
 
 
 def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
-    """The page. live: it asks the server that it came from whether there is more.
+    """Render the page. live: The page polls its server for changes.
 
     Raises:
-        RunError: completions that cannot be read.
+        RunError: Completions cannot be read.
     """
     series = group_runs(runs)
     ordered = [run for group in series for run in group.runs]
@@ -88,7 +88,7 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
 
 
 def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcerpt]) -> dict[str, Any]:
-    """What the scripts draw."""
+    """Return the data that the scripts draw."""
     names = dict.fromkeys(name for group in series for run in group.runs for name in run.metrics)
     most = max(60, MAX_POINTS * FULL_DETAIL_SERIES // max(FULL_DETAIL_SERIES, len(series)))
     metrics = {name: build_curves(series, name, most) | _meaning(name) for name in names}
@@ -105,7 +105,7 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
 
 
 def _run(group: Series, run: RunRecord) -> str:
-    """A run's name among the others."""
+    """Return the run's name."""
     return f"{group.label}, seed {run.config.get('seed', '–')}"
 
 
@@ -114,18 +114,18 @@ def _zero(plot: dict[str, Any]) -> bool:
 
 
 def _meaning(name: str) -> dict[str, str]:
-    """As docs/metrics.md has it; nothing of a metric that nobody has described."""
+    """Return the description of a metric; empty if it has none."""
     doc = find_metric_doc(name)
     if doc is None:
         return {}
     more = {k: v for k, v in asdict(doc).items() if k != "name" and v}
-    if more.get("unit") == name:  # the page has "NAME, UNIT"
+    if more.get("unit") == name:  # the page shows "NAME, UNIT"
         del more["unit"]
     return more
 
 
 def _chapters(names: Sequence[str]) -> dict[str, list[str]]:
-    """The metrics that there are, by the glossary's chapters; those that it lacks come last."""
+    """Group metrics by the glossary's sections; those without a description come last."""
     place = {metric.name: chapter.title for chapter in load_glossary() for metric in chapter.metrics}
     sections: dict[str, list[str]] = {
         title: [] for title in (*(chapter.title for chapter in load_glossary()), "Others")
@@ -144,7 +144,7 @@ def _title(series: Sequence[Series], runs: Sequence[RunRecord]) -> str:
 
 
 def _card(group: Series) -> Card:
-    """What ran."""
+    """Describe a series."""
     config, runs = group.config, group.runs
     algorithm = config.get("algorithm", {})
     name = str(algorithm.get("name", ""))
@@ -178,13 +178,13 @@ def _card(group: Series) -> Card:
 
 
 def _steps(runs: Sequence[RunRecord]) -> str:
-    """Return the steps that are done: 16, or `12 to 16` where runs differ."""
+    """Return the number of steps done: 16, or `12 to 16` if runs differ."""
     done = sorted({run.last_step for run in runs})
     return " to ".join(map(str, dict.fromkeys((done[0], done[-1]))))
 
 
 def _counted(runs: Sequence[RunRecord], excerpts: Sequence[CompletionExcerpt]) -> dict[str, Any]:
-    """How much of the completions is on the page."""
+    """Count the completions on the page."""
     rows = sum(len(excerpt.rows) for excerpt in excerpts)
     steps = {(i, row["step"]) for i, excerpt in enumerate(excerpts) for row in excerpt.rows}
     return {

@@ -1,4 +1,4 @@
-"""The page of runs as they go, for the browser of whoever knows the token; on this machine alone unless it is told otherwise."""
+"""Serve the page of running runs, protected by a token; by default on this machine only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_HOST = "127.0.0.1"
 
 @dataclass
 class PageCache:
-    """The page of these folders, made anew when a file of theirs has changed, and not before."""
+    """The page of these folders, rendered again when one of their files changes."""
 
     folders: tuple[Path, ...]
     _stamp: str = field(default="", init=False)
@@ -31,13 +31,13 @@ class PageCache:
     _lock: Lock = field(default_factory=Lock, init=False)
 
     def stamp(self) -> str:
-        """Other than before when a file of a run has changed."""
+        """Return a hash that changes when a file of a run changes."""
         names = (*CONFIG_FILES.values(), METRICS, COMPLETIONS, "result.json")
         return sha256(repr([_state(folder / name) for folder in self.folders for name in names]).encode()).hexdigest()
 
     def text(self) -> str:
-        """The page as of now. Raises RunError where a folder has become none of a run."""
-        with self._lock:  # two browsers, one reading
+        """Return the current page. Raises RunError if a folder no longer has a run."""
+        with self._lock:  # render once for several browsers
             now = self.stamp()
             if now != self._stamp:
                 self._text = render_report([read_run(folder, empty=True) for folder in self.folders], live=True)
@@ -54,7 +54,7 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers `/?token=…` with the page and `/stamp?token=…` with what changes when it does; anything else is refused."""
+    """Serves the page at `/?token=…` and its hash at `/stamp?token=…`; rejects all other requests."""
 
     daemon_threads = True
 
@@ -64,7 +64,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What to open."""
+        """The address to open."""
         host, port = self.server_address[:2]
         return f"http://{host if isinstance(host, str) else host.decode()}:{port}/?token={self.token}"
 
@@ -78,21 +78,19 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         given = parse_qs(url.query).get("token", [""])[0]
         if not secrets.compare_digest(given.encode(), self.server.token.encode()):
-            self._say(
-                HTTPStatus.FORBIDDEN, "text/plain", "the token is missing or wrong: open the address that was printed"
-            )
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "the token is missing or wrong: open the printed address")
         elif url.path not in self.kinds:
-            self._say(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here: open the address that was printed")
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found: open the printed address")
         else:
-            self._answer(self.server.pages.text if url.path == "/" else self.server.pages.stamp, self.kinds[url.path])
+            self._respond(self.server.pages.text if url.path == "/" else self.server.pages.stamp, self.kinds[url.path])
 
-    def _answer(self, make: Callable[[], str], kind: str) -> None:
+    def _respond(self, make: Callable[[], str], kind: str) -> None:
         try:
-            self._say(HTTPStatus.OK, kind, make())
+            self._send(HTTPStatus.OK, kind, make())
         except RunError as error:
-            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
 
-    def _say(self, status: HTTPStatus, kind: str, text: str) -> None:
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
         headers = {
@@ -106,14 +104,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: every two seconds a line with the token in it would help nobody."""
+        """Log nothing: there is a request every two seconds, and each has the token."""
 
 
 def create_server(folders: Sequence[Path], host: str = DEFAULT_HOST, port: int = 0) -> ReportServer:
-    """Listens, and answers once `serve_forever` is called. port: 0 = a free one.
+    """Create a server that listens and responds once `serve_forever` is called. port: 0 = a free one.
 
     Raises:
-        RunError: no run in a folder. ConfigError: nobody may listen there.
+        RunError: A folder has no run.
+        ConfigError: The address cannot be used.
     """
     for folder in folders:
         read_run(folder, empty=True)
@@ -121,10 +120,8 @@ def create_server(folders: Sequence[Path], host: str = DEFAULT_HOST, port: int =
         return ReportServer(folders, host, port)
     except OSError as error:
         where = f"{host}:{port}"
+        raise ConfigError(f"cannot listen at {where}: {error.strerror}; choose another --port, or omit it") from error
+    except (ValueError, TypeError) as error:  # a NUL, or characters that are invalid in host names
         raise ConfigError(
-            f"nothing can listen at {where}: {error.strerror}; take another --port, or leave it out"
-        ) from error
-    except (ValueError, TypeError) as error:  # a NUL, or letters that no name of a host is written in
-        raise ConfigError(
-            f"--host {host!r} is no host or address ({error}): leave it out for {DEFAULT_HOST}, this machine alone"
+            f"--host {host!r} is not a host name or address ({error}): omit it for {DEFAULT_HOST}, this machine only"
         ) from error

@@ -1,4 +1,4 @@
-"""What a run tells the world: JSON lines in its folder, a terminal, a notebook. Needs no torch.
+"""Trackers: JSON lines in the run's folder, a terminal display, a notebook display, services. Needs no torch.
 
 Steps count from 1: `step 12/200` means that twelve training steps of two hundred are done.
 """
@@ -30,10 +30,13 @@ __all__ = [
 def default_tracker(
     stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Tracker:
-    """A live display in a notebook and on a terminal, plain lines elsewhere; `plain` overrules.
+    """Return a live display in a notebook or on a terminal, and plain lines elsewhere.
 
-    stream: standard output by default; a notebook's display is for that alone.
-    Plain is also what NO_COLOR, TERM=dumb and an encoding without the block characters get.
+    NO_COLOR, TERM=dumb and an encoding without block characters also give plain lines.
+
+    Args:
+        stream: None = standard output; a notebook's display is used only then.
+        plain: Forces plain lines, or a live display; None = decide by the stream.
     """
     if stream is None and not plain and _in_notebook():
         from policygrad.trackers.notebook import NotebookTracker
@@ -52,7 +55,7 @@ def default_tracker(
 
 
 def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this, or a kind of one such as Colab's; whoever has not loaded IPython is in none."""
+    """Return True inside a Jupyter kernel, or a subclass of one such as Colab's, which has always loaded IPython."""
     ipython = sys.modules.get("IPython")
     kinds = type(ipython.get_ipython()).__mro__ if ipython else ()
     return any(kind.__name__ == "ZMQInteractiveShell" for kind in kinds)

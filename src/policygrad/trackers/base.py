@@ -1,11 +1,11 @@
-"""What follows a run and tells others of it: the run's files, a terminal, a notebook, a service.
+"""The tracker protocol: receivers of a run's metrics, such as its files, a terminal, a notebook or a service.
 
-One protocol for reinforcement learning, fine-tuning, reward models and control. The calls of a run, in this order:
+It is the same for reinforcement learning, fine-tuning, reward models and control. A run calls, in this order:
 
     start, (phase | log_evaluation | log | note)*, finish, close
 
-`phase` and `note` may also come before `start`, such as while the model is loaded; `finish` is left out when the run fails; `close`
-comes always.
+`phase` and `note` may also be called before `start`, for example while the model is loaded. `finish` is not called when the run
+fails; `close` always is.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from policygrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, for those who have not seen it yet: it ends with its last step, or with its token budget if that is first."""
+    """Description of a run. It ends with its last step, or when its token budget is used up if that is first."""
 
     title: str
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Name and value, for people: the model, the batch."""
+    """Name and value of facts to display, such as the model."""
     steps: int = 1
-    """The last one's number."""
+    """Number of the last step."""
     first_step: int = 1
-    """The first that this process does."""
+    """First step of this process."""
     history: Sequence[tuple[int, float]] = ()
-    """(step, reward) of those before it."""
+    """(step, reward) of earlier steps."""
     token_budget: int | None = None
-    """Sampled tokens after which the run ends; None = no such budget."""
+    """Sampled tokens after which the run ends; None = no budget."""
     sampled_tokens: int = 0
     """Tokens sampled before the first step."""
     step_unit: str = "step"
-    """What is counted, in one word: a step of training, an update of a controller."""
+    """Word for one step: `step`, or `update` of a controller."""
     token_unit: str = "tokens"
-    """What the budget counts, where there is one; the metric of how many a step took is `tokens/sampled` whatever they are."""
+    """Word for what the budget counts. The metric for a step's share is always `tokens/sampled`."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration as resolved, nested, of plain values."""
+    """The resolved configuration as nested plain values."""
     folder: Path | None = None
-    """Where the run keeps its files."""
+    """The run's folder."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to look at."""
+    """One completion to display."""
 
     prompt: str
     completion: str
@@ -58,42 +58,43 @@ class Sample:
 
 
 class Tracker:
-    """Does nothing at every call: override those that matter. One call at a time, all from the thread that trains.
+    """Base class whose methods do nothing: override those you need. All calls come from the training thread.
 
-    A tracker that raises is dropped with a warning and the run goes on, unless it is `essential`. `with tracker:` closes it.
+    A tracker that raises an error is dropped with a warning, unless it is `essential`. `with tracker:` closes it.
     """
 
     essential: ClassVar[bool] = False
-    """Whether the run ends with the error when this tracker raises; its own files are essential, a service is not."""
+    """True if an error of this tracker ends the run, as for the run's own files; False for services."""
 
     def start(self, info: RunInfo) -> None:
-        """What the run sets out to do, before its first step."""
+        """Start a run, before its first step."""
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Step number `step` (from 1) is done.
+        """Log the finished step `step` (from 1).
 
-        metrics: all there are of this step; any may be absent, or not finite.
-        completions: a row each, with `prompt` (text, or messages with `role` and `content`), `completion` and `reward` (None where
-            every reward function failed), and where it is known `advantage`, `tokens`, `truncated` and more.
+        Args:
+            metrics: All metrics of the step; any of them may be absent or not finite.
+            completions: Rows with `prompt` (text, or messages with `role` and `content`), `completion`, `reward` (None if all
+                reward functions failed), and where available `advantage`, `tokens`, `truncated` and more.
         """
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What was measured on held-out data with the weights after step `step` (0 = before training); `log` does not repeat it."""
+        """Log evaluation metrics of the weights after step `step` (0 = before training). `log` does not repeat them."""
 
     def note(self, text: str) -> None:
-        """A warning or a remark that has to stay readable."""
+        """Show a warning or remark that must remain visible."""
 
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
-        """What happens now, such as an evaluation or a part of a long step, and how far it is where `total` is not 0.
+        """Show the current activity, such as an evaluation, with its progress if `total` is not 0.
 
-        It is over at `done == total > 0`, at the next `log`, and when the text is "".
+        It ends at `done == total > 0`, at the next `log`, or when the text is "".
         """
 
     def finish(self, summary: Mapping[str, str]) -> None:
-        """The run is over, or stopped resumably; `summary` is name and value, such as `change(before, after)`."""
+        """End a run that is complete, or was stopped and can be resumed. `summary`: names and values to display."""
 
     def close(self) -> None:
-        """Gives back what is held, such as the terminal or a file; also after an error, and twice does no harm."""
+        """Release resources such as the terminal or a file. Called also after an error; may be called twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +104,7 @@ class Tracker:
 
 
 def choose_sample(step: int, completions: Sequence[Mapping[str, Any]]) -> Sample | None:
-    """The completion of this step that people are shown, another one of the policy's own at each step; None without any."""
+    """Choose a completion of the policy to display, a different one at each step; None without any."""
     rows = [row for row in completions if not row.get("demonstration")]
     if not rows:
         return None
@@ -112,35 +113,32 @@ def choose_sample(step: int, completions: Sequence[Mapping[str, Any]]) -> Sample
 
 
 def format_prompt(prompt: str | Iterable[Mapping[str, Any]]) -> str:
-    """A prompt for people: chat messages as `role: content`."""
+    """Return a prompt as text, chat messages as `role: content`."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-# Several trackers as one: what a run talks to.
-
-
 class CompositeTracker(Tracker):
-    """Calls each tracker in the order given: first those whose word must be on the disk before others show it.
+    """Several trackers as one, called in the order given.
 
-    One that raises is closed and dropped, with a warning through the others and Python's `warnings`; the run goes on. What an
-    essential one raises goes through, as do Ctrl-C and exit. `with Trackers(...)` closes all.
+    A tracker that raises an error is closed and dropped, with a note to the others and a Python warning. Errors of essential
+    trackers, KeyboardInterrupt and SystemExit are raised. `with CompositeTracker(...)` closes all.
 
     Raises:
-        ConfigError: something that is no tracker, such as a class in the place of an instance.
+        ConfigError: An object is not a tracker, such as a class instead of an instance.
     """
 
-    essential = True  # what it raises itself was raised by an essential one
+    essential = True  # it raises only errors of essential trackers
 
     def __init__(self, trackers: Iterable[Tracker] = ()) -> None:
         self._trackers = list(trackers)
         for tracker in self._trackers:
             if not isinstance(tracker, Tracker):
-                raise ConfigError(f"{tracker!r} is no tracker: pass instances of subclasses of policygrad.Tracker")
+                raise ConfigError(f"{tracker!r} is not a tracker: pass instances of subclasses of policygrad.Tracker")
 
     def add(self, tracker: Tracker) -> None:
-        """Puts it before all others: what it is told is on the disk when others show it."""
+        """Add a tracker before all others, so that its files are written before others display anything."""
         self._trackers.insert(0, tracker)
 
     def start(self, info: RunInfo) -> None:
@@ -162,7 +160,7 @@ class CompositeTracker(Tracker):
         self._each("finish", lambda tracker: tracker.finish(summary))
 
     def close(self) -> None:
-        """Closes all, the last first, whatever one of them raises; an essential one's error is raised at the end."""
+        """Close all trackers, the last first, even if one raises an error; that of an essential one is raised at the end."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(self._call, tracker, "close", lambda tracker: tracker.close())
@@ -174,12 +172,12 @@ class CompositeTracker(Tracker):
             if error is None:
                 raise
             error.add_note(
-                f"afterwards, closing what follows the run failed: {_describe_error(failure)}"
-            )  # the first error says more
+                f"closing the trackers failed too: {_describe_error(failure)}"
+            )  # the first error is the cause
 
     def _each(self, method: str, call: Callable[[Tracker], None]) -> None:
         for tracker in tuple(self._trackers):
-            if any(tracker is other for other in self._trackers):  # not dropped meanwhile, by a note that failed
+            if any(tracker is other for other in self._trackers):  # it may have been dropped by a failed note
                 self._call(tracker, method, call)
 
     def _call(self, tracker: Tracker, method: str, call: Callable[[Tracker], None]) -> None:
@@ -196,7 +194,7 @@ class CompositeTracker(Tracker):
 
     def _drop(self, tracker: Tracker, failure: str, *, closing: bool) -> None:
         self._trackers = [other for other in self._trackers if other is not tracker]
-        message = f"{failure}; the run goes on without this tracker"
+        message = f"{failure}; the run continues without this tracker"
         if not closing:
             try:
                 tracker.close()

@@ -1,4 +1,4 @@
-"""Lines of text for a log: what is told where there is no terminal."""
+"""Plain lines of text, for logs and pipes; formats of metrics, numbers and times."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any, TextIO
 
 from policygrad.trackers.base import RunInfo, Sample, Tracker, choose_sample
 
-# Metrics, numbers, times and samples as short text that is safe to print.
-
 
 def format_number(value: float, digits: int = 2) -> str:
-    """Short and of steady width: 0.41, 0.003, 2.1e-05, 14.2, 1,024."""
+    """Format briefly, in a steady width: 0.41, 0.003, 2.1e-05, 14.2, 1,024."""
     if not math.isfinite(value):
         return str(float(value))
     size = abs(value)
@@ -27,7 +25,7 @@ def format_number(value: float, digits: int = 2) -> str:
 
 
 def format_count(value: float) -> str:
-    """812, 2.1k, 21k, 3.4M."""
+    """Format as 812, 2.1k, 21k, 3.4M."""
     if not math.isfinite(value):
         return str(float(value))
     for unit, size in (("M", 1e6), ("k", 1e3)):
@@ -37,7 +35,7 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """8s, 1m40s, 2h05m, 3d04h."""
+    """Format as 8s, 1m40s, 2h05m, 3d04h."""
     rounded = round(seconds)
     if rounded < 60:
         return f"{rounded}s"
@@ -49,11 +47,11 @@ def format_duration(seconds: float) -> str:
 
 
 def format_change(before: float, after: float, digits: int = 2) -> str:
-    """`0.31 -> 0.74  (+0.43)`, for a summary."""
+    """Format as `0.31 -> 0.74  (+0.43)`."""
     return f"{before:.{digits}f} -> {after:.{digits}f}  ({after - before:+.{digits}f})"
 
 
-FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label, how it is written
+FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label, format
     ("reward", "reward", format_number),
     ("loss", "loss", lambda x: format_number(x, 3)),
     ("accuracy", "accuracy", format_number),
@@ -72,12 +70,12 @@ FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (  # metric, label
 
 
 def format_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, value) of the metrics that are there, the most telling first."""
+    """Return (label, value) of the metrics present, the most important first."""
     return [(label, write(float(metrics[name]))) for name, label, write in FIELDS if metrics.get(name) is not None]
 
 
 def summarise_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, words) for a line of text: what was learned and how fast, and how many completions were cut off, if any were."""
+    """Return (label, text) of the main metrics, for one line of text."""
     named = dict(format_metrics(metrics))
     if named.get("cut off") == "0%":
         named.pop("cut off", None)
@@ -86,7 +84,7 @@ def summarise_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def strip_control_chars(text: str) -> str:
-    """Safe to print and of known width: control characters become visible, so a completion cannot steer the terminal."""
+    """Make text safe to print, with a known width: control characters become visible symbols."""
     out = []
     for char in text.replace("\r\n", "\n").replace("\ufe0f", "").expandtabs(4):
         kind = unicodedata.category(char)
@@ -94,46 +92,43 @@ def strip_control_chars(text: str) -> str:
             out.append("\n" if kind in ("Zl", "Zp") else char)
         elif ord(char) < 32:
             out.append(chr(0x2400 + ord(char)))
-        elif kind != "Cf":  # formats (those that reverse a line or join emoji, of unknown width) are left out
+        elif kind != "Cf":  # format characters (which reverse a line or join emoji) are dropped
             out.append("\ufffd")
     return "".join(out)
 
 
 def to_one_line(text: str, width: int = 120) -> str:
-    """The text on one line, its middle left out when it is longer than `width` characters: the answer is at the end."""
+    """Return the text on one line of at most `width` characters, without its middle: the answer is at the end."""
     flat = text.strip().replace("\n", "\\n")
     return flat if len(flat) <= width else f"{flat[: width // 2]} ... {flat[-width // 2 :]}"
 
 
-# How far a run is, and how long the rest will take.
-
-
 class RunProgress:
-    """How far a run is on its way, in steps and in sampled tokens."""
+    """Progress of a run in steps and in sampled tokens."""
 
     def __init__(self, info: RunInfo) -> None:
         self.info, self.step = info, info.first_step - 1
         self.sampled: float = info.sampled_tokens
 
     def advance(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step number `step` is done."""
+        """Record that step number `step` is done."""
         self.step = step
         self.sampled += metrics.get("tokens/sampled", 0)
 
     @property
     def fraction(self) -> float:
-        """Done, from 0 to 1: of the steps or of the tokens, whichever is nearer its end."""
+        """Fraction done, in [0, 1]: of the steps or of the tokens, whichever is larger."""
         of_tokens = self.sampled / self.info.token_budget if self.info.token_budget else 0.0
         return min(1.0, max(self.step / max(1, self.info.steps), of_tokens))
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is no next step."""
+        """True after the last step."""
         return self.fraction >= 1
 
     @property
     def steps_left(self) -> float:
-        """Steps to come, at the tokens per step so far."""
+        """Remaining steps, at the tokens per step so far."""
         steps = float(self.info.steps - self.step)
         per_step = (self.sampled - self.info.sampled_tokens) / max(1, self.step - self.info.first_step + 1)
         if self.info.token_budget and per_step:
@@ -142,7 +137,7 @@ class RunProgress:
 
     @property
     def label(self) -> str:
-        """`12/200`, and the tokens where they are counted: `12/200  2.1k/21k tokens`."""
+        """`12/200`, with a token budget `12/200  2.1k/21k tokens`."""
         total = self.info.steps
         steps = f"{self.step:>{len(str(total))}}/{total}"
         if not self.info.token_budget:
@@ -151,7 +146,7 @@ class RunProgress:
 
 
 class RateEstimator:
-    """Seconds from step to step: the mean over the last 20. The first does not count once there is another."""
+    """Mean seconds per step over the last 20 steps, without the first one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -160,12 +155,12 @@ class RateEstimator:
         self._warm = False
 
     def begin(self) -> None:
-        """What came before the first step, such as an evaluation, is over."""
+        """Start timing the first step, after an evaluation for example."""
         if not self._times:
             self._last = self._clock()
 
     def end(self) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         now = self._clock()
         if not self._warm and self._times:  # the first step compiles and allocates
             self._times.clear()
@@ -174,12 +169,12 @@ class RateEstimator:
         self._last = now
 
     def eta(self, steps: float) -> float | None:
-        """Seconds for so many more steps; None before the first."""
+        """Return the estimated seconds for so many steps; None before the first one is done."""
         return steps * sum(self._times) / len(self._times) if self._times else None
 
 
 class PlainTracker(Tracker):
-    """Some 25 steps of a run whatever its length, or one a minute when steps are slow; a few samples."""
+    """Prints about 25 steps of a run of any length, or one a minute if steps are slow, and a few samples."""
 
     LINES, SAMPLES, QUIET = 24, 4, 60.0  # step lines and samples per run; seconds
 
@@ -190,7 +185,7 @@ class PlainTracker(Tracker):
         self._printed = self._started = clock()
         self._lines = 0
         self._widths: dict[str, int] = {}
-        self._phases = {""}  # said already: what happens at every step is not said every time
+        self._phases = {""}  # printed already: each phase is printed once
 
     def start(self, info: RunInfo) -> None:
         self._print(info.title)

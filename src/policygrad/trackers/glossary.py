@@ -1,4 +1,4 @@
-"""What every metric of a run means: `metrics.toml` as data, for `policygrad show METRIC` and docs/metrics.md."""
+"""Descriptions of all metrics, read from `metrics.toml` for `policygrad show METRIC` and docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class MetricDoc:
-    """Of one metric, or of those that a pattern names."""
+    """Description of a metric, or of all metrics that match a pattern."""
 
     name: str
-    """`*` stands for what the run names: a reward function, a part."""
+    """May contain `*`, for a name given by the run such as a reward function."""
     unit: str
     text: str
     interpretation: str = ""
-    """What it means when it moves, and what to do; "" where nothing need be done."""
+    """How to read a change, and what to do about it; "" if nothing is to be done."""
 
 
 @dataclass(frozen=True)
 class MetricSection:
-    """Metrics that belong together."""
+    """A group of related metrics."""
 
     title: str
     metrics: tuple[MetricDoc, ...]
@@ -31,13 +31,13 @@ class MetricSection:
 
 @cache
 def load_glossary() -> tuple[MetricSection, ...]:
-    """All there are."""
+    """Return all sections."""
     read = tomllib.loads((files("policygrad.trackers") / "metrics.toml").read_text(encoding="utf-8"))
     return tuple(MetricSection(c["title"], tuple(MetricDoc(**m) for m in c["metrics"])) for c in read["chapters"])
 
 
 def find_metric_doc(name: str) -> MetricDoc | None:
-    """Of a metric; None for one that nobody has described. An exact name is before a pattern, and patterns are in their order."""
-    every = [metric for chapter in load_glossary() for metric in chapter.metrics]
-    exact = (m for m in every if m.name == name)
-    return next(exact, None) or next((m for m in every if fnmatchcase(name, m.name)), None)
+    """Return the description of a metric; None without one. An exact name comes before patterns, which are tried in order."""
+    docs = [metric for chapter in load_glossary() for metric in chapter.metrics]
+    exact = (m for m in docs if m.name == name)
+    return next(exact, None) or next((m for m in docs if fnmatchcase(name, m.name)), None)

@@ -1,8 +1,8 @@
 """A run's JSON lines: `metrics.jsonl`, one object per step, and `completions.jsonl`, one object per completion.
 
-Each step is flushed to the operating system, so a killed process loses at most the line it was writing; `sync` waits for
-the disk. Call it before a checkpoint is saved, so that after a power cut the files hold every step the checkpoint has.
-Non-finite numbers are written as null: JSON has none, and a strict reader would refuse the whole line.
+Each step is flushed to the operating system, so that a killed process loses at most the line it was writing. `sync` waits for the
+disk: call it before saving a checkpoint, so that after a power cut the files have every step of the checkpoint. Non-finite
+numbers are written as null, since JSON has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 
 
 class JsonlTracker(Tracker):
-    """Appends to the two files of one run's folder; one process at a time. A torn last line is repaired on opening."""
+    """Appends to the two files in a run's folder, from one process at a time. Opening repairs an incomplete last line."""
 
     essential = True
 
@@ -42,7 +42,7 @@ class JsonlTracker(Tracker):
         self.append_metrics(step, metrics)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append `{"step": step, "reward": ...}`. Raises TypeError for what JSON lacks, RunError when it cannot write."""
+        """Append `{"step": step, "reward": ...}`. Raises TypeError for values JSON cannot hold, RunError if writing fails."""
         self._append(METRICS, [_line(step, values, METRICS)])
 
     def append_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -50,20 +50,20 @@ class JsonlTracker(Tracker):
         self._append(COMPLETIONS, [_line(step, row, COMPLETIONS) for row in rows])
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines of later steps, and unreadable ones, so that a resumed run's files equal an unbroken run's.
+        """Drop unreadable lines and those of later steps, so that a resumed run's files equal those of an uninterrupted run.
 
-        Each file is replaced at once or not at all. Returns how many lines went. Raises RunError.
+        Each file is replaced atomically. Returns the number of lines dropped. Raises RunError.
         """
         with convert_write_errors(self.folder, self.folder):
             return sum(self._rewrite(name, step) for name in self._files)
 
     def history(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of one metric so far, without the steps that lack it; a tracker draws its curve from this."""
+        """Return (step, value) of one metric, for the steps that have it."""
         rows = (row for _, row in read_rows(self.folder / METRICS) if row is not None)
         return [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)]
 
     def sync(self) -> None:
-        """Wait until everything written is on the disk."""
+        """Wait until everything is written to disk."""
         with convert_write_errors(self.folder, self.folder):
             for file in self._files.values():
                 os.fsync(file.fileno())
@@ -74,9 +74,9 @@ class JsonlTracker(Tracker):
 
     def _append(self, name: str, lines: list[bytes]) -> None:
         with convert_write_errors(self.folder / name, self.folder):
-            left = memoryview(b"".join(lines))
-            while left:  # a file without a buffer may take a part of it
-                left = left[self._files[name].write(left) :]
+            unwritten = memoryview(b"".join(lines))
+            while unwritten:  # an unbuffered file may accept only part of it
+                unwritten = unwritten[self._files[name].write(unwritten) :]
 
     def _rewrite(self, name: str, step: int) -> int:
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
@@ -95,16 +95,16 @@ class JsonlTracker(Tracker):
 
 @contextmanager
 def convert_write_errors(path: Path, run: Path) -> Iterator[None]:
-    """What the operating system refuses of a file or folder of a run is a RunError that names it."""
+    """Convert an OSError into a RunError that names the file."""
     try:
         yield
     except OSError as error:
-        reason = f"{error.strerror or error}; see to it, then --resume {run} goes on"
+        reason = f"{error.strerror or error}; fix this, then continue with --resume {run}"
         raise RunError(f"{error.filename or path} cannot be written: {reason}") from error
 
 
 def _open(path: Path) -> FileIO:
-    """Open to append, after a torn last line is cut off, or ended when only its newline is missing."""
+    """Open for appending, after removing an incomplete last line, or adding its missing newline."""
     with path.open("a+b") as file:
         end = file.seek(0, os.SEEK_END)
         start, tail = end, b""
@@ -117,22 +117,22 @@ def _open(path: Path) -> FileIO:
             file.truncate(end - len(last))
         elif last:
             file.write(b"\n")
-    return path.open("ab", buffering=0)  # what a full disk has refused is not tried again when it is closed
+    return path.open("ab", buffering=0)  # unbuffered: closing must not retry a write that a full disk rejected
 
 
 def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line and its object; None for a line that is not an object with a step, such as one that is being written.
+    """Yield each line and its object, or None for a line that is not an object with a step, such as one being written.
 
     Raises:
-        OSError: the file cannot be read, is no regular file, or has a line without an end.
-        RunError: a line that is well formed and cannot be used; with its number.
+        OSError: The file cannot be read, is not a regular file, or has a line without an end.
+        RunError: A line is valid JSON but cannot be used; the message has its number.
     """
     for number, line in enumerate(read_lines(path), 1):
         yield line, _usable(line, path, f", line {number}")
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Parse an object with a step; None for anything else. Raises Unusable for numbers or nesting that no reader can hold."""
+    """Parse an object with a step; return None for anything else. Raises Unusable for numbers or nesting beyond all limits."""
     try:
         row = parse_json(line)
     except UnusableDataError:
@@ -153,7 +153,7 @@ def _line(step: int, values: Mapping[str, Any], name: str) -> bytes:
     row = {"step": step} | {str(key): _plain(value, f"{name}: {key!r}") for key, value in values.items()}
     try:
         return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 has no bytes for
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot encode
         return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 

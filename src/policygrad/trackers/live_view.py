@@ -1,4 +1,4 @@
-"""What a live display shows, and how it follows a run; how that looks is the terminal's and the notebook's affair."""
+"""The state of a live display, shared by the terminal and the notebook, and the preparation of its curves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CURVE_METRICS = {
     "entropy": "entropy",
     "completions/mean_length": "length",
 }
-"""Metrics that are kept as curves, and what they are called; a run has those that it has."""
+"""Metric -> name of its curve, for metrics kept as curves."""
 
 
 @dataclass(frozen=True)
 class LiveView:
-    """All that the live area shows; `left` and `elapsed` in seconds."""
+    """Everything the live display shows; `eta` and `elapsed` in seconds."""
 
     unit: str = "step"
     total: int = 1
     step: int = 0
-    fraction: float = 0.0  # done, from 0 to 1
-    progress: str = "0/1"  # how far it is
+    fraction: float = 0.0  # done, in [0, 1]
+    progress: str = "0/1"  # steps done of all
     elapsed: float = 0.0
     eta: float | None = None
     phase: str = ""
@@ -38,18 +38,18 @@ class LiveView:
     phase_total: int = 0
     metrics: Sequence[tuple[str, str]] = ()  # (label, value)
     curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
-    """By name: (step, value)."""
+    """Name -> (step, value)."""
     sample: Sample | None = None
     sample_step: int = 0
 
     @property
     def rewards(self) -> Sequence[tuple[int, float]]:
-        """The curve of rewards; empty where there is none."""
+        """The reward curve; empty without one."""
         return self.curves.get("reward", ())
 
 
 class LiveTracker(Tracker):
-    """Keeps a `LiveView` up to date; a kind of display inherits from it and draws."""
+    """Keeps a `LiveView` up to date; subclasses draw it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._pace = clock, RateEstimator(clock)
@@ -59,7 +59,7 @@ class LiveTracker(Tracker):
 
     @property
     def view(self) -> LiveView:
-        """As of now."""
+        """The current state."""
         curves = {name: tuple(points) for name, points in self._curves.items() if points}
         return replace(self._view, elapsed=self._clock() - self._started, curves=curves)
 
@@ -101,14 +101,13 @@ class LiveTracker(Tracker):
 
     def _point(self, name: str, step: int, value: float | None) -> None:
         if value is not None and math.isfinite(value):
-            self._curves[name].append((step, max(-1e30, min(1e30, float(value)))))  # the axis' length stays finite
-
-
-# What a curve needs before it is drawn: fewer points, a smoothed line, and round axes.
+            self._curves[name].append(
+                (step, max(-1e30, min(1e30, float(value))))
+            )  # keeps the length of the axis finite
 
 
 def smooth_values(values: Sequence[float], span: float) -> list[float]:
-    """Weighted means with weights that fall off by e over `span` values to either side, so without delay."""
+    """Smooth by weighted means, with weights that fall by a factor e per `span` values to either side, so without delay."""
     decay = math.exp(-1 / span)
 
     def sums(series: Sequence[float]) -> list[tuple[float, float]]:
@@ -124,7 +123,7 @@ def smooth_values(values: Sequence[float], span: float) -> list[float]:
 
 
 def choose_x_end(step: int, total: int) -> int:
-    """Where the step axis ends: the run's length halved until the curve fills at least half of it, but not below 10."""
+    """Return the end of the step axis: the run's length, halved until the curve fills at least half of it, at least 10."""
     end = total
     while end >= 2 * step and end // 2 >= 10:
         end = math.ceil(end / 2)
@@ -132,7 +131,7 @@ def choose_x_end(step: int, total: int) -> int:
 
 
 def choose_axis_limits(values: Sequence[float]) -> tuple[float, float]:
-    """The value axis: from the least to the greatest, outward to a round number; one unit long when they are the same."""
+    """Return the ends of the value axis: smallest and largest value, rounded outward; one unit apart if they are equal."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(1.0, abs(high)):
         unit = max(1.0, 1e-3 * abs(high))
@@ -142,13 +141,13 @@ def choose_axis_limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def downsample(points: Sequence[tuple[float, float]], most: int = 500) -> Sequence[tuple[float, float]]:
-    """Of a long run the means of neighbouring steps, so that drawing takes no longer than for a short one."""
-    share = len(points) // most + 1
-    return points if share == 1 else [_mean(points[i : i + share]) for i in range(0, len(points), share)]
+    """Average neighbouring steps of a long run, so that drawing takes no longer than for a short one."""
+    size = len(points) // most + 1
+    return points if size == 1 else [_mean(points[i : i + size]) for i in range(0, len(points), size)]
 
 
 def smooth_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The line through points: their values over a sixteenth of them to either side."""
+    """Return the smoothed line through points, with a span of a sixteenth of them."""
     values = smooth_values([value for _, value in points], max(1.0, len(points) / 16))
     return [(step, value) for (step, _), value in zip(points, values, strict=True)]
 

@@ -1,4 +1,4 @@
-"""A notebook's display: what the terminal shows, and more curves, as HTML that is redrawn in place below the cell."""
+"""The display in a notebook: that of the terminal with more curves, as HTML redrawn in place below the cell."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from policygrad.trackers.live_view import (
     smooth_points,
 )
 
-WIDTH, HEIGHT, GUTTER, MARGIN = 640, 170, 60, 12  # of the first curve, in pixels; two others fit beside each other
+WIDTH, HEIGHT, GUTTER, MARGIN = 640, 170, 60, 12  # of the first curve, in pixels; the others are half as wide
 GREEN, BLUE = "#2a9d4a", "#3b7dd8"
-MAX_CHARS = 4000  # characters of a prompt or a completion; of a longer one the middle is left out
+MAX_CHARS = 4000  # of a prompt or a completion; the middle of a longer one is left out
 
 
 class NotebookTracker(LiveTracker):
-    """Redraws at most twice a second, and always at the end. Needs IPython, which every notebook has."""
+    """Redraws at most twice a second, and at the end. Needs IPython, which every notebook has."""
 
     INTERVAL = 0.5  # seconds
 
@@ -36,7 +36,7 @@ class NotebookTracker(LiveTracker):
         self._reset()
 
     def _reset(self) -> None:
-        self._handle: Any = None  # of the output that is redrawn
+        self._handle: Any = None  # of the output to redraw
         self._info: RunInfo | None = None
         self._notes: list[str] = []
         self._summary: Mapping[str, str] | None = None
@@ -65,7 +65,7 @@ class NotebookTracker(LiveTracker):
         self._draw(now=True)
 
     def close(self) -> None:
-        """The last picture stays; a later run draws below it."""
+        """Keep the last display; a later run draws below it."""
         if not self._current:
             self._draw(now=True)
         self._reset()
@@ -83,7 +83,7 @@ class NotebookTracker(LiveTracker):
 
 
 def render_output(info: RunInfo | None, view: LiveView, notes: Sequence[str], summary: Mapping[str, str] | None) -> str:
-    """The whole output. Text of models, data and users is escaped, so that no completion becomes markup."""
+    """Return the output as HTML. Text of models, data and users is escaped, so that no completion becomes markup."""
     parts = []
     if info is not None:
         word = "" if summary is None else "done · " if view.fraction >= 1 else "stopped · "
@@ -103,7 +103,7 @@ def render_output(info: RunInfo | None, view: LiveView, notes: Sequence[str], su
 
 
 def render_curve(view: LiveView, name: str, width: int) -> str:
-    """One of the view's curves as an SVG of so many pixels: a dot each, and the smoothed line."""
+    """Draw one curve as an SVG `width` pixels wide: a dot per step, and the smoothed line."""
     end, points = choose_x_end(view.step, view.total), downsample(view.curves[name])
     low, high = choose_axis_limits([value for _, value in points])
     left, right, top, bottom = GUTTER, width - MARGIN, MARGIN, HEIGHT - 2 * MARGIN
@@ -136,7 +136,7 @@ def _bar(text: str, share: float | None) -> str:
 
 
 def _sample(sample: Sample, title: str) -> str:
-    """The prompt and the completion, scrolled where they are long."""
+    """Show prompt and completion in scrolling boxes."""
     title += "" if sample.reward is None else f", reward {format_number(sample.reward)}"
     style = "white-space:pre-wrap;overflow:auto;max-height:16em;margin:0"
     prompt = f'<pre style="{style};opacity:.6">{_text(sample.prompt)}</pre>'

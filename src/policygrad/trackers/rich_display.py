@@ -1,4 +1,4 @@
-"""The live display on a terminal; the one room of trackers that needs rich."""
+"""The live display on a terminal. The only tracker that needs rich."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ from policygrad.trackers.live_view import (
     smooth_points,
 )
 
-# A small scatter plot with a smoothed line, in braille: each character is 2 dots wide and 4 high.
-
 _DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a braille character
 
 
 @dataclass(frozen=True)
 class BraillePlot:
-    """Dots, and a line that has the characters it passes through to itself: two colours do not fit into one."""
+    """A plot in braille characters, each 2 dots wide and 4 high. Dots under the line are hidden: a character has one colour."""
 
     columns: int
     rows: int
@@ -50,7 +48,7 @@ class BraillePlot:
         layer[cell] = layer.get(cell, 0) | _DOT[3 - y % 4][x % 2]
 
     def row(self, row: int) -> list[tuple[str, bool]]:
-        """The characters of one row, from the top, each with whether the line is in it."""
+        """Return the characters of one row, counted from the top, each with True if the line passes through it."""
         cells = [(row, column) for column in range(self.columns)]
         bits = [(self._line.get(cell) or self._dots.get(cell, 0), cell in self._line) for cell in cells]
         return [(chr(0x2800 + dots) if dots else " ", line) for dots, line in bits]
@@ -59,7 +57,7 @@ class BraillePlot:
 def plot_points(
     points: Sequence[tuple[float, float]], end: int, columns: int, rows: int
 ) -> tuple[BraillePlot, float, float]:
-    """Points over steps 1 to `end`, and their smoothed line; with the least and greatest value of the axis."""
+    """Plot points over steps 1 to `end` and their smoothed line. Returns the plot and the ends of the value axis."""
     canvas = BraillePlot(columns, rows)
     points = downsample(points)
     width, height = 2 * columns - 1, 4 * rows - 1
@@ -82,16 +80,14 @@ def plot_points(
     return canvas, low, high
 
 
-# What the live display looks like: a pure function of what is known about the run and of the terminal's size.
-
 ACCENT, GOOD, BAD, REMARK = "cyan", "green", "red", "yellow"
 CELL = 11  # columns of one metric
-CURVE_ROWS = 6  # at least; a tall terminal gets more
-SIDE_BY_SIDE = 104  # columns from which the curve and the sample stand beside each other
+CURVE_ROWS = 6  # at least; more on a tall terminal
+SIDE_BY_SIDE = 104  # minimum columns to put curve and sample side by side
 
 
 def render_view(view: LiveView, console: Console, width: int, height: int) -> list[RenderableType]:
-    """The picture for a terminal of this size: what does not fit is left out, the sample first and then the curve."""
+    """Render the view for a terminal of this size. If it does not fit, the sample is left out first, then the curve."""
     parts: list[RenderableType] = [Text(), _progress(view, width), _phase(view, width)]
     room = height - 1 - len(parts)
     if view.metrics:
@@ -136,7 +132,7 @@ def _phase(view: LiveView, width: int) -> RenderableType:
 
 
 def _bar(before: Text, done: float, total: float, after: Text, width: int, style: str) -> RenderableType:
-    """Words, a bar of what is left of the width, words."""
+    """Render a bar between two texts, over the full width."""
     before.truncate(max(0, width - after.cell_len - 14))
     size = max(4, width - 5 - before.cell_len - after.cell_len)
     grid = Table.grid(padding=0)
@@ -146,7 +142,7 @@ def _bar(before: Text, done: float, total: float, after: Text, width: int, style
 
 
 def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[Text, int]:
-    """Labels over values, and how many lines that takes: one row where six fit, else at most `most` narrower rows."""
+    """Return labels over values, and the number of lines: one row if six fit, else at most `most` narrower rows."""
     fit = max(1, (width - 1) // CELL)
     cells = cells[: max(fit, min(6, fit * most))]
     rows = [cells[i : i + fit] for i in range(0, len(cells), fit)]
@@ -178,7 +174,7 @@ def _curve(view: LiveView, width: int, rows: int) -> RenderableType:
 
 
 def _sample(view: LiveView, console: Console, width: int, height: int) -> RenderableType:
-    """The end of the prompt, dim; the completion with its middle left out if need be, for the answer is at the end."""
+    """Show the end of the prompt and the completion, without its middle if it is long: the answer is at the end."""
     assert view.sample is not None
     inner, lines = width - 4, height - 2
     prompt = _wrap(view.sample.prompt, console, inner, "dim")
@@ -207,7 +203,7 @@ def _sample(view: LiveView, console: Console, width: int, height: int) -> Render
 
 @lru_cache(maxsize=4)  # a sample is drawn many times
 def _wrap(text: str, console: Console, width: int, style: str) -> tuple[Text, ...]:
-    """Lines of at most `width` columns; blank ones dropped, and the middle of a very long text."""
+    """Wrap to `width` columns, without blank lines and without the middle of a very long text."""
     if len(text) > 8000:
         text = text[:4000] + "\n" + text[-4000:]
     lines = [line.rstrip() for line in strip_control_chars(text).split("\n") if line.strip()]
@@ -215,7 +211,7 @@ def _wrap(text: str, console: Console, width: int, style: str) -> tuple[Text, ..
 
 
 def format_pairs(values: Mapping[str, str], style: str, names: str = "dim") -> RenderableType:
-    """Names and values below each other; a change such as (+0.43) in its colour."""
+    """Render names and values as rows; changes such as (+0.43) are coloured."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for name, value in values.items():
         text = Text(strip_control_chars(value), style, overflow="fold")
@@ -225,18 +221,15 @@ def format_pairs(values: Mapping[str, str], style: str, names: str = "dim") -> R
     return grid
 
 
-# The live display: progress, the metrics of the last step, the reward so far, and a completion as the model writes now.
-
-
 class _Console(Console):
-    """rich's own ends the program when nobody reads what it writes."""
+    """Raises BrokenPipeError, at which rich's own console would end the program."""
 
     def on_broken_pipe(self) -> None:
-        raise  # the BrokenPipeError at hand: this display is dropped, and the run goes on
+        raise  # the BrokenPipeError: this display is dropped, and the run continues
 
 
 class TerminalTracker(LiveTracker):
-    """Redraws in place, four times a second. Whatever is printed meanwhile appears above."""
+    """Redraws in place, four times a second. Other output appears above the display."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
@@ -257,7 +250,7 @@ class TerminalTracker(LiveTracker):
             self,
             console=self._console,
             refresh_per_second=4,
-            redirect_stdout=sys.stdout.isatty(),  # a redirected stream is the user's, not the terminal's
+            redirect_stdout=sys.stdout.isatty(),  # leave a redirected stream alone
             redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start()
@@ -282,7 +275,7 @@ class TerminalTracker(LiveTracker):
         self._console.print()
 
     def close(self) -> None:
-        """Stop redrawing and give the terminal back; the last picture stays."""
+        """Stop redrawing and release the terminal; the last display stays."""
         if self._live is not None:
             self._live.stop()
             self._live = None

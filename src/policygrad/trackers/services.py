@@ -1,4 +1,4 @@
-"""Services that follow a run, by name: `--track wandb tensorboard`. One file each; its library is an extra, loaded when needed."""
+"""Trackers of external services, by name: `--track wandb tensorboard`. Each library is an extra, imported when needed."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from policygrad.errors import ConfigError, install_command
 from policygrad.trackers.base import RunInfo, Tracker, choose_sample, format_prompt
 
 SERVICES = {"mlflow": "MLflow", "tensorboard": "TensorBoard", "trackio": "Trackio", "wandb": "WandB"}
-"""Name, which is that of the file here, of the extra and of the library; and the class."""
+"""Name of the service, its extra and its library -> class."""
 
 
 def check_services(names: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is no service's, or stands twice."""
+    """Raises ConfigError for an unknown or repeated name."""
     for name in names:
         if "," in name:
-            raise ConfigError(f"track: {name!r} is one word: leave spaces between the names, {name.replace(',', ' ')}")
+            raise ConfigError(f"track: separate names by spaces, not commas: {name.replace(',', ' ')}")
         if name not in SERVICES:
             raise ConfigError(
-                f"track: {name!r} is no service that is known: {', '.join(SERVICES)}. From Python any tracker can follow a "
-                "run: pg.train(run, trackers=[…])"
+                f"track: {name!r} is unknown, use {', '.join(SERVICES)}. Python code can pass any tracker: "
+                "pg.train(run, trackers=[…])"
             )
     if len({*names}) < len(names):
-        raise ConfigError(f"track names a service twice: {', '.join(names)}")
+        raise ConfigError(f"track has a name twice: {', '.join(names)}")
 
 
 def create_service_trackers(names: Sequence[str]) -> list[Tracker]:
-    """The trackers of these names.
+    """Return the trackers of these names.
 
     Raises:
-        ConfigError: a library that is not installed, with the extra that brings it.
+        ConfigError: A library is not installed; the message has the command that installs it.
     """
     check_services(names)
     for name in names:
@@ -50,28 +50,26 @@ def create_service_trackers(names: Sequence[str]) -> list[Tracker]:
     return [globals()[SERVICES[name]]() for name in names]
 
 
-# What the services have in common: which of their runs is this one, and what they can be told of it.
-
 PROJECT = "policygrad"
-"""What runs are filed under where the service's own environment variable does not say."""
+"""Default project name."""
 RUN_IDS_FILE = "tracked.json"
-"""In the run's folder: service → the name it knows this run by, so that a resumed run goes on there."""
+"""File in the run's folder: service -> its id of this run, so that a resumed run continues there."""
 MAX_COMPLETIONS = 16
-"""Completions of a step, at most, that a service is sent; all are in completions.jsonl."""
+"""Maximum completions per step sent to a service; completions.jsonl has all of them."""
 
 
 def project_name(variable: str) -> str:
-    """The service's own environment variable, or ours."""
+    """Return the value of the service's environment variable, or the default."""
     return os.environ.get(variable) or PROJECT
 
 
 def run_title(info: RunInfo) -> str:
-    """What the run is called: its folder's name."""
+    """Return the name of the run's folder, or its title."""
     return info.folder.name if info.folder is not None else info.title
 
 
 def load_run_id(info: RunInfo, service: str) -> str | None:
-    """What the service knows this run by, where an earlier process began it there."""
+    """Return the service's id of a resumed run; None for a new one."""
     if info.folder is None or info.first_step == 1:
         return None
     file = info.folder / RUN_IDS_FILE
@@ -80,7 +78,7 @@ def load_run_id(info: RunInfo, service: str) -> str | None:
 
 
 def save_run_id(folder: Path | None, service: str, name: str) -> None:
-    """For `identity`."""
+    """Save the service's id for `load_run_id`."""
     if folder is not None:
         file = folder / RUN_IDS_FILE
         run_ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -90,12 +88,12 @@ def save_run_id(folder: Path | None, service: str, name: str) -> None:
 
 
 def select_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are numbers, and finite."""
+    """Return the metrics that are finite numbers."""
     return {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
 def flatten_config(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested configuration as one level, names joined with dots; lists and objects as text."""
+    """Flatten a nested configuration: names are joined with dots, lists and objects become text."""
     flattened: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -109,7 +107,7 @@ COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "tokens", "tru
 
 
 def select_completions(step: int, completions: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """`MAX_SHOWN_COMMAND` completions, evenly spaced over the step's, with `EQUATION_COLUMNS`."""
+    """Return `COLUMNS` of at most `MAX_COMPLETIONS` completions, evenly spaced over the step."""
     stride = max(1, math.ceil(len(completions) / MAX_COMPLETIONS))
     return [
         [step, format_prompt(row.get("prompt", "")), *(row.get(name) for name in COLUMNS[2:])]
@@ -117,16 +115,17 @@ def select_completions(step: int, completions: Sequence[Mapping[str, Any]]) -> l
     ]
 
 
-# MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count.
-
 PARAMS_PER_CALL = 100
-"""Parameters in one call."""
+"""MLflow's maximum number of parameters per call."""
 MAX_PARAM_CHARS = 6000
-"""Characters of a parameter's value."""
+"""MLflow's maximum length of a parameter's value."""
 
 
 class MLflow(Tracker):
-    """Metrics over steps, the configuration as parameters. Steps that a resumed run does again stand there twice."""
+    """Logs metrics and, as parameters, the configuration. Uses MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
+
+    Steps that a resumed run repeats appear twice.
+    """
 
     def start(self, info: RunInfo) -> None:
         from mlflow import MlflowClient
@@ -175,15 +174,15 @@ class MLflow(Tracker):
 
 
 def _name(text: str) -> str:
-    """With the characters that MLflow takes in names."""
+    """Replace characters that MLflow does not allow in names."""
     return re.sub(r"[^\w\-. :/]", "_", text)
 
 
-# TensorBoard: event files in the run's folder, `tensorboard --logdir runs`.
-
-
 class TensorBoard(Tracker):
-    """Scalars, the configuration and a completion of every step. What a resumed run does again takes the place of what it did."""
+    """Writes scalars, the configuration and one completion per step as event files in the run's folder.
+
+    Steps that a resumed run repeats replace the earlier ones.
+    """
 
     def start(self, info: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -213,18 +212,15 @@ class TensorBoard(Tracker):
             self._writer.close()
 
 
-# Trackio, local unless TRACKIO_SPACE_ID says otherwise: `trackio show --project policygrad`.
-
-
 class Trackio(Tracker):
-    """Metrics over steps, the configuration, some completions of every step."""
+    """Logs metrics, the configuration and some completions per step; locally, unless TRACKIO_SPACE_ID is set."""
 
     def start(self, info: RunInfo) -> None:
         import trackio
 
         self._trackio: Any = trackio
         run_id = load_run_id(info, "trackio")
-        with contextlib.redirect_stdout(io.StringIO()):  # it greets; the terminal is the display's
+        with contextlib.redirect_stdout(io.StringIO()):  # keep its greeting off the terminal
             self._run: Any = trackio.init(
                 project=project_name("TRACKIO_PROJECT"),
                 name=run_id or run_title(info),
@@ -249,14 +245,11 @@ class Trackio(Tracker):
             del self._run
 
 
-# Weights & Biases. WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and the rest of its environment variables count.
-
-
 class WandB(Tracker):
-    """Metrics over `step`, the configuration, some completions of every step.
+    """Logs metrics, the configuration and some completions per step to Weights & Biases, with its environment variables.
 
-    Without a key nobody is asked for one: the run is kept offline in its folder, and `wandb sync` sends it. Steps that a
-    resumed run does again are drawn a second time over the same `step`: nothing can be taken back there.
+    Without an API key the run is stored offline in its folder, to be sent with `wandb sync`. Steps that a resumed run repeats
+    appear twice over the same `step`, since W&B cannot delete them.
     """
 
     def start(self, info: RunInfo) -> None:
@@ -269,10 +262,10 @@ class WandB(Tracker):
             name=run_title(info),
             id=load_run_id(info, "wandb"),
             resume="allow",
-            mode=mode,  # type: ignore[arg-type]  # whatever the variable says
+            mode=mode,  # type: ignore[arg-type]  # the variable's value
             dir=None if info.folder is None else str(info.folder),
             config=dict(info.config),
-            settings=wandb.Settings(silent=True, console="off"),  # the terminal is the display's
+            settings=wandb.Settings(silent=True, console="off"),  # keep its output off the terminal
         )
         self._code = 1
         save_run_id(info.folder, "wandb", self._run.id)
@@ -299,7 +292,7 @@ class WandB(Tracker):
 
 
 def _has_key() -> bool:
-    """Whether W&B could log in without asking anybody: by variable, or by the file that `wandb login` writes."""
+    """Return True if W&B can log in without a prompt: by variable, or by the file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""

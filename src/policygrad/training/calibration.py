@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from policygrad import __version__
 from policygrad.algorithms import DR_GRPO
 from policygrad.core.batch import Batch
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import DTYPES
@@ -203,7 +204,7 @@ def measure_training(setup: CalibrationWorkload, model: nn.Module, dtype: str, d
     batch = build_batch(setup.shape, setup.workload)
     algorithm = DR_GRPO.with_max_tokens(setup.workload.max_completion_tokens)
     config = LearnerConfig(dtype=dtype, device=device)
-    learner = LocalLearner(model, algorithm, lr=0.0, steps=1, config=config)
+    learner = LocalLearner(model, LearnerSpec(algorithm, lr=0.0, steps=1, config=config))
     problem = learner.build_problem(batch, algorithm.compute_advantages(batch), algorithm)
 
     def train() -> None:

@@ -1,5 +1,7 @@
-"""Completions drawn by all the processes that learn together: each draws its share, with the whole policy that it has beside its
-own part of it.
+"""Sampling and checkpoints of a learner in several processes.
+
+Each process samples its part of the requests with its full copy of the policy, and writes and reads its shard of a checkpoint in
+the run's folder, which all of them must see.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from policygrad.checkpoint.format import open_tensors
 from policygrad.checkpoint.manifest import shard_name
 from policygrad.checkpoint.shards import ShardFile, TensorShard, write_shard_file
 from policygrad.errors import CheckpointError, PolicygradError
-from policygrad.learners.base import Learner
-from policygrad.learners.fsdp.controller import FsdpController, defer_signals
+from policygrad.learners.base import DistributedLearner, Learner
+from policygrad.learners.fsdp.controller import defer_signals
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.models.moe_routing import Routing
@@ -32,159 +34,157 @@ from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.setup import Resources
 from policygrad.weight_sync.base import PublishedWeights
 
+POLL_SECONDS = 0.02
+"""Seconds between checks whether all processes have written their shards."""
+LOCAL_PREFIXES = ("rng/", LEFTOVER_PREFIX, QUEUED_PREFIX)
+"""Prefixes of the tensors that rank 0 alone has."""
+
 
 class ShardedLocalSampler:
-    """A local sampler in every process, on the weights that the learner has published there. What is drawn for a request does not
-    depend on which of them draws it, up to the rounding of a differently shaped matrix product."""
+    """A local sampler in every process, on the weights that the learner has published there.
 
-    def __init__(self, local: LocalSampler, learner: FsdpController) -> None:
+    A generation depends on its request alone, not on the process, up to the rounding of differently shaped matrix products.
+    """
+
+    def __init__(self, local: LocalSampler, learner: DistributedLearner) -> None:
         self._local, self._learner = local, learner
-        self._how = (frozenset(local.end.tolist()), local.pad)
 
     async def update(self, weights: PublishedWeights) -> None:
-        """The other processes have them: `FsdpController.publish` has put them there."""
+        """Update this process's sampler; `publish` has written the weights in the others."""
         await self._local.update(weights)
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """A signal waits until they are drawn."""
-        with defer_signals(), self._learner.collective("drawing completions") as ranks:
-            ranks.broadcast_object((sample_shard, (requests, self._local.version, *self._how)))
-            return await _drawn(self._local, requests, ranks)
+        """Sample in all processes, with signals held until they have finished."""
+        local = self._local
+        with defer_signals(), self._learner.collective("sampling") as workers:
+            arguments = (requests, local.version, frozenset(local.end.tolist()), local.pad)
+            workers.broadcast_object((sample_shard, arguments))
+            return await _sample_together(local, requests, workers)
+
+
+def distribute_sampling(resources: Resources, learner: Learner) -> Resources:
+    """Return resources that sample in every process, if the sampler is local and every process has the full policy."""
+    sampler = resources.rollouter.sampler
+    if not (isinstance(learner, DistributedLearner) and learner.replicates_policy and type(sampler) is LocalSampler):
+        return resources
+    return replace(resources, rollouter=replace(resources.rollouter, sampler=ShardedLocalSampler(sampler, learner)))
 
 
 def sample_shard(
     learner: FsdpLearner, requests: Sequence[Request], version: int, end: frozenset[int], pad: int
 ) -> None:
-    """The share of a process that is not rank 0."""
-    assert learner.full_model is not None  # the plan says that it draws
+    """In a rank above 0: sample its part of the requests."""
+    assert learner.full_model is not None  # it replicates the policy
     if "sampler" not in learner.cache:
         routing = Routing.for_model(learner.full_model) if learner.config.routing_replay else None
         learner.cache["sampler"] = LocalSampler(learner.full_model, end, pad, routing)
     sampler: LocalSampler = learner.cache["sampler"]
     sampler.version = version
-    asyncio.run(_drawn(sampler, requests, learner.workers))
+    asyncio.run(_sample_together(sampler, requests, learner.workers))
 
 
-async def _drawn(sampler: LocalSampler, requests: Sequence[Request], ranks: WorkerGroup) -> list[Generation]:
-    """All of them, each process's share drawn there. What cannot be drawn in one of them is raised in all: they stay together."""
-    mine, wrong = list[Generation](), None
+async def _sample_together(
+    sampler: LocalSampler, requests: Sequence[Request], workers: WorkerGroup
+) -> list[Generation]:
+    """Sample this rank's part and return all ranks' generations; an error in one rank is raised in all, so they stay in sync."""
+    local, error = list[Generation](), None
+    begin, end = (len(requests) * rank // workers.size for rank in (workers.rank, workers.rank + 1))
     try:
-        mine = await sampler.generate(_share(requests, ranks.rank, ranks.size))
-    except PolicygradError as error:
-        wrong = error
-    shares = ranks.all_gather((mine, wrong))
-    for _, failed in shares:
-        if failed is not None:
-            raise failed
-    return [generation for share, _ in shares for generation in share]
-
-
-def _share(requests: Sequence[Request], rank: int, size: int) -> Sequence[Request]:
-    """Neighbours, since those of a group are read once together."""
-    return requests[len(requests) * rank // size : len(requests) * (rank + 1) // size]
-
-
-def distribute_sampling(resources: Resources, learner: Learner) -> Resources:
-    """The resources with a sampler in every process, where it is this process's own and shares its model with the learner."""
-    sampler = resources.rollouter.sampler
-    if not (isinstance(learner, FsdpController) and learner.samples and type(sampler) is LocalSampler):
-        return resources
-    return replace(resources, rollouter=replace(resources.rollouter, sampler=ShardedLocalSampler(sampler, learner)))
-
-
-# Checkpoints of processes that learn together: each writes its share of the state into the run's folder, and reads no more than it
-# needs of one, whoever has written it. The folder is one that all of them see.
-
-POLL_SECONDS = 0.02
-"""Seconds between looks whether all have written theirs."""
-LOCAL_PREFIXES = ("rng/", LEFTOVER_PREFIX, QUEUED_PREFIX)
-"""What begins the names of the tensors that rank 0 alone has."""
+        local = await sampler.generate(requests[begin:end])  # neighbours, since a group's prompt is computed once
+    except PolicygradError as raised:
+        error = raised
+    results = workers.all_gather((local, error))
+    for _, raised_there in results:
+        if raised_there is not None:
+            raise raised_there
+    return [generation for generations, _ in results for generation in generations]
 
 
 class ShardedCheckpointIO:
-    """The state of a learner that is spread over processes."""
+    """Saves and restores the state of a distributed learner without gathering it."""
 
-    def __init__(self, learner: FsdpController) -> None:
+    def __init__(self, learner: DistributedLearner) -> None:
         self._learner, self._saves = learner, 0
 
     @property
     def state_values(self) -> dict[str, Any]:
-        """Its values, without its tensors."""
+        """The state's JSON values, without its tensors."""
         return self._learner.state_values
 
     @staticmethod
     def is_sharded(name: str) -> bool:
-        """Whether a tensor of a checkpoint is the learner's, by its name."""
+        """Return whether a checkpoint's tensor belongs to the learner, by its name."""
         return not name.startswith(LOCAL_PREFIXES)
 
     def start_save(self, folder: Path) -> Callable[[], list[ShardFile]]:
-        """Every process copies its share, and writes it into the folder while training goes on. What waits for them."""
+        """Make every process copy its shard and write it in the background; the result waits for them."""
         self._saves += 1
-        key = f"share {self._saves}"
+        key = f"save {self._saves}"
         self._learner.run_on_all(save_shard, folder.absolute(), key)
-        return partial(self._written, key)
+        return partial(self._wait_for_shards, key)
 
-    def _written(self, key: str) -> list[ShardFile]:
-        """What each has written, in their order. Raises OSError where one could not."""
-        line = self._learner.store
+    def _wait_for_shards(self, key: str) -> list[ShardFile]:
+        """Return the files of all ranks, in their order. Raises OSError if one could not be written."""
+        store = self._learner.store
         keys = [f"{key} of {rank}" for rank in range(self._learner.world_size)]
-        while not line.contains(*keys):
-            if gone := self._learner.failure_reason:
-                raise OSError(f"{gone} before all had written their shares")
+        while not store.contains(*keys):
+            if reason := self._learner.failure_reason:
+                raise OSError(f"{reason} before all had written their shards")
             time.sleep(POLL_SECONDS)
-        said = [json.loads(line.pop(key)) for key in keys]
-        for rank, what in enumerate(said):
-            if "error" in what:
-                words = f"rank {rank}: {what['error']}"
-                raise OSError(what["errno"], words) if what["errno"] else OSError(words)
-        return [ShardFile(**what) for what in said]
+        reports = [json.loads(store.pop(key)) for key in keys]
+        for rank, report in enumerate(reports):
+            if "error" in report:
+                message = f"rank {rank}: {report['error']}"
+                raise OSError(report["errno"], message) if report["errno"] else OSError(message)
+        return [ShardFile(**report) for report in reports]
 
     def restore(self, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """The state of the checkpoint at this path, which is verified; `tensors` say the shapes.
+        """Restore the verified checkpoint at `path`; `tensors` give the shapes.
 
         Raises:
-            CheckpointError: one of the processes cannot read it. KeyError: it is of another model.
+            CheckpointError: a process cannot read it.
+            KeyError: it is of another model.
         """
-        self._learner.run_on_all(
-            restore_shard, path.absolute(), {name: tensor.to("meta") for name, tensor in tensors.items()}, values
-        )
+        specs = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        self._learner.run_on_all(restore_shard, path.absolute(), specs, values)
 
 
 def make_sharded_io(learner: Learner) -> ShardedCheckpointIO | None:
-    """None of a learner that saves as a whole."""
-    return ShardedCheckpointIO(learner) if isinstance(learner, FsdpController) else None
+    """Return the checkpoint IO of a distributed learner; None for any other."""
+    return ShardedCheckpointIO(learner) if isinstance(learner, DistributedLearner) else None
 
 
 def save_shard(learner: FsdpLearner, folder: Path, key: str) -> None:
-    """In every process: the share is copied now, and written by a thread."""
-    held = learner.sharded_state().items()
-    pieces = {
+    """In every rank: copy the shard, and write the copy in a thread that reports to the store."""
+    workers = learner.workers
+    shards = {
         name: TensorShard(tuple(shape), offset, part.detach().to("cpu", copy=True).contiguous())
-        for name, (shape, offset, part) in held
+        for name, (shape, offset, part) in learner.sharded_state().items()
     }
-    work = threading.Thread(target=_write, args=(learner.workers, folder, key, pieces), name="checkpoint", daemon=True)
-    work.start()
 
+    def write() -> None:
+        report: dict[str, Any]
+        try:
+            report = asdict(write_shard_file(folder / shard_name(workers.rank), shards))
+        except OSError as error:
+            report = {"error": error.strerror or str(error), "errno": error.errno or 0}
+        except Exception as error:  # nothing waits for this thread: rank 0 raises it
+            report = {"error": repr(error), "errno": 0}
+        workers.store.set(f"{key} of {workers.rank}", json.dumps(report))
 
-def _write(ranks: WorkerGroup, folder: Path, key: str, pieces: Mapping[str, TensorShard]) -> None:
-    """Writes them, and says so, or why not."""
-    try:
-        said = asdict(write_shard_file(folder / shard_name(ranks.rank), pieces))
-    except OSError as error:
-        said = {"error": error.strerror or str(error), "errno": error.errno or 0}
-    except Exception as error:  # for rank 0 to say: nobody here waits for this thread
-        said = {"error": repr(error), "errno": 0}
-    ranks.store.set(f"{key} of {ranks.rank}", json.dumps(said))
+    threading.Thread(target=write, name="checkpoint", daemon=True).start()
 
 
 def restore_shard(learner: FsdpLearner, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """In every process: it reads its share, and where one cannot, none goes on."""
-    found, wrong = dict[str, Tensor](), ""
+    """In every rank: read the shard and restore it, unless a rank cannot read its own."""
+    shards, problem = dict[str, Tensor](), ""
     try:
-        with open_tensors(path) as pieces:
-            found = {name: learner.load_shard(name, like, partial(pieces.read, name)) for name, like in tensors.items()}
+        with open_tensors(path) as stored:
+            shards = {
+                name: learner.load_shard(name, like, partial(stored.read, name)) for name, like in tensors.items()
+            }
     except (CheckpointError, OSError, SafetensorError) as error:
-        wrong = f"rank {learner.workers.rank} cannot read its share: {error}"
-    if said := [words for words in learner.workers.all_gather(wrong) if words]:
-        raise CheckpointError(said[0])
-    learner.load_shards(found, values)
+        problem = f"rank {learner.workers.rank} cannot read its shard: {error}"
+    if problems := [text for text in learner.workers.all_gather(problem) if text]:
+        raise CheckpointError(problems[0])
+    learner.load_shards(shards, values)

@@ -17,7 +17,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.registry import resolve_environment
 from policygrad.errors import ConfigError, ModelError, RunError
-from policygrad.learners.base import Learner
+from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.adapters import adapter_configs, add_adapters
@@ -368,25 +368,17 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
     if run.learner.world_size > 1:  # torch.distributed takes a while to import
         from policygrad.learners.fsdp.controller import start_fsdp_learner
 
-        samples = run.sampler.engine == LOCAL and not run.max_staleness and placement.sampler is None
+        replicate_policy = run.sampler.engine == LOCAL and not run.max_staleness and placement.sampler is None
         folder = Path(run.output) if run.output else None
         make = partial(
             start_fsdp_learner,
-            samples=samples,
-            streams=run.publishes_sharded,
+            replicate_policy=replicate_policy,
+            stream_weights=run.publishes_sharded,
             folder=folder,
-            places=placement.learner_processes,
+            launcher=placement.learner_processes,
         )
-    return make(
-        model,
-        run.algorithm,
-        lr=run.lr,
-        steps=run.steps,
-        temperature=run.sampling.temperature,
-        config=run.learner,
-        optimizer=run.optimizer,
-        reference=reference,
-    )
+    spec = LearnerSpec(run.algorithm, run.lr, run.steps, run.sampling.temperature, run.learner, run.optimizer)
+    return make(model, spec, reference=reference)
 
 
 def build_learner(learner: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:

@@ -24,6 +24,7 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, RunError
+from policygrad.learners.base import CloseableLearner, DistributedLearner, Learner, LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, recompute_activations
@@ -136,12 +137,8 @@ def build_supervised_learner(
 
     return start_fsdp_learner(
         model,
-        NULL_ALGORITHM,
-        config=config.learner,
-        lr=config.lr,
-        steps=steps,
-        optimizer=config.optimizer,
-        blueprint=None if causal else ModelSkeleton.without_shortcuts(model),
+        LearnerSpec(NULL_ALGORITHM, config.lr, steps, config=config.learner, optimizer=config.optimizer),
+        skeleton=None if causal else ModelSkeleton.without_shortcuts(model),
         folder=Path(config.output) if config.output else None,
     )
 
@@ -293,10 +290,11 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         stack.enter_context(limit_torch_threads(self.model))
         set_trainable(self.model, config.learner.trainable)
         self.learner = build_supervised_learner(self.model, config, len(self.schedule), self.objective.causal)
-        if not isinstance(self.learner, LocalSupervisedLearner):
+        if isinstance(self.learner, CloseableLearner):
+            stack.callback(self.learner.close)
+        if isinstance(self.learner, DistributedLearner):
             from policygrad.training.distributed import ShardedCheckpointIO
 
-            stack.callback(self.learner.close)
             self._sharded_io = ShardedCheckpointIO(self.learner)
         data = [config.data] + ([config.eval_data] if config.eval_data else [])
         self.data_digest = [
@@ -424,7 +422,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
 
     def _gather_weights(self) -> None:
         """Copy the weights of several processes into the model that is saved."""
-        if not isinstance(self.learner, LocalSupervisedLearner):
+        if isinstance(self.learner, Learner):
             copy_weights_(self.learner.publish().tensors, self.model)
 
     @property

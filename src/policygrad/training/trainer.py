@@ -21,9 +21,8 @@ from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.core.metrics import Mean
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, RewardError, RunError
-from policygrad.learners.base import CloseableLearner, Learner
+from policygrad.learners.base import CheckedLearner, CloseableLearner, Learner, ReferenceLearner, SnapshotLearner
 from policygrad.learners.config import SMALL_MODEL_PARAMETERS
-from policygrad.learners.local.learner import LocalLearner, check_learner_state
 from policygrad.models.adapters import describe_adapters
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
@@ -244,14 +243,14 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             raise CheckpointError(f"it has no {min(missing)!r}")
         if not all(isinstance(state[name], int | float) for name in ("position", "tokens", "seconds")):
             raise CheckpointError("its counts are not numbers")
-        if isinstance(self.learner, LocalLearner) or "learner" not in self._python_arguments:
-            check_learner_state(saved.tensors, state["learner"])
+        if isinstance(self.learner, CheckedLearner):
+            self.learner.check_state(saved.tensors, state["learner"])
 
     @property
     def max_snapshot_bytes(self) -> int:
         if self.config.guard.action != "warn":  # any step may have to be undone
             return sys.maxsize
-        return super().max_snapshot_bytes if isinstance(self.learner, LocalLearner) else 0  # elsewhere it may be costly
+        return super().max_snapshot_bytes if isinstance(self.learner, SnapshotLearner) else 0  # elsewhere it may be costly
 
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm
@@ -501,7 +500,7 @@ def collect_run_facts(
     if run.sampler.engine != LOCAL:
         facts["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
     reference = run.algorithm.reference
-    if isinstance(learner, LocalLearner) and reference and reference.model:
+    if isinstance(learner, ReferenceLearner) and reference and reference.model:
         facts["reference"] = f"{reference.model} ({learner.reference_parameters / 1e6:.2f}M parameters)"
     if not resources.has_rewards:
         facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"

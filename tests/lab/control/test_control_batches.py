@@ -36,9 +36,9 @@ def test_a_rollout_as_rows() -> None:
     assert again.finished == pytest.approx((0.5 + 0.6 + 0.7,))
 
 
-def test_whole_episodes_start_afresh_and_end() -> None:
+def test_full_episodes_start_new_and_are_finished() -> None:
     environments = Scripted(SCRIPT)
-    found = Collector(environments, seed=0)(zeros, 3, whole=True)
+    found = Collector(environments, seed=0)(zeros, 3, full_episodes=True)
     assert found.batch.lengths.tolist() == [2, 3, 4]
     assert found.batch.truncated is not None
     assert found.batch.truncated.tolist() == [False, True, False]
@@ -46,8 +46,8 @@ def test_whole_episodes_start_afresh_and_end() -> None:
     assert found.finished == pytest.approx((0.1, 40.6, 0.9))
     collect = Collector(environments, seed=0)
     before = environments.resets
-    collect(zeros, 3, whole=True)
-    collect(zeros, 3, whole=True)
+    collect(zeros, 3, full_episodes=True)
+    collect(zeros, 3, full_episodes=True)
     assert environments.resets == before + 1
 
 

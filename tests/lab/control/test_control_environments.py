@@ -48,7 +48,7 @@ def odd() -> object:
         del gymnasium.registry[name]
 
 
-def test_actions_reach_the_environment_in_its_own_terms(odd: object) -> None:
+def test_actions_are_converted_to_the_environment_s_space(odd: object) -> None:
     environments = GymEnvironments("Odd-v0", 2)
     assert environments.spaces == Spaces(4, 2, True)
     assert environments.reset([0, 1]).tolist() == [[1, 0, 0, 0]] * 2
@@ -85,7 +85,7 @@ def test_refusals(odd: object) -> None:
     for name, words in {
         "CartPol-v1": "did you mean CartPole-v1",
         "OddEndless-v0": "has no time limit.*--max-episode-steps",
-        "OddTuple-v0": "observes Tuple.*FlattenObservation",
+        "OddTuple-v0": "has observations in Tuple.*FlattenObservation",
     }.items():
         with pytest.raises(ValueError, match=words):
             GymEnvironments(name, 1)

@@ -32,7 +32,7 @@ def distributions(
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_distributions_are_torchs(kind: int) -> None:
+def test_distributions_equal_torch_s(kind: int) -> None:
     ours, other, theirs, leaves = distributions()[kind]
     action = theirs.sample()
     pairs = [(ours.logp(action), theirs.log_prob(action)), (ours.entropy(), theirs.entropy())]
@@ -134,7 +134,7 @@ def test_the_gradient_is_that_of_the_literal_clipped_loss(spaces: Spaces) -> Non
         assert expected.abs().max() > 1e-3
 
 
-def test_a_trust_region_looks_where_it_goes() -> None:
+def test_a_trust_region_evaluates_its_steps() -> None:
     p = problem(CONTINUOUS, find_preset("trpo").algorithm)
     before = parameters(p)
     delta = 0.1 * torch.randn(len(before), generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -32,7 +32,7 @@ def run(name: str, steps: int, env: str = "CartPole-v1", seed: int = 0, **settin
 
 
 @pytest.mark.parametrize(("name", "steps"), [("ppo", 9000), ("trpo", 9000), ("a2c", 14000), ("reinforce", 25000)])
-def test_it_learns(name: str, steps: int) -> None:
+def test_control_learns(name: str, steps: int) -> None:
     trained = run(name, steps)
     found = evaluate_control(trained.learner, GymEnvironments("CartPole-v1", 10), 30, seed=1)
     assert len(found.returns) == 30
@@ -91,7 +91,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert cli.main([*words, "--output", str(file)]) == 0
     said = capsys.readouterr().out
     assert "mean return of 3 fresh episodes" in said
-    assert "actions drawn from the policy" in said
+    assert "sampled actions" in said
     assert said.count("steps/s") == 2
     assert cli.main([*words, "--json"]) == 0
     printed, written = json.loads(capsys.readouterr().out), json.loads(file.read_text())

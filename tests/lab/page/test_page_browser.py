@@ -67,7 +67,7 @@ def page(chromium: Browser, file: Path) -> Iterator[Page]:
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_loads_without_an_error_and_fits(chromium: Browser, file: Path, width: int, scheme: str) -> None:
+def test_the_page_loads_without_errors_and_fits(chromium: Browser, file: Path, width: int, scheme: str) -> None:
     page, wrong = opened(chromium, file, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     inside = page.evaluate(
@@ -82,7 +82,7 @@ def test_it_loads_without_an_error_and_fits(chromium: Browser, file: Path, width
     assert wrong == []
 
 
-def test_the_plots_are_there(page: Page) -> None:
+def test_the_page_has_the_plots(page: Page) -> None:
     drawn = {name: page.locator(f"#{name} .curve").count() for name in NAMES}
     assert drawn == {
         "z_score": 4,
@@ -204,7 +204,7 @@ def test_the_numbers_are_a_table_too(page: Page) -> None:
     assert "bound, KL" in details.locator("thead").inner_text()
 
 
-def test_what_was_sampled_is_not_called_unbiased(chromium: Browser, tmp_path: Path) -> None:
+def test_sampled_results_are_marked(chromium: Browser, tmp_path: Path) -> None:
     chosen, place = {name: ALGORITHMS[name] for name in ("rloo", "grpo")}, tmp_path / "sampled.html"
     place.write_text(build_lab_page(build_lab_report(chosen, 8, names=()), chosen), encoding="utf-8")
     page = chromium.new_page()
@@ -221,7 +221,7 @@ def test_what_was_sampled_is_not_called_unbiased(chromium: Browser, tmp_path: Pa
     page.close()
 
 
-def test_a_finger_reads_a_plot(chromium: Browser, file: Path) -> None:
+def test_a_plot_shows_values_on_touch(chromium: Browser, file: Path) -> None:
     page, wrong = opened(chromium, file, 390, touch=True)
     svg = page.locator("#k1_in_loss svg[role=img]")
     svg.scroll_into_view_if_needed()

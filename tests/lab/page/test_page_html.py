@@ -64,7 +64,7 @@ class Tags(HTMLParser):
         self.seen.append((tag, dict(attrs)))
 
 
-def test_it_is_one_file_that_asks_the_network_for_nothing(text: str) -> None:
+def test_the_page_is_one_file_without_network_access(text: str) -> None:
     tags = Tags(text).seen
     assert not [a for tag, a in tags if "src" in a]
     links = [a["href"] for tag, a in tags if "href" in a]
@@ -83,7 +83,7 @@ def test_every_link_leads_to_a_part_of_the_page_and_no_name_is_used_twice(text: 
     assert {a["href"][1:] for _, a in tags if a.get("href", "").startswith("#")} <= set(ids)
 
 
-def test_every_finding_is_there(found: LabReport, text: str) -> None:
+def test_the_page_shows_every_finding(found: LabReport, text: str) -> None:
     plots = embedded(text)["plots"]
     for finding in found.findings:
         assert str(render_math(finding.sentence)) in text
@@ -97,7 +97,7 @@ def test_every_experiment_has_a_section_and_every_plot_an_experiment() -> None:
     assert set(PLOTS) <= set(EXPERIMENTS)
 
 
-def test_what_others_named_is_escaped_and_measured_like_the_rest(text: str) -> None:
+def test_custom_names_are_escaped(text: str) -> None:
     assert NASTY not in text
     data = embedded(text)
     row = next(row for row in data["algorithms"] if row["name"] == NASTY)
@@ -132,7 +132,7 @@ def test_families() -> None:
     assert {name: classify_algorithm(name, ALGORITHMS[name]) for name in names} == names
 
 
-def test_curves_of_a_finding_that_no_plot_is_written_for_are_drawn_all_the_same() -> None:
+def test_findings_without_a_plot_get_a_default_plot() -> None:
     finding = Finding("new", "c", True, "s", {}, curves={"x": (2.0, 1.0), "a_b": (4.0, 3.0)})
     drawn = choose_plot(finding).to_data(finding)
     assert drawn["x"] == {"label": "x", "values": [1.0, 2.0], "log": False}

@@ -1,7 +1,7 @@
-"""The learner of rank 0, which runs the training: every call is told to the other processes first, and done by all at once.
+"""Rank 0's learner, which sends every call to the other ranks and executes it with them.
 
-There is one loop, in one process. Whatever hangs on the clock, on signals, files, rewards or an engine is decided there, so that
-the processes cannot come apart.
+The training loop runs in rank 0 alone. Whatever depends on the clock, on signals, files, rewards or an engine is decided there, so
+the ranks cannot diverge.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,264 +23,244 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics
 from policygrad.errors import ConfigError, HangError, PolicygradError, RunError
-from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.base import LearnerSpec
+from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, WorkerLauncher, check_devices
 from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
 from policygrad.learners.fsdp.torchrun import resolve_world_size
 from policygrad.learners.fsdp.watchdog import ControlStore
-from policygrad.learners.local.learner import check_vocabulary_sizes
+from policygrad.learners.local.learner import check_learner_state, check_vocabulary_sizes
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.moe_routing import Routing
 from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SIGNALS
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
-# What is published where no process has the policy: its parameters, gathered one by one, and its logits.
+T = TypeVar("T")
+SYMMETRIC_ERRORS = (PolicygradError, KeyError)
+"""Errors that every rank raises alike, from data that all have; the ranks stay in sync."""
+_HINT = "train in one process (learner.world_size=1)"
 
 
-class VersionedCall(Protocol):
-    """Does something in every process, with weights of one version alone."""
-
-    def __call__(self, version: int, method: Any, *args: Any) -> Any:
-        """What it comes to here. Raises StaleWeightsError where the weights are others."""
-        ...
-
-
-def publish_lazily(
-    call_at_version: VersionedCall, version: int, tensor_specs: Mapping[str, Tensor]
-) -> PublishedWeights:
-    """likes: the parameters on the meta device, as they are to be published."""
-
-    def gather(name: str) -> Tensor:
-        parameter: Tensor = call_at_version(version, FsdpLearner.gather_parameter, name, tensor_specs[name].dtype)
-        return parameter
-
-    def logits(ids: Tensor) -> Tensor:
-        output: Tensor = call_at_version(version, FsdpLearner.compute_logits, ids)
-        return output
-
-    return PublishedWeights(version, LazyStateDict(tensor_specs, gather), logits)
-
-
-# What is not spread over several processes: refused at the beginning, with the way out.
-
-_ONE = "let one process learn (learner.world_size 1)"
-
-
-def check_fsdp_options(config: LearnerConfig, algorithm: Algorithm | None = None) -> None:
-    """Raises ConfigError for the first option that several processes cannot share."""
-    if (ranks := resolve_world_size(config.world_size)) % config.tensor_parallel:
+def check_fsdp_options(config: LearnerConfig) -> None:
+    """Raise ConfigError for the first option that several processes do not support."""
+    if (size := resolve_world_size(config.world_size)) % config.tensor_parallel:
         raise ConfigError(
-            f"learner.tensor_parallel {config.tensor_parallel} of {ranks} processes (learner.world_size) share a layer: give a divisor of that, as "
-            f"in --learner.world-size {config.tensor_parallel} --learner.tensor-parallel {config.tensor_parallel}"
+            f"learner.tensor_parallel={config.tensor_parallel} does not divide learner.world_size={size}: choose a divisor"
         )
     if config.world_size == 1:
         return
-    options = {
+    unsupported = {
         "learner.lora with bits=4": config.adapters is not None and config.adapters.bits is not None,
-        f"learner.device {config.device}, one GPU for all,": config.device.startswith("cuda:"),
+        f"learner.device={config.device}, one GPU for all ranks,": config.device.startswith("cuda:"),
     }
-    for what in (what for what, holds in options.items() if holds):
+    for option in (option for option, is_set in unsupported.items() if is_set):
         raise ConfigError(
-            f"{what} is not for several processes, and learner.world_size is {config.world_size}: leave it away, or {_ONE}"
+            f"{option} does not work with learner.world_size={config.world_size}: leave it out, or {_HINT}"
         )
 
 
 def check_shardable(model: nn.Module) -> None:
-    """Raises ConfigError for weights that cannot be cut into shares."""
+    """Raise ConfigError for weights that cannot be sharded."""
     if getattr(model, "is_quantized", False):
         raise ConfigError(
-            f"the model's weights are quantised, and are not spread over several processes: take them as they are, or {_ONE}"
+            f"the model's weights are quantised and cannot be sharded: use unquantised weights, or {_HINT}"
         )
 
 
-T = TypeVar("T")
-SYMMETRIC_ERRORS = (PolicygradError, KeyError)
-"""What is raised in all processes alike, from what all of them know: they go on listening."""
-
-
 class FsdpController:
-    """As `LocalLearner`, with as many processes as `ranks` has."""
+    """A learner in several processes, with the interface of `LocalLearner`."""
 
     def __init__(
         self,
-        ranks: WorkerGroup,
-        plan: FsdpSpec,
+        workers: WorkerGroup,
+        spec: FsdpSpec,
         model: nn.Module,
         reference: nn.Module | None,
         folder: Path | None = None,
     ) -> None:
-        self._workers, self._in_sync, self._lock, self.samples = ranks, True, threading.Lock(), plan.samples
-        self._tensor_specs: dict[str, Tensor] | None = None  # of what is gathered one by one
-        ranks.watchdog.start(plan.config.hang_timeout, folder)
+        """Use `FsdpController.of` instead, which makes the specification."""
+        self._workers, self._in_sync, self._lock = workers, True, threading.Lock()
+        self._tensor_specs: dict[str, Tensor] | None = None  # of weights that are gathered on demand
+        self.replicates_policy = spec.replicate_policy
+        workers.watchdog.start(spec.learner.config.hang_timeout, folder)
         with self.collective("making the learner"):
-            ranks.broadcast_object(plan)
-            self._learner = FsdpLearner(ranks, plan, model, reference)
+            workers.broadcast_object(spec)
+            self._learner = FsdpLearner(workers, spec, model, reference)
 
     @classmethod
     def of(
         cls,
-        ranks: WorkerGroup,
+        workers: WorkerGroup,
         model: nn.Module,
-        algorithm: Algorithm,
+        spec: LearnerSpec,
         *,
-        lr: float | None,
-        steps: int,
-        temperature: float = 1.0,
-        config: LearnerConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
         reference: nn.Module | None = None,
-        samples: bool = False,
-        streams: bool = False,
+        replicate_policy: bool = False,
+        stream_weights: bool = False,
         folder: Path | None = None,
-        blueprint: ModelSkeleton | None = None,
+        skeleton: ModelSkeleton | None = None,
     ) -> Self:
-        """The arguments are those of `LocalLearner`. `model` stays whole in this process: `publish` writes the weights into it.
-        samples: it is whole in all of them, for each to draw with. streams: in none of them: `model` is left without its numbers,
-        on the meta device, and what `publish` gives is gathered one by one. folder: the run's, where the stacks of processes that
-        hang go. blueprint: the model's, where it is no causal language model.
+        """Shard a model over the ranks; `publish` writes the weights back into it.
+
+        Args:
+            reference: The model that `Reference.model` names, loaded.
+            replicate_policy: Keep the full policy in every rank, to sample with.
+            stream_weights: Keep the full policy in no rank: `model` is moved to the meta device, and published weights are
+                gathered one by one.
+            folder: The run's folder, for the stacks of ranks that hang.
+            skeleton: The model's skeleton, if it is no causal language model.
 
         Raises:
-            ConfigError: what several processes cannot share yet.
+            ConfigError: something that several processes do not support.
         """
-        config = config or LearnerConfig()
-        check_fsdp_options(config, algorithm)
+        algorithm, config = spec.algorithm, spec.config
+        check_fsdp_options(config)
         check_shardable(model)
         check_tensor_parallel(model, config.tensor_parallel, algorithm)
         if config.routing_replay:
-            Routing.for_model(model)  # what listens to the routers is a part of the blueprint
-        skeleton = ModelSkeleton.of(model, temperature) if blueprint is None else blueprint
-        reads_reference, adapterless = (
-            "logp_ref" in algorithm.needs,
-            reference is None and _is_reference_adapterless(model, algorithm),
-        )
-        reference_skeleton = None if not reads_reference or adapterless else skeleton
+            Routing.for_model(model)  # before pickling: its hooks on the routers are part of the skeleton
+        skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
+        reads_reference = "logp_ref" in algorithm.needs
+        adapterless = reads_reference and reference is None and _is_reference_adapterless(model, algorithm)
+        reference_skeleton = skeleton if reads_reference and not adapterless else None
         if reads_reference and reference is not None:
             check_vocabulary_sizes(algorithm, reference, model)
-            reference_skeleton = ModelSkeleton.of(reference, temperature)
-        plan = FsdpSpec(
+            reference_skeleton = ModelSkeleton.of(reference, spec.temperature)
+        # OMP_NUM_THREADS is the threads of each rank (torchrun sets it); otherwise the ranks share this machine's
+        threads = (
+            torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else torch.get_num_threads() // workers.size
+        )
+        fsdp = FsdpSpec(
+            learner=spec,
             policy=skeleton,
             reference=reference_skeleton,
-            adapterless_reference=reads_reference and adapterless,
-            algorithm=algorithm,
-            lr=lr,
-            steps=steps,
-            temperature=temperature,
-            config=config,
-            optimizer=optimizer or OptimizerConfig(),
+            adapterless_reference=adapterless,
             device=next(model.parameters()).device.type,
-            threads=_threads(ranks.size),
-            samples=samples,
-            streams=streams,
+            threads=max(1, threads),
+            replicate_policy=replicate_policy,
+            stream_weights=stream_weights,
         )
-        controller = cls(ranks, plan, model, model if reference is None else reference, folder)
-        if streams:
+        controller = cls(workers, fsdp, model, model if reference is None else reference, folder)
+        if stream_weights:
             move_to_meta(model)
             controller._tensor_specs = {name: p.detach() for name, p in model.named_parameters()}
         return controller
 
     @property
     def world_size(self) -> int:
-        """Processes that learn."""
+        """Number of processes."""
         return self._workers.size
 
     @property
     def reference_parameters(self) -> int:
-        """Of the reference, in all processes together; 0 without one."""
+        """Parameters of the reference in all processes together; 0 without one."""
         return self._learner.reference_parameters
 
     @property
     def version(self) -> int:
-        """How many updates made the weights."""
+        """Number of updates that made the weights."""
         return self._learner.version
 
     @property
     def not_finite(self) -> str:
-        """As `LocalLearner.not_finite`."""
+        """Where the last trust-region gradient or Fisher product was not finite, as text; empty if nowhere."""
         return self._learner.not_finite
 
     @property
     def lr(self) -> float | None:
-        """As `LocalLearner.lr`."""
+        """The policy's peak learning rate, as in `LocalLearner.lr`."""
         return self._learner.lr
 
     @lr.setter
     def lr(self, value: float) -> None:
         self._call(FsdpLearner.set_lr, value)
 
-    def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """As `LocalLearner.evaluate`."""
-        with defer_signals():  # in a rollout, which a signal ends at once
-            return self._call(FsdpLearner.evaluate, batch, needs)
-
-    def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """One rollout's updates; the metrics are those of the whole batch."""
-        return self._call(FsdpLearner.update, batch, psi, algorithm)
-
-    def publish(self) -> PublishedWeights:
-        """The model's own tensors, with the weights as they are; or such as are gathered one by one, as long as they are."""
-        if self._tensor_specs is None:
-            return self._call(FsdpLearner.publish)
-        return publish_lazily(self._call_at_version, self.version, self._tensor_specs)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Gathered: that of one process."""
-        return self._call(FsdpLearner.state)
-
     @property
     def state_values(self) -> dict[str, Any]:
-        """The state's values alone, which this process has."""
+        """The state's JSON values without its tensors."""
         return self._learner.state_values()
-
-    def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
-        """A function of the learner's share and of these arguments, in every process; what it returns in this one. A signal waits
-        until all are through."""
-        with defer_signals():
-            return self._call(function, *args)
-
-    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """The state of a checkpoint, of whatever number of processes."""
-        with self.collective("restore") as ranks:
-            ranks.broadcast_object((FsdpLearner.restore, ({n: t.to("meta") for n, t in tensors.items()}, values)))
-            self._learner.restore(tensors, values)
 
     @property
     def store(self) -> ControlStore:
-        """To the other processes."""
+        """The key-value store of the ranks."""
         return self._workers.store
 
     @property
     def failure_reason(self) -> str:
-        """In words, that another process has ended or does not answer; empty where nobody knows of any."""
-        diverged = "" if self._in_sync else "the processes that learn together have come apart"
+        """Why the ranks can no longer work together: one has exited or does not answer; empty if none is known to."""
+        diverged = "" if self._in_sync else "the processes that learn together are no longer in sync"
         return self._workers.exit_message or self._workers.watchdog.unresponsive or diverged
 
+    def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        """Fill the Batch fields named in `needs`."""
+        with defer_signals():  # during a rollout a signal would interrupt at once
+            return self._call(FsdpLearner.evaluate, batch, needs)
+
+    def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
+        """Update the weights on one rollout; the metrics are those of the full batch."""
+        return self._call(FsdpLearner.update, batch, psi, algorithm)
+
+    def publish(self) -> PublishedWeights:
+        """Return the weights: in the model's own tensors, or gathered one by one while this version lasts."""
+        if self._tensor_specs is None:
+            return self._call(FsdpLearner.publish)
+        version, specs = self.version, self._tensor_specs
+
+        def gather(name: str) -> Tensor:
+            return self._call(FsdpLearner.gather_parameter, name, specs[name].dtype, version=version)
+
+        def logits(ids: Tensor) -> Tensor:
+            return self._call(FsdpLearner.compute_logits, ids, version=version)
+
+        return PublishedWeights(version, LazyStateDict(specs, gather), logits)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Gather the state, in the form of one process's."""
+        return self._call(FsdpLearner.state)
+
+    def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for an incomplete state."""
+        check_learner_state(tensors, values)
+
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load the state of a checkpoint written by any number of processes."""
+        with self.collective("restore") as workers:
+            workers.broadcast_object((FsdpLearner.restore, ({n: t.to("meta") for n, t in tensors.items()}, values)))
+            self._learner.restore(tensors, values)
+
+    def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function of each rank's learner and of `args` in every rank, with signals held; return this rank's result."""
+        with defer_signals():
+            return self._call(function, *args)
+
     def close(self) -> None:
-        """The other processes end."""
+        """End the other ranks."""
         self._workers.close(self._in_sync)
         self._in_sync = False
 
-    def _call(self, method: Callable[..., T], *args: Any) -> T:
-        return self._call_at_version(None, method, *args)
-
-    def _call_at_version(self, version: int | None, method: Callable[..., T], *args: Any) -> T:
-        """In every process, with weights of this version, None = any. Raises StaleWeightsError where they are others."""
-        with self.collective(method.__name__) as ranks:
+    def _call(self, method: Callable[..., T], *args: Any, version: int | None = None) -> T:
+        """Call a method of every rank's learner. Raises StaleWeightsError unless the weights have `version` (None = any)."""
+        with self.collective(method.__name__) as workers:
             if version not in (None, self.version):
                 raise StaleWeightsError(
-                    f"the weights of version {version} have passed: the learner has those of {self.version}"
+                    f"the weights of version {version} are gone: the learner has those of version {self.version}"
                 )
-            ranks.broadcast_object((method, args))
+            workers.broadcast_object((method, args))
             return method(self._learner, *args)
 
     @contextmanager
     def collective(self, operation: str) -> Iterator[WorkerGroup]:
-        """Around what all processes do: within, they are told (a function of their learner and its arguments), and it is done here
-        too. What breaks it off here leaves the others where they are, and there is no way on."""
-        with self._lock:  # a rollout in another thread may ask something meanwhile
+        """Enclose an operation of all ranks: a message (function, its arguments) to the others, and the same call here.
+
+        An error here that the others do not raise leaves them in the operation, so that nothing can follow it.
+        """
+        with self._lock:  # a rollout in another thread may call at the same time
             if not self._in_sync:
-                raise RunError(f"{operation}: the processes that learn together have come apart, see the error before")
+                raise RunError(
+                    f"{operation}: the processes that learn together are no longer in sync, see the error before"
+                )
             try:
                 with self._workers.watchdog.watch_collective(operation):
                     yield self._workers
@@ -294,46 +274,44 @@ class FsdpController:
                 if not lost:
                     raise
                 raise RunError(
-                    f"{self._workers.wait_for_exit() or lost}, in the midst of {operation!r}: what it said stands above"
+                    f"{self._workers.wait_for_exit() or lost}, during {operation!r}: its output is above"
                 ) from error
 
 
 def _is_reference_adapterless(model: nn.Module, algorithm: Algorithm) -> bool:
-    """Whether the policy without its adapters is π_ref for good, and nothing asks for both at once, or for a second one."""
+    """Return whether π_ref stays the policy without its adapters, and no part needs both at once or a second one."""
     given = algorithm.reference
-    renewed = given is not None and (given.refresh_every is not None or given.refresh_after_stall is not None)
-    second = algorithm.reward_model is not None or "kl_ref" in algorithm.forward_needs
-    return is_initial_adapter(model) and not renewed and not second
+    refreshes = given is not None and (given.refresh_every is not None or given.refresh_after_stall is not None)
+    needs_both = algorithm.reward_model is not None or "kl_ref" in algorithm.forward_needs
+    return is_initial_adapter(model) and not refreshes and not needs_both
 
 
 def start_fsdp_learner(
-    model: nn.Module, algorithm: Algorithm, *, config: LearnerConfig, places: WorkerLauncher | None = None, **how: Any
+    model: nn.Module, spec: LearnerSpec, *, launcher: WorkerLauncher | None = None, **options: Any
 ) -> FsdpController:
-    """A `FsdpController` with processes of its own, `config.ranks` of them, or with torchrun's; `close` ends them. places: where
-    they are; None = on this machine."""
-    check_fsdp_options(config, algorithm)
-    if places is None:
-        check_devices(next(model.parameters()).device.type, config.world_size)
-    ranks = WorkerGroup.start(config.world_size, places)
+    """Start `spec.config.world_size` ranks, or join torchrun's, and make their learner; `close` ends them.
+
+    Args:
+        launcher: Starts the ranks; None = on this machine.
+        options: Those of `FsdpController.of`.
+    """
+    check_fsdp_options(spec.config)
+    if launcher is None:
+        check_devices(next(model.parameters()).device.type, spec.config.world_size)
+    workers = WorkerGroup.start(spec.config.world_size, launcher)
     try:
-        return FsdpController.of(ranks, model, algorithm, config=config, **how)
+        return FsdpController.of(workers, model, spec, **options)
     except BaseException as error:
-        ranks.close(isinstance(error, SYMMETRIC_ERRORS))
+        workers.close(isinstance(error, SYMMETRIC_ERRORS))
         raise
 
 
-def _threads(size: int) -> int:
-    """This machine's between the processes, unless OMP_NUM_THREADS says how many each has (as torchrun lets it)."""
-    available = torch.get_num_threads()
-    return available if "OMP_NUM_THREADS" in os.environ else max(1, available // size)
-
-
 def describe_lost_connection(error: BaseException) -> str:
-    """In words, that a connection to another process has gone; empty where the error is another."""
+    """Return that the connection to another rank was lost, as text; empty for any other error."""
     is_lost = isinstance(error, RuntimeError) and any(
         word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection")
     )
-    return f"another of the processes that learn together has ended ({str(error).splitlines()[0]})" if is_lost else ""
+    return f"one of the processes that learn together has exited ({str(error).splitlines()[0]})" if is_lost else ""
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""Curvature of a policy that is spread over processes: θ and every direction are, too.
-
-A push through J is a forward pass in which every unit, when it is gathered, has its part of the direction gathered beside it. A
-pull through Jᵀ is FSDP's own way back, which sums over the processes. To look at another θ the shares are moved there, and back.
-"""
+"""What the ranks compute together beyond a gradient: Fisher products, exact score norms, and the division of micro-batches."""
 
 from __future__ import annotations
 
@@ -38,17 +34,25 @@ from policygrad.learners.local.score_norms import Norms, ScoreNorms, pack_singly
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention, copy_weights, full_tensor, local_tensor
 
+T = TypeVar("T")
+PACKING_SLACK = 1.1
+"""Token limit of a smaller micro-batch over the mean: packs are never quite full, and a shared prefix counts in each."""
 _COMPARED = frozenset({"entropy", "kl_old"})
+_HINT = "train in one process (learner.world_size=1), or choose an algorithm of gradient steps, such as grpo"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedCurvature(Curvature):
-    """As `Curvature`, with vectors of which each process has a share. `networks.old` is the policy as it is, a model of its own."""
+    """Curvature of a sharded policy, with sharded vectors; `networks.old` is a model of its own with the current weights.
+
+    J v is a forward pass in which every unit, when it is gathered, gathers its part of v too. Jᵀ w is FSDP's backward pass, which
+    sums over the ranks. To evaluate another θ the shards are moved there and back.
+    """
 
     units: Sequence[FsdpUnit]
 
     def verify(self) -> Curvature:
-        """Itself, if ⟨Jv, Jv⟩ = ⟨Jᵀ(Jv), v⟩ on a made-up text.
+        """Return self if ⟨Jv, Jv⟩ = ⟨Jᵀ(Jv), v⟩ on a synthetic text.
 
         Raises:
             ConfigError: it is not, or an operation of the model has no forward mode.
@@ -58,30 +62,28 @@ class ShardedCurvature(Curvature):
             torch.Generator().manual_seed(0),
             [local_tensor(p.detach()) for p in optimizer.masters.values()],
         )
-        sizes = [float(p.std(correction=0)) + 1e-3 if p.numel() else 0.0 for p in shards]
-        directions = [torch.randn(p.numel(), generator=generator) * size for p, size in zip(shards, sizes, strict=True)]
+        scales = [float(p.std(correction=0)) + 1e-3 if p.numel() else 0.0 for p in shards]
+        directions = [torch.randn(p.numel(), generator=generator) * x for p, x in zip(shards, scales, strict=True)]
         v = torch.cat([x.to(p) for x, p in zip(directions, shards, strict=True)])
         try:
             states, change = self._jvp_states(part, optimizer.split(v))
         except NotImplementedError as error:
             raise ConfigError(
-                f"an operation of the model has no forward mode, which a trust region of several processes needs ({error}): let "
-                "one process learn (learner.world_size 1), or take an algorithm of gradient steps, such as grpo"
+                f"a trust region in several processes needs forward-mode derivatives, which an operation of the model lacks "
+                f"({error}): {_HINT}"
             ) from error
         with torch.enable_grad(), self.networks.backward_mode():
             torch.autograd.backward(self._root(lambda: (self._states(part) * change).sum()))
         optimizer.accumulate_master_grads()
-        summed = self.networks.division.all_reduce
-        pulled, processes = optimizer.pop_flat_gradient(), float(summed(torch.ones(1)))
-        forward_product, reverse_product = (
-            float(change.double().square().sum()),
-            float(summed((pulled @ v).cpu())) / processes,
-        )
-        coarse = states.dtype not in (torch.float32, torch.float64)
-        if not abs(forward_product - reverse_product) <= (0.1 if coarse else 1e-3) * forward_product:
+        all_reduce = self.networks.division.all_reduce
+        pulled, processes = optimizer.pop_flat_gradient(), float(all_reduce(torch.ones(1)))
+        forward_product = float(change.double().square().sum())
+        reverse_product = float(all_reduce((pulled @ v).cpu())) / processes
+        tolerance = 1e-3 if states.dtype in (torch.float32, torch.float64) else 0.1
+        if not abs(forward_product - reverse_product) <= tolerance * forward_product:
             raise ConfigError(
-                "an operation of the model has another derivative in forward mode than in reverse mode, so that a product with the "
-                "Fisher matrix would be none: let one process learn (learner.world_size 1), or take an algorithm of gradient steps"
+                "an operation of the model has different derivatives in forward and reverse mode, so Fisher products would be "
+                f"wrong: {_HINT}"
             )
         return self
 
@@ -90,18 +92,20 @@ class ShardedCurvature(Curvature):
         return cast(Callable[..., Any], self.units[-1].module)
 
     def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        def moving(name: str, p: Tensor) -> Tensor:
+        def add_tangent(name: str, p: Tensor) -> Tensor:
             return make_dual(p.detach(), full_tensor(tangents[name]).to(p.dtype)) if name in tangents else p
 
-        with PlainAttention(), torch.no_grad(), forward_ad.dual_level(), swap_when_called(self.units, moving):
+        with PlainAttention(), torch.no_grad(), forward_ad.dual_level(), swap_when_called(self.units, add_tangent):
             return unpack_dual(self._root(lambda: self._states(part)))
 
     def _product(self, part: Pack, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool) -> None:
         _, change = self._jvp_states(part, tangents)
-        places = self._head_slots()
-        ours = {place.name: full_tensor(tangents[place.name]) for place in places if place.name in tangents}
+        head = self.networks.policy.network.head
+        head_modules = set() if head is None else set(head.modules())
+        slots = [slot for slot in self.units[-1].slots if slot.module in head_modules]  # full while the root is called
+        head_tangents = {slot.name: full_tensor(tangents[slot.name]) for slot in slots if slot.name in tangents}
         with self.networks.backward_mode():
-            product = partial(self._product_surrogate, part, change, (places, ours), weight, sampled)
+            product = partial(self._product_surrogate, part, change, (slots, head_tangents), weight, sampled)
             torch.autograd.backward(self._root(product))
 
     def _product_surrogate(
@@ -112,16 +116,17 @@ class ShardedCurvature(Curvature):
         weight: Tensor,
         sampled: bool,
     ) -> Tensor:
-        """[] whose gradient is Jᵀ(middle)Jv. head: where its parameters stand, and their tangents."""
-        traced, shares = self._states(part), weight[part.mask]
+        """Return a scalar whose gradient is Jᵀ H J v, with H the output Hessian; `head` is its slots and their tangents."""
+        traced, weights = self._states(part), weight[part.mask]
         chunks = list(self._chunks(part, traced))
         total = traced.new_zeros(())
         for which, index, tokens, order in chunks:
-            one = partial(
-                self._chunk_surrogate, index=index, tokens=tokens, weight=shares[order], sampled=sampled, head=head
+            surrogate = partial(
+                self._chunk_surrogate, index=index, tokens=tokens, weight=weights[order], sampled=sampled, head=head
             )
-            given = (traced[which], change[which])
-            total = total + (one(*given) if len(chunks) == 1 else checkpoint(one, *given, use_reentrant=False))
+            inputs = (traced[which], change[which])
+            recompute = len(chunks) > 1
+            total = total + (checkpoint(surrogate, *inputs, use_reentrant=False) if recompute else surrogate(*inputs))
         return total
 
     def _chunk_surrogate(
@@ -135,27 +140,21 @@ class ShardedCurvature(Curvature):
         sampled: bool,
         head: tuple[Sequence[ParameterSlot], Mapping[str, Tensor]],
     ) -> Tensor:
-        places, tangents = head
+        slots, tangents = head
 
-        def moving(name: str, p: Tensor) -> Tensor:
+        def add_tangent(name: str, p: Tensor) -> Tensor:
             return make_dual(p.detach(), tangents[name].to(p.dtype)) if name in tangents else p
 
         with torch.no_grad():
-            with forward_ad.dual_level(), swap_parameters(places, moving):
+            with forward_ad.dual_level(), swap_parameters(slots, add_tangent):
                 logits, tangent = unpack_dual(self._head(make_dual(states.detach(), change)))
             cotangent = output_hessian_product(logits, tangent, index, tokens, weight.to(logits.dtype), sampled)
         return (self._head(states) * cotangent).sum()
 
-    def _head_slots(self) -> list[ParameterSlot]:
-        """Where the parameters of the head stand: in the root, which has them as a whole while it is called."""
-        head = self.networks.policy.network.head
-        modules = set() if head is None else set(head.modules())
-        return [place for place in self.units[-1].slots if place.module in modules]
-
     @contextmanager
     def _shifted(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
         policy, optimizer, old = self.networks.policy, self.networks.optimizer, self.networks.old
-        assert old is not None  # `FsdpLearner.update` remembers it
+        assert old is not None  # `FsdpLearner.update` has made it
         for master, change in zip(optimizer.masters.values(), optimizer.split(delta).values(), strict=True):
             master.add_(change)
         try:
@@ -165,15 +164,13 @@ class ShardedCurvature(Curvature):
             copy_weights(old.model, policy.model)
 
 
-# Exact score norms under a model that is spread over processes: completions are dealt out, one at a time to each.
-#
-# A completion's gradient is never summed over the processes. It is squared where it comes up, a parameter after another, and
-# let go.
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedScoreNorms(ScoreNorms):
-    """As `ScoreNorms`. Memory: the gradient of a layer, as a whole."""
+    """Exact score norms under a sharded model: each rank takes a completion at a time.
+
+    A completion's gradient is not summed over the ranks: each parameter's is squared as it appears, then freed. Memory: one full
+    layer's gradient.
+    """
 
     units: Sequence[FsdpUnit]
 
@@ -199,48 +196,44 @@ class ShardedScoreNorms(ScoreNorms):
 
     @contextmanager
     def _accumulate_squares(self) -> Iterator[Tensor]:
-        """[] to which each way back within adds Σ g² of the parameters that count; no gradient is left behind."""
+        """Yield a scalar to which each backward pass adds Σ g² of the chosen parameters; gradients are freed."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         seen, handles = dict[int, Tensor](), list[RemovableHandle]()
 
-        def see(name: str, p: Tensor) -> None:  # FSDP keeps one object for each whole parameter
+        def observe(name: str, p: Tensor) -> None:  # FSDP reuses one object for each full parameter
             if id(p) in seen or not p.requires_grad:
                 return
 
-            def arrived(p: Tensor) -> None:
+            def add_square(p: Tensor) -> None:
                 assert p.grad is not None
                 if name in self.parameters:
                     total.add_(at_least_float32(p.grad).square().sum())
                 p.grad = None
 
             seen[id(p)] = p
-            handles.append(p.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+            handles.append(p.register_post_accumulate_grad_hook(add_square))  # type: ignore[no-untyped-call]
 
         try:
-            with observe_parameters(self.units, see):
+            with observe_parameters(self.units, observe):
                 yield total
         finally:
             for handle in handles:
                 handle.remove()
 
 
-# An update's micro-batches dealt out to processes, which take equally many: what one gathers and sums, all must.
-
-T = TypeVar("T")
-PACKING_SLACK = 1.1
-"""Tokens of a smaller micro-batch over the mean: none is ever quite full, and what two share is computed in both."""
-
-
 @dataclass(frozen=True, eq=False)
 class FsdpWorkDivision(WorkDivision):
-    """All processes have the same batch, and each knows what the others do."""
+    """Deals an update's micro-batches out to the ranks, equally many to each, since all must gather and sum equally often.
+
+    Every rank has the same batch and knows what the others do.
+    """
 
     workers: WorkerGroup
     mesh: DeviceMesh
     compute_dtype: torch.dtype | None
-    """What a backbone computes in, where that is not what its weights are kept in."""
+    """Precision of a backbone's passes, if lower than that of its weights."""
     tensor_parallel: int = 1
-    """Neighbouring processes that compute the same."""
+    """Number of neighbouring ranks that compute the same."""
 
     def divide(
         self,
@@ -249,54 +242,45 @@ class FsdpWorkDivision(WorkDivision):
         dummy_pass: Callable[[Pack], object],
         tokens: Callable[[T], int] | None = None,
     ) -> Iterator[T]:
-        """Smaller ones where that gives each process equally many."""
+        """Divide micro-batches, smaller ones if that gives each rank equally many."""
         count: Callable[[Any], int] = count_nodes if tokens is None else tokens
-        return self.distribute(
-            iter(_equalise_counts(make_packs, budget, self.workers.size // self.tensor_parallel, count)), dummy_pass
-        )
+        size = self.workers.size // self.tensor_parallel
+        packs = list(make_packs(budget))
+        slots = -(-len(packs) // size) * size
+        if len(packs) != slots:
+            smaller = list(make_packs(ceil(PACKING_SLACK * sum(map(count, packs)) / slots)))
+            packs = smaller if len(smaller) <= slots else packs
+        return self.distribute(iter(packs), dummy_pass)
 
     def distribute(self, packs: Iterator[T], dummy_pass: Callable[[Pack], object]) -> Iterator[T]:
-        """As cards are dealt; then the passes for the sake of those that have one more."""
-        rank, size, dealt = (
-            self.workers.rank // self.tensor_parallel,
-            self.workers.size // self.tensor_parallel,
-            list(packs),
-        )
-        mine = dealt[rank::size]
+        """Deal out round-robin; a rank with fewer makes dummy passes."""
+        rank, size = self.workers.rank // self.tensor_parallel, self.workers.size // self.tensor_parallel
+        all_packs = list(packs)
+        mine = all_packs[rank::size]
         yield from mine
-        for _ in range(-(-len(dealt) // size) - len(mine)):
+        for _ in range(-(-len(all_packs) // size) - len(mine)):
             dummy_pass(_minimal_pack())
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self.workers.rank % self.tensor_parallel:  # of those that compute the same one counts
+        if self.workers.rank % self.tensor_parallel:  # count one of the ranks that compute the same
             x.zero_()
         return self.workers.all_reduce(x)
 
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
-        """In the order of the processes."""
+        """Merge the ranks' metrics, in their order."""
         plain = {n: type(m)(*(float(getattr(m, f.name)) for f in fields(m))) for n, m in metrics.items()}
         return merge(*self.workers.all_gather(plain)[:: self.tensor_parallel])
 
     def shard(self, network: nn.Module) -> nn.Module:
-        """A network that every process has built, with the numbers that rank 0 has drawn. A head alone stays in float32."""
+        """Shard a network that every rank has built, with rank 0's initial weights. A head without backbone stays in float32."""
         for p in network.parameters():
             p.data.copy_(self.workers.broadcast_tensor(p if self.workers.rank == 0 else None, p, p.device))
         apply_fsdp(network, self.mesh, self.compute_dtype if hasattr(network, "backbone") else None)
         return network
 
 
-def _equalise_counts(made: Callable[[int], Iterator[T]], budget: int, size: int, tokens: Callable[[T], int]) -> list[T]:
-    """In as many turns as micro-batches of the budget take, but smaller ones where some would have none in the last turn."""
-    packs = list(made(budget))
-    places = -(-len(packs) // size) * size
-    if len(packs) == places:
-        return packs
-    smaller = list(made(ceil(PACKING_SLACK * sum(map(tokens, packs)) / places)))
-    return smaller if len(smaller) <= places else packs
-
-
 def _minimal_pack() -> Pack:
-    """The smallest micro-batch: one token after another."""
+    """Make the smallest micro-batch: a single predicted token."""
     one, token = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     batch = Batch(mask=token == 0, group=one, reward=torch.zeros(1), tokens=token, prompts=(one,))
     return next(pack_micro_batches(batch, one, 1))

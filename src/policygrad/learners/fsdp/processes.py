@@ -1,7 +1,7 @@
-"""The processes that learn together: those that this one starts, or that torchrun has started; and what they tell each other.
+"""The processes that learn together, started by rank 0 or by torchrun, and how they communicate.
 
-Rank 0 is in command: it alone runs a training, and tells the others what to do. What it says goes over a group of its own, on the
-CPU, where they may wait as long as a rollout takes; tensors go over torch's default group.
+Rank 0 controls: it alone runs the training and tells the other ranks what to do. Its messages go through a gloo group with a
+timeout of 30 days, since the others wait as long as a rollout takes; tensors go through torch's default group.
 """
 
 from __future__ import annotations
@@ -23,61 +23,56 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from policygrad.errors import ConfigError, RunError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
 from policygrad.learners.fsdp.watchdog import ControlStore, Watchdog
 from policygrad.utils.user_code import FILE_MODULE
 
-# The processes of rank 1 and above, as rank 0 starts and ends them; they end with it, however it ends.
-
+LOCALHOST = "127.0.0.1"
+CONTROL_TIMEOUT = timedelta(days=30)
+"""How long a rank waits for the next message: a rollout or an evaluation may take any time."""
+EXIT_TIMEOUT = 10.0
+"""Seconds that workers have to exit by themselves."""
+MAX_LOCAL_PROCESSES = 16
+"""Processes that any machine may start; more need as many processors."""
+POLL_SECONDS = 0.05
+"""Seconds between checks on workers that are starting."""
 _WORKER_SCRIPT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.learners.fsdp.worker import main; "
     "main(*map(int, sys.argv[2:]))"
 )
 
 
-LOCALHOST = "127.0.0.1"
-"""This machine, to itself."""
-
-
 class WorkerProcess(Protocol):
-    """A process that this one has started, as `subprocess.Popen` says it."""
+    """A process started by this one, with the interface of `subprocess.Popen`."""
 
     def poll(self) -> int | None:
-        """Its exit code; None while it lives."""
+        """Return the exit code; None while it runs."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired."""
+        """Return the exit code. Raises subprocess.TimeoutExpired."""
         ...
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """End it at once."""
         ...
 
 
-@dataclass(frozen=True)
-class WorkerLauncher:
-    """Where the processes of rank 1 and above are: on this machine, unless something else starts them."""
-
-    start: Callable[[str, int, int, int], WorkerProcess]
-    """(host, port, rank, size): starts the process that `Ranks.join` is to be called in, with these."""
-    host: str = LOCALHOST
-    """This machine, to those processes."""
-
-
 class LocalWorker(subprocess.Popen[bytes]):
-    """A fresh interpreter with this one's import path, to which -P adds no folder. Nobody writes to its standard input, a pipe: see
-    `exit_with_parent`."""
+    """A fresh interpreter on this machine with this one's import path (-P adds no folder to it).
+
+    Its standard input is a pipe that nothing is written to: see `exit_with_parent`.
+    """
 
     def __init__(self, port: int, rank: int, size: int) -> None:
         command = [sys.executable, "-P", "-c", _WORKER_SCRIPT, json.dumps(sys.path), *map(str, (port, rank, size))]
         super().__init__(command, stdin=subprocess.PIPE, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `Popen.wait`; the pipe is closed then."""
+        """Return the exit code, and close the pipe."""
         code = super().wait(timeout)
         if self.stdin is not None:
             self.stdin.close()
@@ -85,63 +80,73 @@ class LocalWorker(subprocess.Popen[bytes]):
 
 
 def launch_worker(host: str, port: int, rank: int, size: int) -> WorkerProcess:
-    """A process on this machine."""
+    """Start a rank on this machine."""
     return LocalWorker(port, rank, size)
 
 
+@dataclass(frozen=True)
+class WorkerLauncher:
+    """Starts the ranks above 0, by default on this machine."""
+
+    start: Callable[[str, int, int, int], WorkerProcess] = launch_worker
+    """(host, port, rank, size) → a process that calls `WorkerGroup.join` with these."""
+    host: str = LOCALHOST
+    """The address of this machine for those processes."""
+
+
 def exit_with_parent() -> None:
-    """In a `LocalWorker`: it ends at once when the process that started it does, which nothing else says before they are connected.
-    A pipe's end comes whatever killed that process, on any system, and whichever thread had started this one."""
+    """In a `LocalWorker`: exit as soon as the parent does, also before the two are connected.
+
+    The pipe on standard input ends however the parent ends, on any system, whichever thread started this process.
+    """
 
     def watch() -> None:
         while os.read(0, 1):
             pass
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="ends with rank 0").start()
+    threading.Thread(target=watch, daemon=True, name="exit with parent").start()
 
 
 def describe_exit(processes: Sequence[WorkerProcess]) -> str:
-    """In words, the first of them to have ended; empty where none has."""
-    codes = [(rank, other.poll()) for rank, other in enumerate(processes, 1)]
-    return next((f"rank {rank} has ended (exit code {code})" for rank, code in codes if code is not None), "")
+    """Return which rank has exited first, with its code; empty if all run. `processes` are those of rank 1 and above."""
+    codes = [(rank, process.poll()) for rank, process in enumerate(processes, 1)]
+    return next((f"rank {rank} has exited (exit code {code})" for rank, code in codes if code is not None), "")
 
 
 def kill_workers(processes: Sequence[WorkerProcess]) -> None:
-    """Ends them, and waits until they have."""
-    for other in processes:
-        other.kill()
-    for other in processes:
-        other.wait()
-
-
-CONTROL_TIMEOUT = timedelta(days=30)
-"""How long a process waits to be told something: a rollout or an evaluation may take any time."""
-EXIT_TIMEOUT = 10.0
-"""Seconds for processes to end by themselves."""
-MAX_LOCAL_PROCESSES = 16
-"""Processes that any machine is trusted with; more need as many processors."""
-POLL_SECONDS = 0.05
-"""Seconds between looks at processes that are starting."""
+    """Kill the processes and wait for them."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
 
 
 class WorkerGroup:
-    """This process among those that learn together."""
+    """This process as a member of the group of processes that learn together."""
 
     def __init__(self, rank: int, size: int, processes: Sequence[WorkerProcess] = (), host: str = LOCALHOST) -> None:
-        """Of a process in torch's default group. others: those that this one has started. host: rank 0's machine."""
+        """Wrap torch's default process group, which must be initialised.
+
+        Args:
+            processes: The ranks above 0 that this process has started.
+            host: The address of rank 0's machine.
+        """
         self.rank, self.size, self._processes = rank, size, processes
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.store = ControlStore.connect(rank, size, self._control, host)
-        self.watchdog = Watchdog(self.store, size, self._kill_worker)  # which rank 0 starts
+        self.watchdog = Watchdog(self.store, size, self._kill_worker)  # started by rank 0
 
     @classmethod
     def start(cls, size: int, launcher: WorkerLauncher | None = None) -> WorkerGroup:
-        """Rank 0, with the others: torchrun's, or processes that are started now. places: where; None = on this machine.
+        """Start the other ranks, or join torchrun's, and return the group as rank 0.
+
+        Args:
+            launcher: Starts the ranks; None = on this machine.
 
         Raises:
-            ConfigError: a torch without `torch.distributed`, or one whose processes are somebody else's.
-            RunError: processes that do not come.
+            ConfigError: torch.distributed is missing or already in use in this process.
+            RunError: a rank exits while it starts.
         """
         if not dist.is_available():
             raise ConfigError(
@@ -149,17 +154,21 @@ class WorkerGroup:
             )
         if dist.is_initialized():
             raise ConfigError(
-                "torch.distributed is at work in this process already: set learner.world_size to 1, or start another process"
+                "torch.distributed is already initialised in this process: set learner.world_size to 1, or use another process"
             )
         if torchrun_rank() is not None:
             return cls.from_torchrun()
-        launcher = launcher or WorkerLauncher(launch_worker)
+        launcher = launcher or WorkerLauncher()
         store = TCPStore(launcher.host, 0, size, is_master=True, wait_for_workers=False)
         processes = list[WorkerProcess]()
         try:
-            for rank in range(1, size):  # one by one: those that are there end where this is broken off
+            for rank in range(1, size):  # appended one by one, so that an interruption kills those already started
                 processes.append(launcher.start(launcher.host, store.port, rank, size))
-            _wait_for_workers(store, processes)
+            ready_keys = [_ready_key(rank) for rank in range(1, size)]
+            while processes and not store.check(ready_keys):
+                if exit_message := describe_exit(processes):
+                    raise RunError(f"{exit_message} before the run began: its output is above")
+                time.sleep(POLL_SECONDS)
             dist.init_process_group(_backend(), store=store, rank=0, world_size=size)
             return cls(0, size, processes, launcher.host)
         except BaseException:
@@ -169,8 +178,12 @@ class WorkerGroup:
 
     @classmethod
     def join(cls, port: int, rank: int, size: int, host: str = LOCALHOST, device: int | None = None) -> WorkerGroup:
-        """One of the processes that another has started. host: rank 0's machine. device: its GPU's number on its own machine;
-        None = its rank."""
+        """Join the group as one of the ranks that rank 0 has started.
+
+        Args:
+            host: The address of rank 0's machine, where it listens at `port`.
+            device: The index of this rank's GPU on its own machine; None = its rank.
+        """
         os.environ["LOCAL_RANK"] = str(rank if device is None else device)
         store = TCPStore(host, port, size, is_master=False, wait_for_workers=False)
         store.set(_ready_key(rank), "")
@@ -179,74 +192,77 @@ class WorkerGroup:
 
     @classmethod
     def from_torchrun(cls) -> WorkerGroup:
-        """One of torchrun's."""
+        """Join the group that torchrun has set up."""
         dist.init_process_group(_backend())
         return cls(dist.get_rank(), dist.get_world_size())
 
     def broadcast_object(self, message: object) -> None:
-        """From rank 0 to all others, each of which is listening (`heard`).
+        """Send an object from rank 0 to all other ranks, which are in `receive_object`.
 
         Raises:
-            ConfigError: what no pickle holds.
+            ConfigError: the object cannot be pickled.
         """
         for name, module in list(sys.modules.items()):
-            if name.startswith(FILE_MODULE):  # which the others cannot import by its name
+            if name.startswith(FILE_MODULE):  # the other ranks cannot import it by its name
                 cloudpickle.register_pickle_by_value(module)
         try:
             payload = cloudpickle.dumps(message)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise ConfigError(
-                f"the model or a part of the algorithm cannot be sent to the other processes ({error}): let it hold what pickle "
-                "can, or set learner.world_size to 1"
+                f"the model or a part of the algorithm cannot be sent to the other processes ({error}): make it picklable, or set "
+                "learner.world_size to 1"
             ) from error
         dist.broadcast_object_list([payload], src=0, group=self._control)
 
     def receive_object(self) -> Any:
-        """What rank 0 says next."""
-        box: list[bytes] = [b""]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        return pickle.loads(box[0])
+        """Wait for rank 0's next object and return it."""
+        payload: list[bytes] = [b""]
+        dist.broadcast_object_list(payload, src=0, group=self._control)
+        return pickle.loads(payload[0])
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Σ over the processes of x, on the CPU; x is written over."""
+        """Return the sum over the ranks of a CPU tensor, which is overwritten."""
         dist.all_reduce(x, group=self._control)
         return x
 
     def all_gather(self, x: object) -> list[Any]:
-        """What each process has, in their order."""
+        """Return every rank's object, in the order of the ranks."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, x, group=self._control)
         return gathered
 
     def broadcast_tensor(self, x: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-        """Rank 0's x on every process; `like` says its shape and type."""
-        received = (
-            torch.empty(like.shape, dtype=like.dtype, device=device) if x is None else x.detach().to(device, like.dtype)
-        )
-        received = received.contiguous()
+        """Return rank 0's `x` on every rank; `like` gives its shape and dtype to the others, where `x` is None."""
+        if x is None:
+            received = torch.empty(like.shape, dtype=like.dtype, device=device)
+        else:
+            received = x.detach().to(device, like.dtype).contiguous()
         dist.broadcast(received, src=0)
         return received
 
     def wait_for_exit(self) -> str:
-        """In words, the first of the others to have ended, which is waited for; empty where all are there, or nobody knows."""
-        for other in self._processes:
+        """Wait some seconds for a rank to exit; return which has, with its code, or an empty string."""
+        for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
-                other.wait(EXIT_TIMEOUT / len(self._processes))
+                process.wait(EXIT_TIMEOUT / len(self._processes))
+        return self.exit_message
+
+    @property
+    def exit_message(self) -> str:
+        """Which rank has exited first, with its code; empty if all run or if this process has not started them."""
         return describe_exit(self._processes)
 
     def _kill_worker(self, rank: int) -> bool:
-        """Ends another at once, where this process has started it; whether it has."""
         if self._processes:
             self._processes[rank - 1].kill()
         return bool(self._processes)
 
-    @property
-    def exit_message(self) -> str:
-        """In words, the first of the others to have ended; empty where none has, or nobody knows."""
-        return describe_exit(self._processes)
-
     def close(self, in_sync: bool = True) -> None:
-        """The others end, and are waited for. whole: they are listening; otherwise they are in the midst of something."""
+        """End the other ranks and wait for them.
+
+        Args:
+            in_sync: They are waiting for a message, and exit by themselves; otherwise they are in an operation and are killed.
+        """
         self.watchdog.close()
         if not in_sync:
             kill_workers(self._processes)
@@ -254,33 +270,32 @@ class WorkerGroup:
             return
         if self.rank == 0:
             self.broadcast_object(None)
-        for other in self._processes:
+        for process in self._processes:
             try:
-                other.wait(EXIT_TIMEOUT)
+                process.wait(EXIT_TIMEOUT)
             except subprocess.TimeoutExpired:
-                other.kill()
-                other.wait()
+                kill_workers([process])
         dist.destroy_process_group()
 
 
 def check_devices(kind: str, size: int) -> None:
-    """Raises ConfigError where processes that are started here would have to share a GPU, which NCCL refuses; or are many more than
-    the machine has processors."""
-    if kind == "cuda" and torchrun_rank() is None and size > (gpus := torch.cuda.device_count()):
+    """Raise ConfigError if ranks on this machine would share a GPU, which NCCL refuses, or far outnumber its processors."""
+    if torchrun_rank() is not None:
+        return
+    if kind == "cuda" and size > (gpus := torch.cuda.device_count()):
         raise ConfigError(
-            f"learner.world_size is {size}, and this machine has {gpus} GPU{'s' * (gpus != 1)}: each process needs one of its own. "
-            "Lower it, or set learner.device to cpu"
+            f"learner.world_size={size} needs {size} GPUs; this machine has {gpus}. Lower it, or set learner.device=cpu"
         )
-    most = max(MAX_LOCAL_PROCESSES, os.cpu_count() or 1)
-    if kind != "cuda" and torchrun_rank() is None and size > most:
+    processors = os.cpu_count() or 1
+    if kind != "cuda" and size > max(MAX_LOCAL_PROCESSES, processors):
         raise ConfigError(
-            f"learner.world_size is {size}, each of them a process, and this machine has {os.cpu_count() or 1} processors: "
-            f"give at most {most}"
+            f"learner.world_size={size} starts {size} processes; this machine has {processors} processors. Set it to at most "
+            f"{max(MAX_LOCAL_PROCESSES, processors)}"
         )
 
 
 def _destroy_process_group() -> None:
-    """Without a word to the others. What NCCL still has under way nobody can wait for: it ends with the process."""
+    """Leave the group without telling the others; operations pending in NCCL cannot be waited for and end with the process."""
     if dist.is_initialized() and not torch.cuda.is_available():
         dist.destroy_process_group()
 
@@ -290,12 +305,4 @@ def _backend() -> str:
 
 
 def _ready_key(rank: int) -> str:
-    return f"rank {rank} is here"
-
-
-def _wait_for_workers(store: Store, processes: Sequence[WorkerProcess]) -> None:
-    """Returns when all are there. Raises RunError where one has ended instead."""
-    while processes and not store.check([_ready_key(rank) for rank in range(1, len(processes) + 1)]):
-        if exit_message := describe_exit(processes):
-            raise RunError(f"{exit_message} before the run began: what it said stands above")
-        time.sleep(POLL_SECONDS)
+    return f"rank {rank} is ready"

@@ -1,8 +1,9 @@
-"""A model spread over the processes by FSDP2 (`fully_shard`), and its evaluator.
+"""Models sharded over ranks by FSDP2 (`fully_shard`), and evaluators of them.
 
-Each layer is a unit, gathered when it is called and let go after; what is left (embeddings, head) is the root's. The evaluator
-calls a model past its root (see `network`), so the root is a module around the whole evaluation, `Call`: what it gathers is there
-for all that happens within. Gradients are summed over the processes, never averaged: coefficients are of the whole update.
+Each transformer layer is one FSDP unit, gathered when it is called and freed after; the rest (embeddings, head) belongs to the
+root. An evaluator calls backbone and head separately (see `Network`), so the root is `CallModule`, a module around a complete
+evaluation: what it gathers stays available inside. Gradients are summed over the ranks and never averaged, since coefficients are
+normalised over the full update.
 """
 
 from __future__ import annotations
@@ -32,41 +33,34 @@ from policygrad.models.adapters import set_adapters_enabled
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import copy_weights
 
-# A model without its numbers: what a process needs to build its share of one that only rank 0 has read.
-
 
 @dataclass(frozen=True)
 class ModelSkeleton:
-    """A model's structure, and which short cuts it allows."""
+    """A model without its weights, from which a rank builds its shard of a model that only rank 0 has read."""
 
     structure: bytes
-    """Its pickle, parameters without their numbers."""
+    """The pickled model, with parameters on the meta device."""
     split_head: bool
     use_tree: bool
     window: int | None
     compute_dtype: torch.dtype | None
-    """What it computes in, where that is less than float32, in which its weights are then kept."""
+    """Precision of its passes, if lower than float32, in which the weights are then stored."""
 
     @classmethod
     def of(cls, model: nn.Module, temperature: float) -> ModelSkeleton:
-        """Of a whole model, which is tried on a made-up group (`probe`)."""
+        """Make the skeleton of a causal language model, with the shortcuts that `build_evaluator` finds valid."""
         structure = _pickle_structure(model)
-        evaluator: Evaluator = build_evaluator(model, temperature)
-        return cls(
-            structure,
-            evaluator.network.split_head,
-            evaluator.network.use_tree,
-            evaluator.window,
-            _find_compute_dtype(model),
-        )
+        evaluator = build_evaluator(model, temperature)
+        network = evaluator.network
+        return cls(structure, network.split_head, network.use_tree, evaluator.window, _find_compute_dtype(model))
 
     @classmethod
     def without_shortcuts(cls, model: nn.Module) -> ModelSkeleton:
-        """Of one that is only ever called as a whole, such as a classifier, and need not be a causal language model."""
+        """Make the skeleton of a model that is only called as a unit, such as a classifier."""
         return cls(_pickle_structure(model), False, False, None, _find_compute_dtype(model))
 
     def build_meta(self) -> Any:
-        """The model, its parameters on the meta device; tied ones are one."""
+        """ModelFactory the model with parameters on the meta device; tied ones are one object."""
         model = pickle.loads(self.structure)
         disable_tree_attention(model)
         if self.use_tree:
@@ -74,10 +68,13 @@ class ModelSkeleton:
         return model
 
     def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:
-        """The model on a device, with whatever numbers there are; nothing in it trains. wide: in float32 at least."""
+        """ModelFactory the model on a device, frozen, with uninitialised weights."""
         model: nn.Module = self.build_meta()
-        kind = at_least_float32 if at_least_fp32 else lambda p: p
-        materialise(model.modules(), device, lambda p: torch.empty_like(kind(p), device=device), {})
+
+        def values(p: nn.Parameter) -> Tensor:
+            return torch.empty_like(at_least_float32(p) if at_least_fp32 else p, device=device)
+
+        materialise(model.modules(), device, values, {})
         return model.requires_grad_(False)
 
 
@@ -87,8 +84,11 @@ def materialise(
     values: Callable[[nn.Parameter], Tensor],
     created: dict[Tensor, nn.Parameter],
 ) -> None:
-    """Gives modules on the meta device parameters of these numbers, and their buffers to the device. made: what was made for which,
-    so that tied ones stay one."""
+    """Replace meta parameters by `values(parameter)` and move buffers to the device.
+
+    Args:
+        created: The parameters made so far, by the one that they replace, so that tied ones stay one.
+    """
     for module in modules:
         for key, p in module._parameters.items():
             if p is not None and p.is_meta:
@@ -100,29 +100,25 @@ def materialise(
 
 
 def move_to_meta(model: nn.Module) -> None:
-    """Moves the parameters to the meta device, tied ones as one: of the model its structure is left, and its buffers."""
-    made = dict[Tensor, nn.Parameter]()
+    """Move the parameters to the meta device, tied ones as one; structure and buffers remain."""
+    created = dict[Tensor, nn.Parameter]()
     for module in model.modules():
         for key, p in module._parameters.items():
             if p is not None:
-                if p not in made:
-                    made[p] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-                module._parameters[key] = made[p]
+                if p not in created:
+                    created[p] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                module._parameters[key] = created[p]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves out the numbers of parameters. Buffers keep theirs: they are small, and nobody else computes them."""
+    """Pickles parameters without their values. Buffers keep theirs: they are small and computed nowhere else."""
 
     def reducer_override(self, x: Any) -> Any:
         if isinstance(x, nn.Parameter):
             return _meta_parameter, (tuple(x.shape), x.dtype, x.requires_grad)
-        if isinstance(x, Tensor) and x.device.type != "cpu":  # where there may be another device of that name
+        if isinstance(x, Tensor) and x.device.type != "cpu":  # the receiver may have no device of that name
             return x.detach().cpu().__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(x)
-
-
-def _find_compute_dtype(model: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
 
 
 def _meta_parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:
@@ -135,9 +131,13 @@ def _pickle_structure(model: nn.Module) -> bytes:
     return file.getvalue()
 
 
+def _find_compute_dtype(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedEvaluator(Evaluator):
-    """Log-probabilities under a model of which each process has a share: all of them evaluate at once, each a pack of its own."""
+    """Log-probabilities under a sharded model; all ranks evaluate at the same time, each a pack of its own."""
 
     root: CallModule
 
@@ -149,16 +149,16 @@ class ShardedEvaluator(Evaluator):
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """As `Evaluator.forward`; `old` and `reference` are sharded too."""
+        """Evaluate inside the root; `old` and `reference` are sharded too."""
 
-        def work() -> dict[str, Tensor]:  # of a dataclass FSDP would not see the tensors
+        def work() -> dict[str, Tensor]:  # FSDP does not find the tensors in a dataclass
             out = Evaluator.forward(self, part, needs, old, reference, expected)
             return {f.name: x for f in fields(out) if (x := getattr(out, f.name)) is not None}
 
         return Forward(**cast(Any, self.root)(work))
 
     def states(self, part: Pack) -> Tensor:
-        """As `Evaluator.states`. Until `at_rest` this process has the head as a whole: it asks for logits as often as it needs."""
+        """Return the states, and keep the full head on this rank until `release`, since logits may be asked for repeatedly."""
         root = cast(Any, self.root)
         states: Tensor = root(lambda: Evaluator.states(self, part))
         if self.network.split_head:
@@ -166,19 +166,19 @@ class ShardedEvaluator(Evaluator):
         return states
 
     def run_in_root(self, work: Callable[[], Tensor]) -> Tensor:
-        """As `Evaluator.run_in_root`; all processes do it at once."""
-        output: Tensor = cast(Any, self.root)(lambda: work().clone())  # of a view FSDP could lose sight
+        """Call `work` inside the root, in all ranks at the same time."""
+        output: Tensor = cast(Any, self.root)(lambda: work().clone())  # FSDP may lose track of a view
         return output
 
     def release(self) -> None:
-        """As `Evaluator.release`."""
+        """Shard the root again."""
         Evaluator.release(self)
         cast(Any, self.root).reshard()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AdapterlessEvaluator(ShardedEvaluator):
-    """Of the policy with its adapters off: what it began as, in no memory of its own."""
+    """Evaluates the policy with its adapters off, which is the initial policy and takes no memory."""
 
     def forward(
         self,
@@ -188,7 +188,7 @@ class AdapterlessEvaluator(ShardedEvaluator):
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """As `Evaluator.forward`."""
+        """Evaluate with the adapters off."""
         set_adapters_enabled(self.model, False)
         try:
             return ShardedEvaluator.forward(self, part, needs, old, reference, expected)
@@ -197,18 +197,18 @@ class AdapterlessEvaluator(ShardedEvaluator):
 
     @classmethod
     def of(cls, policy: ShardedEvaluator) -> AdapterlessEvaluator:
-        """Of this policy, whose adapters had not moved when it began."""
+        """Wrap a policy whose adapters were initialised to change nothing."""
         return cls(policy.network, policy.temperature, policy.window, root=policy.root)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedNetwork(Network):
-    """The halves of that model, called within its root; alone only its states are asked for."""
+    """A sharded model's backbone and head, called inside its root; only `hidden` may be called by itself."""
 
     root: CallModule
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
-        """As `Network.hidden`."""
+        """Return last hidden states, calling the root if it is this model's backbone."""
         if network is not None:
             return Network.hidden(self, part, network)
         states: Tensor = cast(Any, self.root)(lambda: Network.hidden(self, part))
@@ -224,14 +224,18 @@ def shard_model(
     temperature: float,
     tp_mesh: DeviceMesh | None = None,
 ) -> ShardedEvaluator:
-    """The blueprint's model, with the numbers of `source`, which rank 0 has. No process holds more than a layer of it as a whole
-    on the way. across: the processes that its layers' matrices are cut between too."""
-    given = None if source is None else dict(source.named_parameters())
+    """ModelFactory the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than one full
+    layer.
 
-    def numbers(name: str, p: Tensor) -> Tensor:
-        return workers.broadcast_tensor(None if given is None else given[name], p, device)
+    Args:
+        tp_mesh: The ranks that share the layers' matrices (tensor parallelism).
+    """
+    weights = None if source is None else dict(source.named_parameters())
 
-    return _build_sharded(skeleton, numbers, mesh, device, temperature, tp_mesh)
+    def values(name: str, p: Tensor) -> Tensor:
+        return workers.broadcast_tensor(None if weights is None else weights[name], p, device)
+
+    return _build_sharded(skeleton, values, mesh, device, temperature, tp_mesh)
 
 
 def shard_copy(
@@ -241,12 +245,12 @@ def shard_copy(
     device: torch.device,
     tp_mesh: DeviceMesh | None = None,
 ) -> ShardedEvaluator:
-    """Of a second model with the numbers of the evaluator's, of which each process copies its share; frozen."""
+    """ModelFactory a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
 
-    def numbers(name: str, p: Tensor) -> Tensor:
+    def values(name: str, p: Tensor) -> Tensor:
         return torch.empty_like(p, device=device)
 
-    copied = _build_sharded(skeleton, numbers, mesh, device, evaluator.temperature, tp_mesh)
+    copied = _build_sharded(skeleton, values, mesh, device, evaluator.temperature, tp_mesh)
     copy_weights(evaluator.model, copied.model)
     copied.model.requires_grad_(False)
     return copied
@@ -254,31 +258,25 @@ def shard_copy(
 
 def _build_sharded(
     skeleton: ModelSkeleton,
-    given: Callable[[str, Tensor], Tensor],
+    values: Callable[[str, Tensor], Tensor],
     mesh: DeviceMesh,
     device: torch.device,
     temperature: float,
     tp_mesh: DeviceMesh | None,
 ) -> ShardedEvaluator:
-    """given: whole parameters, by name and likeness."""
+    """ModelFactory and shard layer by layer; `values(name, like)` returns a full parameter."""
     model = skeleton.build_meta()
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    root, made = CallModule(model), dict[Tensor, nn.Parameter]()
+    module_names = {module: name for name, module in model.named_modules()}
+    root, created = CallModule(model), dict[Tensor, nn.Parameter]()
+    plan = resolve_tp_plan(model) if tp_mesh is not None else {}
 
-    def numbers(p: nn.Parameter) -> Tensor:
-        return given(names[p], at_least_float32(p))
-
-    plan, called = (
-        resolve_tp_plan(model) if tp_mesh is not None else {},
-        {module: name for name, module in model.named_modules()},
-    )
-
-    def before(unit: nn.Module) -> None:
-        materialise(unit.modules(), device, numbers, made)
+    def prepare(unit: nn.Module) -> None:
+        materialise(unit.modules(), device, lambda p: values(names[p], at_least_float32(p)), created)
         if tp_mesh is not None and unit is not root:
-            apply_tensor_parallel(unit, called, plan, tp_mesh)
+            apply_tensor_parallel(unit, module_names, plan, tp_mesh)
 
-    apply_fsdp(root, mesh, skeleton.compute_dtype, before)
+    apply_fsdp(root, mesh, skeleton.compute_dtype, prepare)
     network = ShardedNetwork(model, split_head=skeleton.split_head, use_tree=skeleton.use_tree, root=root)
     return ShardedEvaluator(network, temperature, skeleton.window, root=root)
 
@@ -289,130 +287,136 @@ def apply_fsdp(
     compute_dtype: torch.dtype | None,
     prepare: Callable[[nn.Module], None] = lambda unit: None,
 ) -> None:
-    """Leaves each process its share of the module's parameters, layer by layer, each after `before`. narrow: what they are gathered
-    in, where that is less than they are kept in; gradients are summed in float32 then."""
+    """Shard a module's parameters layer by layer, each after `prepare`.
+
+    Args:
+        compute_dtype: Precision in which parameters are gathered, if lower than theirs; gradients are then summed in float32.
+    """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in (*reversed(find_layers(root)), root):
         prepare(unit)
-        one = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-        one.set_gradient_divide_factor(1.0)
-        one.set_force_sum_reduction_for_comms(True)
+        module = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
         if hasattr(
-            one, "set_reduce_scatter_unused_params"
-        ):  # torch 2.13: experts that only some processes' tokens go to
-            one.set_reduce_scatter_unused_params(True, recurse=False)
+            module, "set_reduce_scatter_unused_params"
+        ):  # torch 2.13: for experts that only some ranks' tokens use
+            module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """What the model is a pile of, as transformers names it (`_no_split_modules`); nothing where it does not."""
+    """Return the transformer layers, as transformers names them (`_no_split_modules`); an empty list if it does not."""
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-# The units that `fully_shard` gathers one after another, and where in each of them which parameter stands.
-#
-# While a unit is called its modules hold the whole parameters: they can be watched then, or others put in their place.
+# FSDP units and the slots of their parameters. While a unit is called its modules hold full parameters, which can be observed or
+# replaced.
 
 Replacement = Callable[[str, Tensor], Tensor]
-"""(a parameter's name, the parameter as a whole) -> what stands in its place."""
+"""(a parameter's name, the full parameter) → the tensor to use in its place."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterSlot:
-    """Where a module holds a parameter; one that is tied has several."""
+    """A module's attribute that holds a parameter; a tied parameter has several."""
 
     module: nn.Module
     key: str
     name: str
-    """The parameter's, in the model."""
+    """The parameter's name in the model."""
 
     @property
     def value(self) -> Tensor:
-        """What is there now."""
+        """The tensor that the slot holds."""
         value = self.module._parameters[self.key]
         assert value is not None
         return value
 
     def put(self, x: Any) -> None:
-        """Also what is no parameter."""
+        """Put a tensor into the slot, parameter or not."""
         self.module._parameters[self.key] = x
 
 
 @dataclass(frozen=True, eq=False)
 class FsdpUnit:
-    """A layer, or the root with what is left."""
+    """A layer, or the root with all that is in no layer."""
 
     module: nn.Module
     slots: tuple[ParameterSlot, ...]
 
 
 def find_fsdp_units(root: CallModule) -> list[FsdpUnit]:
-    """Of a sharded model that is not being called; the root is the last."""
+    """Return the units of a sharded model, the root last. The model must not be in a call."""
     names = {id(p): name for name, p in root.model.named_parameters()}
     units, seen = list[FsdpUnit](), set[nn.Module]()
     for unit in reversed([module for module in root.modules() if isinstance(module, FSDPModule)]):
-        mine = [module for module in unit.modules() if module not in seen]
-        seen.update(mine)
-        parameters = ((module, key, p) for module in mine for key, p in module._parameters.items() if p is not None)
-        units.append(FsdpUnit(unit, tuple(ParameterSlot(module, key, names[id(p)]) for module, key, p in parameters)))
+        modules = [module for module in unit.modules() if module not in seen]
+        seen.update(modules)
+        slots = (
+            ParameterSlot(module, key, names[id(p)])
+            for module in modules
+            for key, p in module._parameters.items()
+            if p is not None
+        )
+        units.append(FsdpUnit(unit, tuple(slots)))
     return units
 
 
 @contextmanager
 def swap_parameters(slots: Iterable[ParameterSlot], replacement: Replacement) -> Iterator[None]:
-    """Within, each parameter gives way to what `other` makes of it, once for all its places."""
-    before, made = [(place, place.value) for place in slots], dict[int, Tensor]()
-    for place, p in before:
-        if id(p) not in made:
-            made[id(p)] = replacement(place.name, p)
-        place.put(made[id(p)])
+    """Replace parameters inside the context; `replacement` is called once per parameter, however many slots hold it."""
+    originals, created = [(slot, slot.value) for slot in slots], dict[int, Tensor]()
+    for slot, p in originals:
+        if id(p) not in created:
+            created[id(p)] = replacement(slot.name, p)
+        slot.put(created[id(p)])
     try:
         yield
     finally:
-        for place, p in before:
-            place.put(p)
+        for slot, p in originals:
+            slot.put(p)
 
 
 @contextmanager
 def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Iterator[None]:
-    """Within, each unit that is called is `swapped`; processes that call the same units may gather in `other`."""
-    handles = list[RemovableHandle]()
-    for unit in units:
-        handles += _swapping(unit, replacement)
-    try:
+    """Replace the parameters of each unit while it is called; `replacement` may gather if all ranks call the same units."""
+
+    def hook(unit: FsdpUnit) -> list[RemovableHandle]:
+        stack = ExitStack()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            stack.enter_context(swap_parameters(unit.slots, replacement))
+
+        def restore(module: nn.Module, args: Any, out: Any) -> None:
+            stack.close()
+
+        # FSDP gathers in its pre-hook, before this one, and frees in its forward hook, after this one.
+        return [unit.module.register_forward_pre_hook(enter), unit.module.register_forward_hook(restore, prepend=True)]
+
+    with _removing([handle for unit in units for handle in hook(unit)]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _swapping(unit: FsdpUnit, replacement: Replacement) -> list[RemovableHandle]:
-    stack = ExitStack()
-
-    def enter(module: nn.Module, args: Any) -> None:
-        stack.enter_context(swap_parameters(unit.slots, replacement))
-
-    def restore(module: nn.Module, args: Any, out: Any) -> None:
-        stack.close()
-
-    # FSDP's own hooks come first, where a unit is gathered, and last, where it is let go.
-    return [unit.module.register_forward_pre_hook(enter), unit.module.register_forward_hook(restore, prepend=True)]
 
 
 @contextmanager
 def observe_parameters(units: Sequence[FsdpUnit], observe: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within, `see` is told each whole parameter and its name, whenever its unit is called."""
+    """Call `observe` with the name and value of each full parameter whenever its unit is called."""
 
-    def telling(unit: FsdpUnit) -> RemovableHandle:
+    def hook(unit: FsdpUnit) -> RemovableHandle:
         def enter(module: nn.Module, args: Any) -> None:
-            for place in unit.slots:
-                observe(place.name, place.value)
+            for slot in unit.slots:
+                observe(slot.name, slot.value)
 
         return unit.module.register_forward_pre_hook(enter)
 
-    handles = [telling(unit) for unit in units]
+    with _removing([hook(unit) for unit in units]):
+        yield
+
+
+@contextmanager
+def _removing(handles: Sequence[RemovableHandle]) -> Iterator[None]:
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
-"""Each layer's matrices cut between processes that compute the same texts (tensor parallel), as transformers' plan for it says.
+"""Tensor parallelism: each layer's matrices divided between ranks that compute the same texts, by transformers' plan.
 
-A plan names modules: `colwise`, whose outputs are cut (heads, the inner width); `rowwise`, whose inputs are cut and whose outputs
-are summed over the processes; and `replicated_with_grad_allreduce`, whole in each, which looks at cut activations, so that its
-gradient is summed. The rest, embeddings, norms and head, is the same in all of them, and computed in all of them. PyTorch's
-`parallelize_module` cuts; then `fully_shard` cuts what is left over the processes that read other texts.
+A plan names modules: `colwise` divides outputs (heads, the inner width); `rowwise` divides inputs and sums the outputs over the
+ranks; `replicated_with_grad_allreduce` is complete in every rank but reads divided activations, so its gradient is summed.
+Everything else (embeddings, norms, head) is replicated. PyTorch's `parallelize_module` divides; `fully_shard` then shards what
+each rank holds over the ranks that read other texts.
 
 Source: transformers 5, src/transformers/integrations/tensor_parallel.py (`ALL_PARALLEL_STYLES`) and each configuration's
 `base_model_tp_plan`; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
@@ -26,77 +26,72 @@ from policygrad.errors import ConfigError
 from policygrad.models.adapters import adapter_configs
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-_HINT = "set learner.tensor_parallel to 1, which spreads the weights too"
+_HINT = "set learner.tensor_parallel=1, which shards the weights too"
 
 
 def resolve_tp_plan(model: Any) -> dict[str, str]:
-    """How each module of a model that the plan names is cut, by the module's name; {} where transformers has no plan."""
+    """Return the style of each module that transformers' plan names, by module name; {} if there is no plan."""
     config = model.config.get_text_config() if hasattr(model, "config") else None
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     styles = {}
     for name, _ in model.named_modules():
-        plain = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-        style = next((style for key, style in plan.items() if plain == key or plain.endswith(f".{key}")), None)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        style = next((style for key, style in plan.items() if pattern == key or pattern.endswith(f".{key}")), None)
         if style is not None:
             styles[name] = style
     return styles
 
 
 def check_tensor_parallel(model: Any, size: int, algorithm: Algorithm) -> None:
-    """size: processes that a layer's matrices are cut between.
+    """Check that the model's layers can be divided between `size` ranks.
 
     Raises:
-        ConfigError: a model without a plan, or that is not to be cut so; an algorithm that looks at gradients in ways of its own.
+        ConfigError: the model has no plan or cannot follow it; the algorithm reads gradients layer by layer.
     """
     if size == 1:
         return
-    name, plan = type(model).__name__, resolve_tp_plan(model)
+    option, name, plan = f"learner.tensor_parallel={size}", type(model).__name__, resolve_tp_plan(model)
     if adapter_configs(model):
-        raise ConfigError(
-            f"learner.tensor_parallel {size}: adapters (learner.lora) are not cut by transformers' plans: {_HINT}"
-        )
+        raise ConfigError(f"{option}: transformers' plans do not cover adapters (learner.lora): {_HINT}")
     if not plan:
+        raise ConfigError(f"{option}: transformers has no tensor-parallel plan for {name}: {_HINT}")
+    if unknown := sorted(set(plan.values()) - {COLUMNS, ROWS, SUMMED}):
         raise ConfigError(
-            f"learner.tensor_parallel {size}: transformers has no plan for cutting a {name}'s layers: {_HINT}"
-        )
-    if odd := sorted(set(plan.values()) - {COLUMNS, ROWS, SUMMED}):
-        raise ConfigError(
-            f"learner.tensor_parallel {size}: transformers' plan for a {name} cuts by {', '.join(odd)}, and here it is done by {COLUMNS}, "
-            f"{ROWS} and {SUMMED} alone: {_HINT}"
+            f"{option}: transformers' plan for {name} uses {', '.join(unknown)}; supported are {COLUMNS}, {ROWS} and {SUMMED}: "
+            f"{_HINT}"
         )
     config = model.config.get_text_config()
-    heads = {word: getattr(config, word, None) for word in ("num_attention_heads", "num_key_value_heads")}
-    sides = {f"{name}'s {side}": n for name, side, n in _split_sizes(model, plan)}
-    for what, n in {**heads, **sides}.items():
+    sizes = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+    for module_name, style in plan.items():
+        module = model.get_submodule(module_name)
+        if style == SUMMED:
+            continue
+        if not isinstance(module, nn.Linear):
+            raise ConfigError(f"{option}: {module_name} is not an nn.Linear and cannot be divided: {_HINT}")
+        side = "outputs" if style == COLUMNS else "inputs"
+        sizes[f"{module_name}'s {side}"] = module.out_features if style == COLUMNS else module.in_features
+    for what, n in sizes.items():
         if n is not None and n % size:
-            raise ConfigError(f"learner.tensor_parallel {size} does not divide {what}, {n}: give a divisor of it")
-    ways = {
+            raise ConfigError(f"{option} does not divide {what}, {n}: choose a divisor")
+    unsupported = {
         type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
         "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
     }
-    for way in (way for way, holds in ways.items() if holds):
+    for part in (part for part, is_used in unsupported.items() if is_used):
         raise ConfigError(
-            f"learner.tensor_parallel {size}: {way} looks at gradients in ways of its own, layer by layer: {_HINT}"
+            f"{option}: {part} reads gradients layer by layer, which divided layers do not allow: {_HINT}"
         )
-
-
-def _split_sizes(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str, int]]:
-    """(module, what is cut of it, how much there is)."""
-    linear = [(name, style, model.get_submodule(name)) for name, style in plan.items() if style != SUMMED]
-    if odd := [name for name, _, module in linear if not isinstance(module, nn.Linear)]:
-        raise ConfigError(f"learner.tensor_parallel: {odd[0]} is no nn.Linear, and is not cut here: {_HINT}")
-    return [
-        (name, "outputs", module.out_features) if style == COLUMNS else (name, "inputs", module.in_features)
-        for name, style, module in linear
-        if isinstance(module, nn.Linear)
-    ]
 
 
 def apply_tensor_parallel(
     unit: nn.Module, names: Mapping[nn.Module, str], plan: Mapping[str, str], mesh: DeviceMesh
 ) -> None:
-    """Leaves this process its part of the matrices in a layer whose parameters are here as a whole. names: of the model's modules.
-    mesh: of the processes that share them."""
+    """Reduce a layer with full parameters to this rank's part of its matrices.
+
+    Args:
+        names: Names of the model's modules.
+        mesh: The ranks that share them.
+    """
     styles: dict[str, Any] = {COLUMNS: ColwiseParallel, ROWS: RowwiseParallel}
     for module in unit.modules():
         style = plan.get(names.get(module, ""), "")
@@ -107,7 +102,7 @@ def apply_tensor_parallel(
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """x; its gradient is summed over the processes."""
+    """The identity, whose gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -122,13 +117,14 @@ class _AllReduceGradient(torch.autograd.Function):
 
 
 def _all_reduce_gradients(module: nn.Module, group: Any) -> None:
-    """While the module is called its parameters are such that their gradients are summed."""
+    """Wrap the module's parameters in `_AllReduceGradient` while it is called."""
     originals = dict[str, nn.Parameter]()
 
     def enter(module: Any, args: Any) -> None:
         for key, p in module._parameters.items():
             if p is not None:
-                originals[key], module._parameters[key] = p, _AllReduceGradient.apply(p, group)  # type: ignore[no-untyped-call]
+                originals[key] = p
+                module._parameters[key] = _AllReduceGradient.apply(p, group)  # type: ignore[no-untyped-call]
 
     def restore(module: nn.Module, args: Any, out: Any) -> None:
         module._parameters.update(originals)

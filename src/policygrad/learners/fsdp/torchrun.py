@@ -1,4 +1,4 @@
-"""Whether torchrun has started this process as one of several."""
+"""Detects whether torchrun has started this process as one of several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from policygrad.errors import ConfigError
 
 
 def torchrun_rank() -> tuple[int, int] | None:
-    """(which of the processes this is, how many there are); None where torchrun has started none, or one alone."""
+    """Return (rank, world size) under torchrun; None without torchrun or with a single process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -16,27 +16,27 @@ def torchrun_rank() -> tuple[int, int] | None:
 
 
 def resolve_world_size(requested: int) -> int:
-    """The number of ranks: torchrun's where it has started several, else what was asked for.
+    """Return torchrun's world size, or the requested one without torchrun.
 
     Raises:
-        ConfigError: another number was asked for than torchrun has started.
+        ConfigError: torchrun has started another number of processes than requested.
     """
     launched = torchrun_rank()
     if launched is None:
         return requested
     if requested not in (1, launched[1]):
         raise ConfigError(
-            f"torchrun has started {launched[1]} processes, and learner.world_size is {requested}: say --learner.world-size {launched[1]}, or let "
-            f"torchrun start {requested}"
+            f"learner.world_size={requested} and torchrun has started {launched[1]} processes: set --learner.world-size "
+            f"{launched[1]}, or let torchrun start {requested}"
         )
     return launched[1]
 
 
 def check_not_torchrun(world_size: int) -> None:
-    """Raises ConfigError where one of torchrun's processes would learn for itself, beside the others."""
+    """Raise ConfigError if each of torchrun's processes would train by itself."""
     launched = torchrun_rank()
     if launched is not None and (world_size == 1 or launched[0] > 0):
         raise ConfigError(
-            f"torchrun has started {launched[1]} processes, and each would do the whole run: let torchrun start "
+            f"torchrun has started {launched[1]} processes, and each would train the full run: let torchrun start "
             "`-m policygrad train …`, or start one process and set learner.world_size, which starts the others"
         )

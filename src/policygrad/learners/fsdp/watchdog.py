@@ -1,8 +1,11 @@
-"""Rank 0's watch over the processes that learn together: the one that stands still while the others wait for it is named, with its
-stack, and the run ends where it can go on.
+"""Hang detection for processes that learn together: a heartbeat per process and a watchdog in rank 0.
 
-It looks only while all do something together (an update, a draw). What rank 0 does alone, rewards and callbacks say, takes as long
-as it takes. Beats are counted, not seconds, so that a machine that was suspended has missed none.
+The watchdog is active only inside collective operations (an update, sampling). Work that rank 0 does alone, such as rewards and
+callbacks, may take any time. Heartbeats are counted instead of timed, so a machine that was suspended has missed none.
+
+`faulthandler.dump_traceback_later` in each rank would be shorter, but it cannot tell a rank that is stuck from the ranks that wait
+for it in a collective or from one that computes for minutes, and it writes the stacks of one process only. faulthandler serves for
+the one case that Python code cannot handle: a rank stuck in C code that holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -33,44 +36,59 @@ from torch._C._distributed_c10d import Store, TCPStore
 from policygrad.errors import HangError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
 
-# Words between the processes that learn together, from whatever thread: nobody waits for anybody. It is a store beside the groups
-# of torch.distributed, where all wait for all; rank 0 holds it, and whoever finds it gone knows that rank 0 is.
-
 STORE_TIMEOUT = timedelta(days=30)
-"""A rank 0 that is suspended (Ctrl-Z) is waited for."""
+"""Long, so that workers wait for a suspended rank 0 (Ctrl-Z)."""
+BEAT_SECONDS = 1.0
+"""Seconds between heartbeats."""
+MIN_CPU_FRACTION = 0.02
+"""CPU seconds per second below which a process counts as idle; sending heartbeats takes a tenth of that."""
+STACK_AFTER_BEATS = 3
+"""Idle heartbeats after which the stack is sent along."""
+EXIT_SECONDS = 10.0
+"""Seconds that a process has to leave an operation or to exit by itself."""
+STACKS_FILE = "stacks.txt"
+"""In the run's folder: the stack of every process at a hang."""
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 
 
 class ControlStore:
-    """A store, by keys."""
+    """A key-value store between ranks for use from any thread; unlike a collective, no call waits for another process.
+
+    It is a TCPStore that rank 0 serves. Every method raises RuntimeError once rank 0 has exited.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     @classmethod
     def connect(cls, rank: int, size: int, group: dist.ProcessGroup, host: str) -> ControlStore:
-        """Rank 0's, which tells the others of the group where it is. host: its machine, unless torchrun says it."""
+        """Connect to rank 0's store, whose port is broadcast in `group`.
+
+        Args:
+            host: The address of rank 0's machine; torchrun's, if torchrun started the processes.
+        """
         host = os.environ["MASTER_ADDR"] if torchrun_rank() is not None else host
         server = TCPStore(host, 0, size, True, STORE_TIMEOUT, wait_for_workers=False) if rank == 0 else None
-        box = [0 if server is None else server.port]
-        dist.broadcast_object_list(box, src=0, group=group)
-        return cls(
-            TCPStore(host, box[0], size, False, STORE_TIMEOUT, wait_for_workers=False) if server is None else server
-        )
+        port = [0 if server is None else server.port]
+        dist.broadcast_object_list(port, src=0, group=group)
+        return cls(server or TCPStore(host, port[0], size, False, STORE_TIMEOUT, wait_for_workers=False))
 
     def set(self, key: str, text: str) -> None:
-        """For whoever looks; in the place of what was there. Raises RuntimeError where rank 0 has gone."""
-        self._store.set(key, b64encode(zlib.compress(text.encode(), 1)).decode())  # the store takes no more than 8 MiB
+        """Store a text, replacing an earlier one."""
+        self._store.set(key, b64encode(zlib.compress(text.encode(), 1)).decode())  # a store value is limited to 8 MiB
 
     def contains(self, *keys: str) -> bool:
-        """Whether there is something under all of them."""
+        """Return whether every key has a value."""
         return self._store.check(list(keys))
 
     def get(self, key: str) -> str | None:
-        """What is there."""
-        return self._fetch(key) if self._store.check([key]) else None
+        """Return the text of a key, or None."""
+        return self._fetch(key) if self.contains(key) else None
 
     def pop(self, key: str) -> str:
-        """What is there, and then no longer is."""
+        """Return the text of a key and delete it."""
         text = self._fetch(key)
         self._store.delete_key(key)
         return text
@@ -79,45 +97,31 @@ class ControlStore:
         return zlib.decompress(b64decode(self._store.get(key))).decode()
 
 
-# What a process shows of itself every second: whether it moves, where it is, whether it waits for the others.
-#
-# A thread moves when it is not where it was a beat ago (the frames of its stack, and the instruction in each), or when its process
-# has computed: a product of large matrices or a backward pass is one instruction for a long time. A thread that loops between the
-# same instructions, asleep (it polls), stands still. It waits for others when the innermost frames are those of torch.distributed.
-
-BEAT_SECONDS = 1.0
-"""Seconds between beats."""
-MIN_CPU_FRACTION = 0.02
-"""Seconds on a processor in a second, below which a process computes nothing: its beats take a tenth of that."""
-STACK_AFTER_BEATS = 3
-"""Beats without a movement, after which the stack is shown."""
-EXIT_SECONDS = 10.0
-"""Seconds for a process to end by itself, once rank 0 has gone."""
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_DISTRIBUTED = _TORCH + "distributed" + os.sep
-_LIBRARY = str(Path(os.__file__).parent) + os.sep
-
-
 @dataclass(frozen=True)
 class Heartbeat:
-    """What is shown."""
+    """The state of one process."""
 
     number: int
-    """Counts beats."""
+    """Consecutive number of the heartbeat."""
     idle_beats: int
-    """Beats in a row without a movement."""
+    """Consecutive heartbeats without progress."""
     in_collective: bool = False
-    """In a collective."""
+    """The thread waits for other ranks."""
     location: str = ""
-    """The innermost function that is neither torch's nor the standard library's, its file and line."""
+    """Innermost function outside torch and the standard library, with file and line."""
     stack: str = ""
-    """Where it stands still."""
+    """Stack of an idle thread."""
     pid: int = 0
     host: str = ""
 
 
 class ThreadMonitor:
-    """Of one thread of this process at a time, seen from another."""
+    """Measures the progress of one thread of this process from another thread.
+
+    A thread makes progress if its stack (functions and instructions) has changed since the last heartbeat, or if the process has
+    used the CPU: a large matrix product or a backward pass is a single instruction for a long time. A thread that sleeps in a
+    polling loop makes no progress. A thread is in a collective if its innermost frames belong to torch.distributed.
+    """
 
     def __init__(
         self,
@@ -125,18 +129,24 @@ class ThreadMonitor:
         cpu_seconds: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """thread: its `threading.get_ident`. computed: seconds on a processor so far."""
-        self._thread, self._cpu_seconds, self._clock = thread, cpu_seconds, clock
-        self._number, self._idle_beats, self._stack = 0, 0, ""
-        self._frames: tuple[tuple[int, int], ...] = ()
+        """
+        Args:
+            thread: The thread's `threading.get_ident()`.
+            cpu_seconds: Returns the CPU seconds that the process has used.
+            clock: Returns the time in seconds.
+        """
+        self._cpu_seconds, self._clock = cpu_seconds, clock
+        self._number, self._stack = 0, ""
         self._cpu, self._time = cpu_seconds(), clock()
+        self.watch(thread)
 
-    def watch(self, thread: int) -> None:
-        """This one from now on."""
-        self._thread, self._frames, self._idle_beats = thread, (), 0
+    def watch(self, thread: int | None) -> None:
+        """Monitor another thread from now on."""
+        self._thread, self._idle_beats = thread, 0
+        self._frames: tuple[tuple[int, int], ...] = ()
 
     def beat(self) -> Heartbeat:
-        """How it is now."""
+        """Measure the thread now."""
         frame = sys._current_frames().get(self._thread or 0)
         frames_now = tuple((id(f.f_code), f.f_lasti) for f in iter_frames(frame))
         cpu, now = self._cpu_seconds(), self._clock()
@@ -146,137 +156,128 @@ class ThreadMonitor:
         if self._idle_beats == STACK_AFTER_BEATS:
             self._stack = "".join(traceback.format_stack(frame))
         stack = self._stack if self._idle_beats >= STACK_AFTER_BEATS else ""
-        heartbeat = Heartbeat(
-            self._number,
-            self._idle_beats,
-            is_in_collective(frame),
-            describe_location(frame),
-            stack,
-            os.getpid(),
-            socket.gethostname(),
-        )
-        del frame  # it would keep alive what the thread works with
-        return heartbeat
+        waits, location = is_in_collective(frame), describe_location(frame)
+        del frame  # it would keep the thread's local variables alive
+        return Heartbeat(self._number, self._idle_beats, waits, location, stack, os.getpid(), socket.gethostname())
 
 
 def iter_frames(innermost: FrameType | None) -> Iterator[FrameType]:
-    """Of a thread, outwards."""
+    """Iterate over a thread's frames from the innermost outwards."""
     while innermost is not None:
         yield innermost
         innermost = innermost.f_back
 
 
 def is_in_collective(innermost: FrameType | None) -> bool:
-    """Whether a thread is in a collective: in torch, there in torch.distributed, and in nobody else's code below that."""
+    """Return whether a thread is in torch.distributed, with nothing but torch's own frames further in."""
     for frame in iter_frames(innermost):
-        file = frame.f_code.co_filename
-        if file.startswith(_DISTRIBUTED):
-            return True
-        if not file.startswith(_TORCH):
+        if not frame.f_code.co_filename.startswith(_TORCH):
             return False
+        if frame.f_code.co_filename.startswith(_DISTRIBUTED):
+            return True
     return False
 
 
 def describe_location(innermost: FrameType | None) -> str:
-    """function (file:line): where a thread is, in words; of libraries only where there is nothing else."""
-    frame = next((f for f in iter_frames(innermost) if not _is_library(f.f_code.co_filename)), innermost)
+    """Return "function (file:line)" of the innermost frame outside torch and the standard library, if there is one."""
+
+    def is_library(file: str) -> bool:
+        return file.startswith(_TORCH) or (file.startswith(_STANDARD_LIBRARY) and "-packages" not in file)
+
+    frame = next((f for f in iter_frames(innermost) if not is_library(f.f_code.co_filename)), innermost)
     if frame is None:
         return "nowhere"
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith(_TORCH) or (file.startswith(_LIBRARY) and "-packages" not in file)
-
-
 def heartbeat_key(rank: int) -> str:
-    """Where a rank's beats are."""
-    return f"beat of rank {rank}"
+    """Return the store's key for a rank's heartbeats."""
+    return f"heartbeat {rank}"
 
 
 def exit_key(rank: int) -> str:
-    """Where it is said that a rank is to end."""
-    return f"end of rank {rank}"
+    """Return the store's key that makes a rank exit."""
+    return f"exit {rank}"
 
 
 class HeartbeatThread:
-    """The beats of a process above rank 0, from a thread of its own, until `close`. It ends the process when rank 0 says so, or has
-    gone and the process does not notice."""
+    """Sends the heartbeats of a rank above 0 until `close`.
 
-    def __init__(self, line: ControlStore, rank: int) -> None:
-        self._store, self._rank, self._closed = line, rank, threading.Event()
+    It ends the process when rank 0 requests it, and when rank 0 has exited and the process does not notice.
+    """
+
+    def __init__(self, store: ControlStore, rank: int) -> None:
+        self._store, self._rank, self._closed = store, rank, threading.Event()
         self._monitor = ThreadMonitor(threading.main_thread().ident)
         if hasattr(signal, "SIGUSR1"):
-            with suppress(OSError, RuntimeError, ValueError):  # no standard error to write to
-                faulthandler.register(signal.SIGUSR1)  # shows its stack also where no Python can run
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+            with suppress(OSError, RuntimeError, ValueError):  # there is no standard error to write to
+                faulthandler.register(signal.SIGUSR1)  # prints the stack even while C code holds the interpreter lock
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._store.contains(exit_key(self._rank)):
                 self._store.set(heartbeat_key(self._rank), json.dumps(asdict(self._monitor.beat())))
                 if self._closed.wait(BEAT_SECONDS):
                     return
-        except RuntimeError:  # rank 0's store has gone
+        except RuntimeError:  # rank 0's store is gone
             if self._closed.wait(EXIT_SECONDS):
                 return
         os._exit(1)
 
     def close(self) -> None:
-        """The process is at its end."""
+        """Stop sending: the process is about to exit."""
         self._closed.set()
-
-
-STACKS_FILE = "stacks.txt"
-"""In the run's folder: where each process stood."""
 
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Which ranks hang, and in words why one thinks so."""
+    """The ranks that hang, and why they are believed to."""
 
     ranks: tuple[int, ...]
     message: str
 
 
 def diagnose_hang(beats: Sequence[Heartbeat | None], missed: Sequence[int], limit: int) -> HangDiagnosis | None:
-    """Of all ranks their last beats, and how often one has looked since each came; None where all is well. limit: beats."""
+    """Decide which ranks hang; None if none does.
+
+    Args:
+        beats: The last heartbeat of each rank.
+        missed: Of each rank, the checks since its last heartbeat arrived.
+        limit: Heartbeats without progress, or checks without a heartbeat, that mean a hang.
+    """
     seconds = f"{limit * BEAT_SECONDS:g} seconds"
-    unresponsive = tuple(rank for rank, looks in enumerate(missed) if looks >= limit)
-    if unresponsive:
+    if unresponsive := tuple(rank for rank, checks in enumerate(missed) if checks >= limit):
+        names = _join_ranks(unresponsive)
         return HangDiagnosis(
             unresponsive,
-            f"{_named(unresponsive)} did not answer for {seconds}: ended, stopped, or stuck where no Python can run",
+            f"{names} did not answer for {seconds}: ended, stopped, or stuck in C code that does not let Python run",
         )
-    idle = [rank for rank, beat in enumerate(beats) if beat is not None and beat.idle_beats >= limit]
-    stuck = tuple(rank for rank in idle if not _of(beats, rank).in_collective)
-    if stuck:
-        locations = ", ".join(_of(beats, rank).location for rank in stuck)
+    idle = {rank: beat for rank, beat in enumerate(beats) if beat is not None and beat.idle_beats >= limit}
+    if stuck := {rank: beat for rank, beat in idle.items() if not beat.in_collective}:
+        locations = ", ".join(beat.location for beat in stuck.values())
         return HangDiagnosis(
-            stuck, f"{_named(stuck)} hung in {locations}: it stood there for {seconds}, and computed nothing"
+            tuple(stuck), f"{_join_ranks(tuple(stuck))} hung in {locations}: no progress and no CPU time for {seconds}"
         )
     if len(idle) == len(beats):
-        locations = ", ".join(f"rank {rank} in {_of(beats, rank).location}" for rank in idle)
-        return HangDiagnosis(tuple(idle[1:]), f"all processes waited for each other for {seconds}: {locations}")
+        locations = ", ".join(f"rank {rank} in {beat.location}" for rank, beat in idle.items())
+        return HangDiagnosis(tuple(idle)[1:], f"all processes waited for each other for {seconds}: {locations}")
     return None
 
 
-def _of(beats: Sequence[Heartbeat | None], rank: int) -> Heartbeat:
-    beat = beats[rank]
-    assert beat is not None
-    return beat
-
-
-def _named(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 class Watchdog:
-    """A thread of rank 0, from `start` to `close`."""
+    """A thread in rank 0 that ends a run whose processes hang, from `start` to `close`."""
 
-    def __init__(self, line: ControlStore, size: int, kill: Callable[[int], bool]) -> None:
-        """kill: ends a rank that this process has started; whether it has."""
-        self._store, self._size, self._kill = line, size, kill
+    def __init__(self, store: ControlStore, size: int, kill: Callable[[int], bool]) -> None:
+        """
+        Args:
+            kill: Kills a rank if this process has started it; returns whether it did.
+        """
+        self._store, self._size, self._kill = store, size, kill
         self._monitor, self._closed = ThreadMonitor(None), threading.Event()
         self._thread: threading.Thread | None = None
         self._beats: list[Heartbeat | None] = [None] * size
@@ -285,22 +286,27 @@ class Watchdog:
         self._limit = 0
         self._folder: Path | None = None
         self.diagnosis = ""
-        """In words, what hung, and how to go on."""
+        """What hung, and how to resume; empty while nothing has."""
 
     def start(self, timeout: float, folder: Path | None) -> None:
-        """patience: seconds; 0 = any. folder: the run's."""
+        """Start watching.
+
+        Args:
+            timeout: Seconds without progress that mean a hang; 0 disables the check.
+            folder: The run's folder, which receives the stacks; None = standard error.
+        """
         self._limit, self._folder = ceil(timeout / BEAT_SECONDS), folder
         if self._thread is None and self._size > 1:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Nobody is watched any longer."""
+        """Stop watching."""
         self._closed.set()
 
     @contextmanager
     def watch_collective(self, operation: str) -> Iterator[None]:
-        """Around what all processes do; this thread is rank 0's part in it."""
+        """Enclose a collective operation, which the calling thread takes part in for rank 0."""
         self._monitor.watch(threading.get_ident())
         self._operation_count, self._operation = self._operation_count + 1, operation
         try:
@@ -310,19 +316,15 @@ class Watchdog:
 
     @property
     def unresponsive(self) -> str:
-        """In words, that another has not been heard of for as long as one waits; empty where all have."""
-        ranks = [rank for rank, looks in enumerate(self._missed) if self._limit and looks >= self._limit]
-        return f"{_named(ranks)} did not answer" if ranks else ""
+        """The ranks without a heartbeat for as long as the timeout, as text; empty if there is none."""
+        ranks = [rank for rank, checks in enumerate(self._missed) if self._limit and checks >= self._limit]
+        return f"{_join_ranks(ranks)} did not answer" if ranks else ""
 
     def _watch(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
             self._collect_heartbeats()
             operation = self._operation
-            if (
-                operation
-                and self._limit
-                and (diagnosis := diagnose_hang(self._beats, self._missed, self._limit)) is not None
-            ):
+            if operation and self._limit and (diagnosis := diagnose_hang(self._beats, self._missed, self._limit)):
                 self._end_hang(diagnosis, operation)
                 return
 
@@ -335,70 +337,62 @@ class Watchdog:
             self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
 
     def _end_hang(self, diagnosis: HangDiagnosis, operation: str) -> None:
-        """Ends who hangs, which ends the wait of the others; and this process too, where that does not."""
+        """Kill the ranks that hang, which fails the collective in the others; exit if rank 0 does not leave it either."""
         count = self._operation_count
-        self._request_stacks(diagnosis)
-        self.diagnosis = f"{diagnosis.message}, in the midst of {operation!r}. {self._write_stacks()}"
+        self._request_stacks(diagnosis.ranks)
+        self.diagnosis = f"{diagnosis.message}, during {operation!r}. {self._write_stacks()}"
         print(self.diagnosis, file=sys.stderr, flush=True)
         for rank in diagnosis.ranks:
             self._kill_rank(rank)
-        if 0 in diagnosis.ranks or not self._wait_until_left(count):
+        deadline = time.monotonic() + EXIT_SECONDS
+        stuck = 0 in diagnosis.ranks
+        while not stuck and self._operation and self._operation_count == count:
+            stuck = time.monotonic() > deadline
+            time.sleep(BEAT_SECONDS / 10)
+        if stuck:
             for rank in range(1, self._size):
                 self._kill_rank(rank)
-            print("error: rank 0 cannot be brought out of it, and ends", file=sys.stderr, flush=True)
+            print("error: rank 0 is stuck and could not be interrupted; exiting", file=sys.stderr, flush=True)
             os._exit(HangError.code)
 
-    def _wait_until_left(self, count: int) -> bool:
-        """Whether this process comes out of what all did."""
-        until = time.monotonic() + EXIT_SECONDS
-        while self._operation and self._operation_count == count:
-            if time.monotonic() > until:
-                return False
-            time.sleep(BEAT_SECONDS / 10)
-        return True
-
-    def _request_stacks(self, diagnosis: HangDiagnosis) -> None:
-        """Has those of this machine that do not answer show their stacks, on standard error, as far as they can."""
-        for rank in diagnosis.ranks:
-            beat = self._beats[rank]
-            if self._missed[rank] >= self._limit and beat is not None and beat.host == socket.gethostname():
-                with suppress(OSError):
-                    os.kill(beat.pid, signal.SIGUSR1)
+    def _request_stacks(self, ranks: Sequence[int]) -> None:
+        """Let unresponsive ranks on this machine print their stacks to standard error by faulthandler."""
+        for rank in ranks:
+            if self._missed[rank] >= self._limit and self._signal_local(rank, signal.SIGUSR1):
                 time.sleep(BEAT_SECONDS)
 
-    def _write_stacks(self) -> str:
-        """The stacks of all, in the run's folder or on standard error; in words where they are, and how to go on."""
-        shown = "\n".join(self._stack(rank) for rank in range(self._size))
-        if self._folder is None:
-            print(shown, file=sys.stderr, flush=True)
-            return "The stacks stand above"
-        try:
-            (self._folder / STACKS_FILE).write_text(shown, encoding="utf-8")
-        except OSError:
-            print(shown, file=sys.stderr, flush=True)
-            return f"The stacks stand above; --resume {self._folder} goes on from the last checkpoint"
-        return (
-            f"The stacks are in {self._folder / STACKS_FILE}; --resume {self._folder} goes on from the last checkpoint, and "
-            "--learner.hang-timeout is how long is waited"
-        )
+    def _signal_local(self, rank: int, number: int) -> bool:
+        beat = self._beats[rank]
+        is_local = beat is not None and beat.host == socket.gethostname()
+        if beat is not None and is_local:
+            with suppress(OSError):
+                os.kill(beat.pid, number)
+        return is_local
 
-    def _stack(self, rank: int) -> str:
+    def _write_stacks(self) -> str:
+        """Write the stacks of all ranks to the run's folder or standard error; return where they are and how to resume."""
+        stacks = "\n".join(self._format_stack(rank) for rank in range(self._size))
+        resume = f"resume from the last checkpoint with --resume {self._folder}"
+        try:
+            if self._folder is not None:
+                (self._folder / STACKS_FILE).write_text(stacks, encoding="utf-8")
+                return f"The stacks are in {self._folder / STACKS_FILE}; {resume}, and raise --learner.hang-timeout if nothing hung"
+        except OSError:
+            pass
+        print(stacks, file=sys.stderr, flush=True)
+        return "The stacks are above" if self._folder is None else f"The stacks are above; {resume}"
+
+    def _format_stack(self, rank: int) -> str:
         beat = self._beats[rank]
         if beat is None:
-            return f"rank {rank} has never been heard of\n"
-        state = "waits for others" if beat.in_collective else "does not wait for others"
-        state_text = (
-            f"rank {rank} (process {beat.pid} on {beat.host}) has stood still for {beat.idle_beats} beats, and {state}"
-        )
-        silent = f", not heard of for {n}" if (n := self._missed[rank]) > 1 else ""
-        return f"{state_text}{silent}; in {beat.location}\n{beat.stack}"
+            return f"rank {rank} has never sent a heartbeat\n"
+        state = "waits for other ranks" if beat.in_collective else "does not wait for other ranks"
+        text = f"rank {rank} (process {beat.pid} on {beat.host}) has made no progress for {beat.idle_beats} heartbeats and {state}"
+        missed = f", its last heartbeat was {n} checks ago" if (n := self._missed[rank]) > 1 else ""
+        return f"{text}{missed}; in {beat.location}\n{beat.stack}"
 
     def _kill_rank(self, rank: int) -> None:
-        """By whatever way there is: as its parent, by a word, by its number on this machine."""
-        if rank == 0 or self._kill(rank):
-            return
-        self._store.set(exit_key(rank), "")
-        beat = self._beats[rank]
-        if beat is not None and beat.host == socket.gethostname():
-            with suppress(OSError):
-                os.kill(beat.pid, signal.SIGKILL)
+        """Kill a rank as its parent, or else through the store and, on this machine, by its process id."""
+        if rank != 0 and not self._kill(rank):
+            self._store.set(exit_key(rank), "")
+            self._signal_local(rank, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A process of rank 1 and above: it does what rank 0 says, and nothing else."""
+"""The program of the ranks above 0, which execute what rank 0 sends."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from policygrad.utils.signals import SIGNALS
 
 
 def main(port: int, rank: int, size: int) -> None:
-    """Of a process that rank 0 has started, which listens at this port of the machine. It does not return."""
+    """Run a process that rank 0 of this machine, listening at `port`, has started; it never returns."""
     code = 1
     exit_with_parent()
     try:
         code = serve_controller(WorkerGroup.join(port, rank, size))
-    except BaseException:  # at once, so that nobody waits for what this one holds
+    except BaseException:  # exit at once: other ranks may be waiting for this one
         traceback.print_exc()
     os._exit(code)
 
 
 def join_torchrun() -> int:
-    """Of one of torchrun's processes above rank 0: its exit code."""
+    """Run one of torchrun's processes above rank 0 and return its exit code."""
     return serve_controller(WorkerGroup.from_torchrun())
 
 
 def serve_controller(workers: WorkerGroup) -> int:
-    """Until rank 0 says that it is over, 0; or another process has gone, 1, which has said why. Signals are rank 0's: those of a
-    terminal and of torchrun come to all."""
+    """Execute rank 0's messages; return 0 at the end and 1 if another process is lost.
+
+    Signals are ignored: those of a terminal and of torchrun reach every process, and rank 0 handles them.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     learner: FsdpLearner | None = None
     heartbeat = HeartbeatThread(workers.store, workers.rank)
     try:
         while (message := workers.receive_object()) is not None:
-            with suppress(*SYMMETRIC_ERRORS):  # which rank 0 raises too
+            with suppress(*SYMMETRIC_ERRORS):  # rank 0 raises them too
                 if isinstance(message, FsdpSpec):
                     learner = FsdpLearner(workers, message)
                 else:

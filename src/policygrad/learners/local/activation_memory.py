@@ -1,4 +1,5 @@
-"""How much a micro-batch keeps for its way back, found without weights: the model runs on tensors of a shape and no memory."""
+"""Measures how many bytes of activations a micro-batch saves for its backward pass, on fake tensors: nothing is loaded or
+computed."""
 
 from __future__ import annotations
 
@@ -20,26 +21,19 @@ from policygrad.models.adapters import add_adapters
 from policygrad.models.lora_config import Lora
 
 
-@contextmanager
-def count_saved_tensors(storages: dict[int, int], model: nn.Module) -> Iterator[None]:
-    """Adds up, by storage, the bytes that operations within keep for their gradients, parameters left out."""
-    parameter_storages = {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in parameter_storages:
-            storages[storage._cdata] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        yield
-
-
 def saved_activation_bytes(
     config: Any, dtype: torch.dtype, tokens: int, prompt: int, completion: int, group: int, lora: Lora | None = None
 ) -> int:
-    """Of one micro-batch of about so many tokens, through the backbone of the architecture `config`: `group` completions to a
-    prompt. lora: the adapters that train alone. Nothing is loaded, and nothing computed."""
+    """Return the bytes that one micro-batch saves in the backbone.
+
+    Args:
+        config: transformers' configuration of the model.
+        tokens: Approximate size of the micro-batch.
+        prompt: Tokens of a prompt.
+        completion: Tokens of a completion.
+        group: Completions per prompt.
+        lora: The adapters, if they alone train.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
@@ -48,35 +42,51 @@ def saved_activation_bytes(
         cast(Any, AutoModelForCausalLM).from_config, copy.deepcopy(config), dtype=dtype, trust_remote_code=False
     )
     adapted: Any = None
-    if lora is not None:  # PEFT moves what it makes, which tensors without memory do not let it
+    if lora is not None:  # PEFT moves the adapters it makes, which fake tensors do not support
         with torch.device("meta"):
             adapted = add_adapters(make(), lora)
     with FakeTensorMode() as mode:
         model = make() if adapted is None else _materialise_shapes(adapted)
         model.eval()
-        network, storages = Network(model, split_head=True, use_tree=enable_tree_attention(model)), dict[int, int]()
+        network = Network(model, split_head=True, use_tree=enable_tree_attention(model))
+        storages = dict[int, int]()
         with count_saved_tensors(storages, model):
             states = network.hidden(_fake_pack(part, mode))
         del states
     return sum(storages.values())
 
 
+@contextmanager
+def count_saved_tensors(storages: dict[int, int], model: nn.Module) -> Iterator[None]:
+    """Record the bytes of each storage that operations save for their gradients, parameters excluded."""
+    parameter_storages = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def record(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in parameter_storages:
+            storages[storage._cdata] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        yield
+
+
 def _materialise_shapes(model: nn.Module) -> nn.Module:
-    """The model with tensors of the kind that are made here, in the place of those on the meta device."""
-    made: dict[Tensor, Tensor] = {}
+    """Replace tensors on the meta device by new ones of the current mode, tied ones by one."""
+    created: dict[Tensor, Tensor] = {}
     for module in model.modules():
         kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in kinds:
             for name, x in tensors.items():
-                if x is not None and x not in made:
+                if x is not None and x not in created:
                     new = torch.empty(x.shape, dtype=x.dtype)
-                    made[x] = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
-                tensors[name] = None if x is None else made[x]
+                    created[x] = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
+                tensors[name] = None if x is None else created[x]
     return model
 
 
 def _synthetic_pack(tokens: int, prompt: int, completion: int, group: int) -> Pack:
-    """Whole groups, at least one completion, until there are as many tokens."""
+    """Make a pack of about so many tokens: groups of completions, at least one completion."""
     rows = max(1, round(tokens / (prompt / group + completion)))
     groups = -(-rows // group)
     batch = Batch(
@@ -90,11 +100,11 @@ def _synthetic_pack(tokens: int, prompt: int, completion: int, group: int) -> Pa
 
 
 def _fake_pack(part: Pack, mode: Any) -> Pack:
-    def shape(x: Any) -> Any:
+    def fake(x: Any) -> Any:
         return mode.from_tensor(x) if isinstance(x, Tensor) else x
 
     blocks = tuple(
-        AttentionBlock(*(shape(getattr(b, f.name)) for f in fields(AttentionBlock))) for b in part.tree.blocks
+        AttentionBlock(*(fake(getattr(b, f.name)) for f in fields(AttentionBlock))) for b in part.tree.blocks
     )
-    tensors = {f.name: shape(getattr(part, f.name)) for f in fields(Pack) if f.name != "tree"}
-    return Pack(**tensors, tree=AttentionTree(blocks, shape(part.tree.output_index)))
+    tensors = {f.name: fake(getattr(part, f.name)) for f in fields(Pack) if f.name != "tree"}
+    return Pack(**tensors, tree=AttentionTree(blocks, fake(part.tree.output_index)))

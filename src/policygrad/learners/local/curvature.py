@@ -1,8 +1,8 @@
-"""Curvature of the policy without a matrix: Fisher-vector products and the exact KL, micro-batch by micro-batch.
+"""Curvature of the policy without a matrix: Fisher-vector products and the exact KL, one micro-batch at a time.
 
 F = mean over the sampled tokens' states of Jᵀ(diag p − ppᵀ)J, with J the Jacobian of a state's logits and p their softmax: the
-Hessian of mean KL(π_old‖π_θ) at θ_old. A product is a push through J (forward mode), the middle factor on a chunk of
-tokens at a time, and a pull through Jᵀ (reverse mode). Source: Schulman et al. 2015 (TRPO), appendix C.1.
+Hessian of mean KL(π_old‖π_θ) at θ_old. A product is J v in forward mode, the output Hessian on a chunk of tokens at a time, and
+Jᵀ w in reverse mode. Source: Schulman et al. 2015 (TRPO), appendix C.1.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ _DummyPass = Callable[[Pack], object]
 def output_hessian_product(
     logits: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight: Tensor, sampled: bool
 ) -> Tensor:
-    """[u, V] Σ weight·(diag p − ppᵀ) ż over the tokens [n] that each state predicts (`index` [n] says which), with p =
-    softmax(logits [u, V]), ż = `change` [u, V]; `sampled`: (e_a − p)(e_a − p)ᵀ ż in its place, where a is the token taken and
-    e_a − p the score of its logits."""
+    """Return [u, V] Σ weight·(diag p − ppᵀ) ż over the tokens [n] that each state predicts.
+
+    Args:
+        logits: [u, V], with p their softmax.
+        change: [u, V] ż.
+        index: [n] the state that predicts each token.
+        sampled: Use (e_a − p)(e_a − p)ᵀ ż instead, with a the token taken and e_a − p the score of its logits.
+    """
     p = logits.softmax(-1)
     mean = (p * change).sum(-1, keepdim=True)
     share = weight if not sampled else weight * (change[index, tokens] - mean.squeeze(-1)[index])
@@ -47,19 +52,19 @@ def output_hessian_product(
 
 
 def make_dual(x: Tensor, change: Tensor) -> Tensor:
-    """x with its change along a direction, on the way through operations (forward mode)."""
-    result: Tensor = cast(Any, forward_ad.make_dual)(x, change)  # torch left it without types
+    """Return x with a tangent (forward mode)."""
+    result: Tensor = cast(Any, forward_ad.make_dual)(x, change)  # untyped in torch
     return result
 
 
 def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x, its change along the direction)."""
-    value, moved = cast(Any, forward_ad.unpack_dual)(x)
-    return value, torch.zeros_like(value) if moved is None else moved
+    """Return x and its tangent, 0 if it has none."""
+    value, tangent = cast(Any, forward_ad.unpack_dual)(x)
+    return value, torch.zeros_like(value) if tangent is None else tangent
 
 
 class CallModule(nn.Module):
-    """A function that calls the model as a module of its own, for `functional_call` to put other parameters in."""
+    """A module that calls functions of the model inside it, so that `functional_call` and FSDP see one root."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,19 +76,22 @@ class CallModule(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """θ as one vector, the optimiser's masters one after another, and what the policy does around it.
+    """θ as one vector, the optimizer's masters in order, and the policy's behaviour around it.
 
-    The model's parameters stay what they are until the optimiser's `move`; a bf16 model is asked at the masters rounded to
-    bf16, as it would be after the move.
+    The model's parameters change only by the optimizer's `move`; a bf16 model is evaluated at the masters rounded to bf16, as it
+    would be after the move.
     """
 
     networks: TrainedNetworks
     forward_mode: bool = True
-    """J v by forward mode; otherwise as the derivative of reverse mode, which is slower and agrees with Jᵀ by construction."""
+    """Compute J v in forward mode; otherwise as the derivative of reverse mode, which is slower and always consistent with Jᵀ."""
 
     def verify(self) -> Curvature:
-        """With forward mode only if ⟨w, Jv⟩ = ⟨Jᵀw, v⟩ on a made-up text: an operation may have a gradient of its own (an
-        embedding that leaves out its padding token has), and a product with two different J is no Fisher product."""
+        """Return self, with forward mode only if J v agrees with reverse mode on a synthetic text.
+
+        An operation may have a gradient of its own (an embedding that leaves out its padding token does), and a product with two
+        different J is no Fisher product.
+        """
         optimizer, part = self.networks.optimizer, self._synthetic_pack()
         generator = torch.Generator().manual_seed(0)
         tangents = {
@@ -97,40 +105,51 @@ class Curvature:
             except NotImplementedError:
                 return replace(self, forward_mode=False)
             _, reverse = self._jvp_by_reverse(tangents, part)
-        coarse = forward.dtype not in (torch.float32, torch.float64)
-        same = float((forward - reverse).norm()) <= (0.1 if coarse else 1e-3) * float(reverse.norm())
-        return replace(self, forward_mode=same)
+        tolerance = 1e-3 if forward.dtype in (torch.float32, torch.float64) else 0.1
+        return replace(self, forward_mode=float((forward - reverse).norm()) <= tolerance * float(reverse.norm()))
 
     def _synthetic_pack(self) -> Pack:
-        """A text with the padding token in it."""
+        """Make a text that contains the padding token."""
         policy = self.networks.policy
         pad = getattr(getattr(policy.model, "config", None), "pad_token_id", None)
         tokens = torch.tensor([[*range(min(8, policy.network.vocabulary)), pad or 0]])
         one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
         mask, prompts = torch.ones(1, size, dtype=torch.bool), (tokens[0, :1],)
-        made_up = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=prompts)
-        return next(pack_micro_batches(made_up, one, size)).to(self.networks.device)
+        batch = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=prompts)
+        return next(pack_micro_batches(batch, one, size)).to(self.networks.device)
 
     def fisher(self, batch: Batch, v: Tensor, sampled: bool) -> Tensor:
-        """[P] F v, a mean over the batch's sampled tokens. Whatever gradient had been added up is gone."""
+        """Return [P] F v, a mean over the batch's sampled tokens. Accumulated gradients are lost."""
         optimizer = self.networks.optimizer
         optimizer.adam.zero_grad(set_to_none=True)
         tangents = {name: t.to(optimizer.parameters[name].dtype) for name, t in optimizer.split(v).items()}
-        idle: _DummyPass = lambda part: self._product(part, tangents, 0 * part.mask.double(), sampled)  # noqa: E731
-        for part, weight in self._micro_batches(batch, idle=idle):
+
+        def dummy_pass(part: Pack) -> None:
+            self._product(part, tangents, 0 * part.mask.double(), sampled)
+
+        for part, weight in self._micro_batches(batch, dummy_pass=dummy_pass):
             self._product(part, tangents, weight, sampled)
             optimizer.accumulate_master_grads()
         return optimizer.pop_flat_gradient()
 
     def _product(self, part: Pack, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool) -> None:
-        """Adds a micro-batch's share of F v to the gradients."""
+        """Add a micro-batch's share of F v to the gradients: the head's chunk by chunk, then the backbone's at once."""
         states, change = self._jvp_states(part, tangents)
         with self.networks.backward_mode():
-            self._vjp(part, states, change, tangents, weight, sampled)
+            traced = self._states(part)
+            leaf, weights = traced.detach().requires_grad_(), weight[part.mask]
+            for which, index, tokens, order in self._chunks(part, states):
+                with torch.no_grad():
+                    logits, tangent = self._jvp(tangents, self._head, states[which], change[which])
+                    chunk_weight = weights[order].to(logits.dtype)
+                    cotangent = output_hessian_product(logits, tangent, index, tokens, chunk_weight, sampled)
+                torch.autograd.backward(self._head(leaf[which]), cotangent)
+            if traced.requires_grad:  # otherwise only the head trains
+                torch.autograd.backward(traced, leaf.grad)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, psi: Tensor, algorithm: Algorithm, delta: Tensor) -> tuple[float, float]:
-        """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token, exact over the vocabulary) at θ + delta."""
+        """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token, exact over the vocabulary) at θ + delta."""
         coefficients = algorithm.all_coefficients(batch)
         bare = replace(batch, prompts=None, tokens=None)
         totals = torch.zeros(2, dtype=torch.float64)
@@ -148,47 +167,58 @@ class Curvature:
 
     @contextmanager
     def _shifted(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
-        """What compares the policy at θ + delta with the policy as it is: logp, entropy and KL(π_old‖π_θ), each [b, T]."""
+        """Yield a comparison of the policy at θ + delta with the current one: logp, entropy and KL(π_old‖π_θ), each [b, T]."""
         optimizer = self.networks.optimizer
         parameters, masters = optimizer.parameters, optimizer.masters
         moved = {n: (masters[n] + change).to(parameters[n].dtype) for n, change in optimizer.split(delta).items()}
-        yield lambda part: self._compare(part, moved)
+
+        def compare(part: Pack) -> Forward:
+            before, after = self._states(part), self._call_with(moved, self._states, part)
+            values = at_least_float32(before.new_empty(3, int(part.mask.sum())))
+            for which, index, tokens, order in self._chunks(part, before):
+                old_logits, logits = self._head(before[which]), self._call_with(moved, self._head, after[which])
+                entropy, kl = compute_exact(logits, old_logits, ("entropy", "kl_old"), temperature=1.0)
+                logp = logits[index, tokens] - logits.logsumexp(-1)[index]
+                values[:, order] = torch.stack((logp, entropy[index], kl[index]))
+            filled = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in values)
+            return Forward(next(filled), entropy=next(filled), kl_old=next(filled))
+
+        yield compare
 
     def _micro_batches(
-        self, batch: Batch, keep_groups: bool = False, idle: _DummyPass | None = None
+        self, batch: Batch, keep_groups: bool = False, dummy_pass: _DummyPass | None = None
     ) -> Iterator[tuple[Pack, Tensor]]:
-        """Micro-batches of all completions with a sampled token, whatever their Ψ; and what share of the mean each token [b, T]
-        stands for. idle: as of `TrainedNetworks.packs`."""
+        """Iterate over all completions with a sampled token, whatever their Ψ, with each token's share [b, T] of the mean."""
         tokens, device = max(1, int(batch.mask.sum())), self.networks.device
-        for part in self.networks.micro_batches(batch, keep_groups=keep_groups, dummy_pass=idle):
+        for part in self.networks.micro_batches(batch, keep_groups=keep_groups, dummy_pass=dummy_pass):
             yield part.to(device), (part.mask.double() / tokens).to(device)
 
     def _head(self, states: Tensor) -> Tensor:
-        """[n, V] logits at the sampling temperature, in float32 or better."""
+        """Return [n, V] logits at the sampling temperature, in float32 or better."""
         policy = self.networks.policy
         return scale_logits(policy.network.logits(states), policy.temperature)
 
     def _call_with(self, parameters: Mapping[str, Tensor], f: _Function, *args: Any) -> Tensor:
-        """f(*args) with other parameters in the model."""
+        """Return f(*args) with other parameters in the model."""
         model = CallModule(self.networks.policy.model)
         output: Tensor = functional_call(model, {f"model.{n}": p for n, p in parameters.items()}, (f, *args))
         return output
 
     def _chunks(self, part: Pack, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """As many states at a time as `MAX_LOGITS` logits allow: which, and of the tokens that they predict the state within these, the
-        token, and its number among those of the mask."""
+        """Iterate over chunks of at most `MAX_LOGITS` logits: which states, and of each token that they predict the index of its
+        state in the chunk, the token, and its number among the mask's tokens."""
         pairs = TokenPairs.of(part.predictor[part.mask], part.tokens[part.mask])
         size = max(1, MAX_LOGITS // self.networks.policy.network.width(states))
         for which, pair in pairs.chunks(len(states), size):
             yield which, pairs.index[pair] - which.start, pairs.tokens[pair], pairs.order[pair]
 
     def _states(self, part: Pack) -> Tensor:
-        """[u, ·]."""
+        """Return [u, ·]."""
         policy = self.networks.policy
         return policy.network_for(part).states(part)
 
     def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(states [u, H], their change along the tangents), without graph."""
+        """Return the states [u, H] and their change along the tangents, without a graph."""
         with PlainAttention():
             if not self.forward_mode:
                 return self._jvp_by_reverse(tangents, part)
@@ -198,14 +228,14 @@ class Curvature:
     def _jvp(
         self, tangents: Mapping[str, Tensor], f: _Function, x: Any, change: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """f(x) and its change along the parameters' tangents and x's `change`."""
+        """Return f(x) and its change along the parameters' tangents and x's `change`."""
         parameters = self.networks.optimizer.parameters
         with forward_ad.dual_level():
             duals = {n: make_dual(parameters[n].detach(), t) for n, t in tangents.items()}
             return unpack_dual(self._call_with(duals, f, x if change is None else make_dual(x, change)))
 
     def _jvp_by_reverse(self, tangents: Mapping[str, Tensor], part: Pack) -> tuple[Tensor, Tensor]:
-        """J v as the derivative of ⟨Jᵀw, v⟩ in w, which it is linear in."""
+        """Return the states and J v as the derivative in w of ⟨Jᵀw, v⟩, which is linear in w."""
         copies = {n: p.detach().requires_grad_() for n, p in self.networks.optimizer.parameters.items()}
         value = self._call_with(copies, self._states, part)
         if not value.requires_grad:  # only the head trains
@@ -213,33 +243,5 @@ class Curvature:
         w = torch.zeros_like(value, requires_grad=True)
         pulled = torch.autograd.grad(value, list(copies.values()), w, create_graph=True, allow_unused=True)
         product = sum((g * t).sum() for g, t in zip(pulled, tangents.values(), strict=True) if g is not None)
-        (moved,) = torch.autograd.grad(product, w)  # type: ignore[arg-type]
-        return value.detach(), moved
-
-    def _vjp(
-        self, part: Pack, states: Tensor, change: Tensor, tangents: Mapping[str, Tensor], weight: Tensor, sampled: bool
-    ) -> None:
-        """Adds Jᵀ(middle)J v to the gradients: the head's chunk by chunk, then the backbone's at once."""
-        traced = self._states(part)
-        leaf, shares = traced.detach().requires_grad_(), weight[part.mask]
-        for which, index, tokens, order in self._chunks(part, states):
-            with torch.no_grad():
-                logits, tangent = self._jvp(tangents, self._head, states[which], change[which])
-                cotangent = output_hessian_product(
-                    logits, tangent, index, tokens, shares[order].to(logits.dtype), sampled
-                )
-            torch.autograd.backward(self._head(leaf[which]), cotangent)
-        if traced.requires_grad:  # otherwise only the head trains
-            torch.autograd.backward(traced, leaf.grad)
-
-    def _compare(self, part: Pack, moved: Mapping[str, Tensor]) -> Forward:
-        """At other parameters: logp, entropy and KL(π_old‖π_θ), each [b, T], where π_old is the model as it is."""
-        before, after = self._states(part), self._call_with(moved, self._states, part)
-        values = at_least_float32(before.new_empty(3, int(part.mask.sum())))
-        for which, index, tokens, order in self._chunks(part, before):
-            old_logits, logits = self._head(before[which]), self._call_with(moved, self._head, after[which])
-            entropy, kl = compute_exact(logits, old_logits, ("entropy", "kl_old"), temperature=1.0)
-            logp = logits[index, tokens] - logits.logsumexp(-1)[index]
-            values[:, order] = torch.stack((logp, entropy[index], kl[index]))
-        filled = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in values)
-        return Forward(next(filled), entropy=next(filled), kl_old=next(filled))
+        (change,) = torch.autograd.grad(product, w)  # type: ignore[arg-type]
+        return value.detach(), change

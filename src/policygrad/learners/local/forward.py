@@ -1,6 +1,4 @@
-"""One forward pass: from a pack of tokens to log π [b, T], and to what is exact over the vocabulary where a term asks for it,
-never holding more logits than a chunk of tokens needs.
-"""
+"""The forward pass from a pack of tokens to log π [b, T] and to exact statistics over the vocabulary, chunk by chunk of logits."""
 
 from __future__ import annotations
 
@@ -20,30 +18,33 @@ from policygrad.learners.local.tree_attention import disable_tree_attention, ena
 from policygrad.models.loading import at_least_float32
 from policygrad.models.moe_routing import Routing
 
-# Where a model is called past its root, its backbone or its head alone. The only place.
-#
-# A model that `fully_shard` has split gathers its embeddings and its head when the root is called, not when a part of it is: a
-# sharded evaluator calls all of this within its root, a module around the model (see `fsdp/sharding.py`).
-
 Inputs = dict[str, Any]
+MAX_LOGITS = 2**26
+"""Logits in memory at a time, in elements (256 MiB in float32)."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A causal language model in two halves: states, and the logits they are turned into."""
+    """A causal language model in two halves: hidden states, and the logits made of them.
+
+    This is the only place that calls a backbone or a head without the model. FSDP gathers the root's parameters, embeddings and
+    head, only when the root is called; a sharded evaluator therefore calls all of this inside a root module around the model (see
+    `fsdp/sharding.py`).
+    """
 
     model: nn.Module
     split_head: bool = False
-    """The head applied to the last hidden states gives the model's logits, so it need only see predicting positions. Otherwise a
-    state is the logits themselves."""
+    """The head on last hidden states gives the model's logits, so it need only see predicting positions; otherwise a state is the
+    logits themselves."""
     use_tree: bool = False
     """The model reads a pack as a tree, each node once; otherwise text by text."""
     routing: Routing | None = None
-    """Of a mixture of experts whose choices are replayed."""
+    """Replays the sampler's experts in a mixture of experts."""
 
     @property
     def vocabulary(self) -> int:
-        """Token ids it reads."""
+        """Number of token ids that it reads."""
         return int(self._root.get_input_embeddings().weight.shape[0])
 
     @property
@@ -53,17 +54,17 @@ class Network:
 
     @property
     def head(self) -> nn.Module | None:
-        """What turns a state into logits; None where a state is logits."""
+        """The module from states to logits; None if a state is logits."""
         head: nn.Module = self._root.get_output_embeddings()
         return head if self.split_head else None
 
     def width(self, states: Tensor) -> int:
-        """V, logits per state."""
+        """Return V, the number of logits per state."""
         return int(self._root.get_output_embeddings().weight.shape[0]) if self.split_head else states.shape[1]
 
     def states(self, part: Pack) -> Tensor:
-        """[u, ·] what `logits` turns into those that predict the sampled tokens, at the nodes `part.reading`."""
-        if self.routing is not None:  # also for what is recomputed on the way back
+        """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
+        if self.routing is not None:  # stays set for activations that the backward pass recomputes
             routes = part.routes
             if routes is not None and not self.use_tree:
                 routes = routes[part.paths.flatten()]
@@ -71,26 +72,23 @@ class Network:
         return self.states_at(*self.call(part))
 
     def call(self, part: Pack) -> tuple[Tensor, Inputs]:
-        """(where the reading nodes stand in what the model gives back, what it is called with)."""
-        return (
-            (part.predicting_nodes, make_tree_inputs(part))
-            if self.use_tree
-            else (part.predicting_positions, make_text_inputs(part))
-        )
+        """Return the flat positions of the predicting nodes in the model's output, and the model's inputs."""
+        if self.use_tree:
+            return part.predicting_nodes, make_tree_inputs(part)
+        return part.predicting_positions, make_text_inputs(part)
 
     def states_at(self, index: Tensor, call: Inputs) -> Tensor:
-        """[n, ·] the states at the flat positions `index` [n] of what the model is called with."""
+        """Return [n, ·] the states at flat positions [n] of the inputs."""
         if self.split_head:
             return _hidden_states(get_backbone(self.model), index, call)
         return gather_positions(self._root(**call, use_cache=False).logits, index)
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
-        """[u, H] last hidden states at `part.reading`, whatever the states are; of `network`, another backbone of this kind, where
-        one is given."""
+        """Return [u, H] last hidden states at `part.predicting_nodes`; `network`: another backbone to use."""
         return _hidden_states(get_backbone(self.model) if network is None else network, *self.call(part))
 
     def logits(self, states: Tensor) -> Tensor:
-        """[n, V]."""
+        """Return [n, V]."""
         output: Tensor = self._root.get_output_embeddings()(states) if self.split_head else states
         return output
 
@@ -100,15 +98,18 @@ class Network:
 
 
 def make_tree_inputs(part: Pack) -> Inputs:
-    """What a transformers model whose attention follows trees is called with. A mask of four dimensions is left alone."""
+    """Return the inputs of a transformers model with tree attention, which leaves a four-dimensional mask as it is."""
     ids = part.ids[None]
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": part.positions[None], "tree": part.tree}
 
 
 def make_text_inputs(part: Pack) -> Inputs:
-    """What any transformers model is called with: the texts in rows. No token sees what stands behind it, so that padding needs no
-    mask; without any, some models look for padding in the ids."""
+    """Return the inputs of any transformers model, a row per text.
+
+    Causal attention does not see the padding behind a text. The mask is all ones, since without one some models look for padding
+    ids.
+    """
     ids = part.ids[part.paths]
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
@@ -119,55 +120,53 @@ def _hidden_states(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:
 
 
 def gather_positions(x: Tensor, index: Tensor) -> Tensor:
-    """[n, ·] x [R, L, ·] at flat positions. The backward pass of indexing adds up atomically, in the threads' order, where an
-    index repeats, so that a gradient would not be the same twice; that of `index_select` is, on the CPU."""
+    """Return [n, ·] of x [R, L, ·] at flat positions.
+
+    On a CPU the backward pass of `index_select` is deterministic; that of indexing adds up repeated positions in the threads'
+    order.
+    """
     return x.flatten(0, 1).index_select(0, index)
 
 
 def get_backbone(model: Any) -> nn.Module:
-    """The model without its head."""
+    """Return the model without its head."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     network: nn.Module = model.base_model if decoder is None else decoder
     return network
 
 
-MAX_LOGITS = 2**26
-"""Logits held at a time, in elements (256 MiB in float32)."""
-_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
-
-
 def scale_logits(logits: Tensor, temperature: float) -> Tensor:
-    """Logits at the sampling temperature, in float32 or better."""
+    """Return logits at the sampling temperature, in float32 or better."""
     logits = at_least_float32(logits)
     return logits if temperature == 1 else logits / temperature
 
 
 def selected_logp(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log π(token) [n] from logits [n, V] at the sampling temperature, in float32 or better."""
+    """Return log π(token) [n] from logits [n, V] at the sampling temperature, in float32 or better."""
     logits = scale_logits(logits, temperature)
     return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
 
 def _expectation(p: Tensor, x: Tensor) -> Tensor:
-    """Σ p·x over the vocabulary, 0·∞ = 0: a token that a model rules out has a logit of −∞."""
+    """Return Σ p·x over the vocabulary with 0·∞ = 0, since excluded tokens have a logit of −∞."""
     return (p * torch.where(p > 0, x, 0)).sum(-1)
 
 
 def compute_exact(
     logits: Tensor, old: Tensor | None, names: Sequence[str], temperature: float, reference: Tensor | None = None
 ) -> list[Tensor]:
-    """[n] each, over the vocabulary: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π), and kl_ref = Σ π log(π/π_ref), from
-    logits [n, V]."""
+    """Return the statistics `names`, each [n], from logits [n, V]: the entropy −Σ π log π, kl_old = Σ π_old log(π_old/π) and
+    kl_ref = Σ π log(π/π_ref)."""
     logp = scale_logits(logits, temperature).log_softmax(-1)
     out = []
     for name in names:
         if name == "entropy":
             out.append(-_expectation(logp.exp(), logp))
         elif name == "kl_ref":
-            assert reference is not None  # as above
+            assert reference is not None  # checked by `Evaluator.forward`
             out.append(_expectation(logp.exp(), logp - scale_logits(reference, temperature).log_softmax(-1)))
         else:
-            assert old is not None  # `Evaluator.forward` asked for it
+            assert old is not None  # likewise
             before = scale_logits(old, temperature).log_softmax(-1)
             out.append(_expectation(before.exp(), before - logp))
     return out
@@ -175,47 +174,47 @@ def compute_exact(
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Log-probabilities under one model. Which short cuts the model allows was measured by `probe`, not assumed."""
+    """Log-probabilities under one model, with the shortcuts that `build_evaluator` found valid for it."""
 
     network: Network
     temperature: float
     window: int | None = None
-    """Tokens that the model's local attention looks back: longer texts are read as texts, which it knows how to do."""
+    """Range of the model's local attention in tokens; longer texts are read as texts, with the model's own masks."""
 
     @property
     def model(self) -> nn.Module:
-        """The whole model."""
+        """The full model."""
         return self.network.model
 
     def with_model(self, model: nn.Module) -> Evaluator:
-        """The same under another model of the same architecture."""
+        """Return the evaluator of another model with the same architecture."""
         return replace(self, network=replace(self.network, model=model, routing=None))
 
     def with_routing(self, routing: Routing) -> Evaluator:
-        """The same, its experts those that sampled where a batch knows them."""
+        """Return the evaluator that uses the sampler's experts where a batch has them."""
         return replace(self, network=replace(self.network, routing=routing))
 
     def states(self, part: Pack) -> Tensor:
-        """[u, ·] of this model, for a term that compares another with it: `network.logits` reads them until `at_rest`."""
+        """Return [u, ·] this model's states for a comparison with another's; `network.logits` may read them until `release`."""
         return self.network_for(part).states(part)
 
     def release(self) -> None:
-        """Nothing is replayed to whoever calls the model next, and what `states` has kept at hand is let go."""
+        """Stop replaying experts, and free what `states` has kept."""
         if self.network.routing is not None:
             self.network.routing.replay(None)
 
     def run_in_root(self, work: Callable[[], Tensor]) -> Tensor:
-        """What `work` gives, which calls the model as a whole."""
+        """Return the result of `work`, which calls the full model."""
         return work()
 
     def network_for(self, part: Pack) -> Network:
-        """The network as it reads this pack."""
+        """Return the network in the mode that suits this pack."""
         if self.network.use_tree and self.window is not None and part.paths.shape[1] > self.window:
             return replace(self.network, use_tree=False)
         return self.network
 
     def __call__(self, part: Pack, expected: Tensor | None = None) -> Tensor:
-        """[b, T] nats with graph; 0 off the mask."""
+        """Return log π [b, T] in nats with graph; 0 off the mask."""
         return self.forward(part, expected=expected).logp
 
     def forward(
@@ -226,19 +225,24 @@ class Evaluator:
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """log π [b, T] with graph, 0 off the mask, and what `needs` names, exact over the vocabulary: entropy, kl_old =
-        KL(π_old‖π) with `old` the evaluator of π_old, kl_ref = KL(π‖π_ref) with `reference` that of π_ref.
+        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
 
-        expected: [b, T] the gradient that log π will be given, where it is known beforehand: it saves a product with the head.
+        Args:
+            needs: entropy, kl_old = KL(π_old‖π), kl_ref = KL(π‖π_ref).
+            old: Evaluator of π_old.
+            reference: Evaluator of π_ref.
+            expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
 
         Raises:
-            ValueError: a field that an evaluator cannot give, or kl_old without `old`, or kl_ref without `reference`.
+            ValueError: an unknown statistic, kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
         if unknown := set(names) - {"entropy", "kl_old", "kl_ref"}:
-            raise ValueError(f"an evaluator gives logp, entropy, kl_old and kl_ref, not {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"an evaluator computes logp, entropy, kl_old and kl_ref, not {', '.join(sorted(unknown))}"
+            )
         if "kl_old" in names and old is None:
-            raise ValueError("kl_old compares with the policy before: pass its evaluator as `old`")
+            raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
         if "kl_ref" in names and reference is None:
             raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
         compared = [x for name, x in (("kl_old", old), ("kl_ref", reference)) if name in names and x is not None]
@@ -258,41 +262,33 @@ class Evaluator:
     def _forward_exact(
         self, part: Pack, states: Tensor, names: Sequence[str], compared: Sequence[Evaluator]
     ) -> list[Tensor]:
-        """logp [n] and what `names` says, through the head as a module, over chunks of tokens: a chunk's logits are computed once
-        more on the way back instead of being held."""
+        """Return logp and `names`, each [n], through the head module; the backward pass recomputes a chunk's logits."""
         index, head = part.predictor[part.mask], self.network.logits
         with torch.no_grad():
-            before = [other.states(part).index_select(0, index) for other in compared]
+            compared_states = [other.states(part).index_select(0, index) for other in compared]
 
-        def some(tokens: Tensor, states: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        def compute_chunk(tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
             logits = head(states)
             with torch.no_grad():
-                fixed = [other.network.logits(x) for other, x in zip(compared, rest, strict=True)]
+                fixed = [other.network.logits(x) for other, x in zip(compared, other_states, strict=True)]
             old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
             logp = selected_logp(logits, tokens, self.temperature)
             return logp, *compute_exact(logits, old, names, self.temperature, reference)
 
-        columns = (part.tokens[part.mask], states.index_select(0, index), *before)
+        columns = (part.tokens[part.mask], states.index_select(0, index), *compared_states)
         size = max(1, MAX_LOGITS // self.network.width(states))
-        recompute: Callable[..., tuple[Tensor, ...]] = some
+        compute: Callable[..., tuple[Tensor, ...]] = compute_chunk
         if torch.is_grad_enabled() and len(index) > size:
-            recompute = lambda *x: checkpoint(some, *x, use_reentrant=False)  # noqa: E731
+            compute = lambda *x: checkpoint(compute_chunk, *x, use_reentrant=False)  # noqa: E731
         chunks = zip(*(torch.split(x, size) for x in columns), strict=True)
-        return [torch.cat(x) for x in zip(*(recompute(*chunk) for chunk in chunks), strict=True)]
-
-
-def _attention_window(model: Any) -> int | None:
-    """Tokens that the narrowest local attention of the model looks back, as its configuration says."""
-    config = model.config.get_text_config() if hasattr(model, "config") else None
-    widths = [getattr(config, name, None) for name in _WINDOWS]
-    return min((w for w in widths if isinstance(w, int) and w > 0), default=None)
+        return [torch.cat(x) for x in zip(*(compute(*chunk) for chunk in chunks), strict=True)]
 
 
 @torch.no_grad()
 def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
-    """Tries both short cuts on a small made-up group and keeps those that leave every log-probability as it was.
+    """Return an evaluator with those shortcuts (head alone, tree) that change no log-probability of a small synthetic group.
 
-    "As it was" is measured against how much a prompt matters to this model, so that a model of small logits hides nothing.
+    The tolerance is relative to how much a prompt matters to this model, so small logits hide nothing.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = Network(model).vocabulary
@@ -308,42 +304,43 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
     )
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
 
-    def evaluated(evaluator: Evaluator, batch: Batch) -> Tensor:
+    def evaluate(evaluator: Evaluator, batch: Batch) -> Tensor:
         out = torch.zeros(batch.mask.shape)
         for p in pack_micro_batches(batch, torch.arange(len(out)), 10**6):
             out[p.rows] = evaluator(p.to(device)).cpu().float()
         return out
 
-    plain = Evaluator(Network(model), temperature, _attention_window(model))
-    truth = evaluated(plain, batch)
-    effect = float((evaluated(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
+    config: Any = getattr(model, "config", None)
+    config = None if config is None else config.get_text_config()
+    windows = [w for name in _WINDOWS if isinstance(w := getattr(config, name, None), int) and w > 0]
+    plain = Evaluator(Network(model), temperature, min(windows, default=None))
+    truth = evaluate(plain, batch)
+    effect = float((evaluate(plain, replace(batch, prompts=(prompts[1],))) - truth).abs().max())
     tolerance = (0.05 if dtype == torch.bfloat16 else 1e-4) * effect
 
-    def holds(evaluator: Evaluator) -> bool:
+    def is_exact(evaluator: Evaluator) -> bool:
         try:
-            return float((evaluated(evaluator, batch) - truth).abs().max()) <= tolerance
-        except Exception:  # whatever an architecture says to a call it does not take: the plain path remains
+            return float((evaluate(evaluator, batch) - truth).abs().max()) <= tolerance
+        except Exception:  # architectures raise all kinds of errors for a call that they do not support
             return False
 
     split = replace(plain, network=Network(model, split_head=True))
-    best = split if holds(split) else plain
+    best = split if is_exact(split) else plain
     if not enable_tree_attention(model):
         return best
     tree = replace(best, network=replace(best.network, use_tree=True))
-    if holds(tree):
+    if is_exact(tree):
         return tree
     disable_tree_attention(model)
     return best
 
 
-# Recomputed activations: less memory for more time, and the mode that a backward pass needs for it.
-
-
 @contextmanager
 def backward_mode(model: nn.Module, recompute: bool) -> Iterator[None]:
-    """Transformers recompute activations only in training mode, in which they keep no cache: sampling needs the other.
+    """Enclose a backward pass, in training mode if activations are recomputed.
 
-    Dropout is 0 in both (see `load_model`).
+    Transformers recompute only in training mode, in which they keep no cache, so sampling needs evaluation mode. Dropout is 0 in
+    both (see `load_model`).
     """
     model.train(recompute)
     try:
@@ -353,7 +350,7 @@ def backward_mode(model: nn.Module, recompute: bool) -> Iterator[None]:
 
 
 def recompute_activations(model: Any) -> None:
-    """Under its name in transformers ≥ 5.2x, or the one before."""
+    """Turn on gradient checkpointing, by its name in transformers ≥ 5.2x or the one before."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable()
@@ -362,6 +359,6 @@ def recompute_activations(model: Any) -> None:
 
 
 def backward_zero(x: Tensor) -> None:
-    """A way back that adds 0 to every gradient; none where nothing is differentiated."""
+    """Run a backward pass that adds 0 to every gradient, if there is a graph."""
     if x.requires_grad:
         torch.autograd.backward(x.sum() * 0)

@@ -14,7 +14,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.errors import CheckpointError, ConfigError, EngineError
-from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.base import LearnerSpec
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.forward import Evaluator, build_evaluator, recompute_activations
 from policygrad.learners.local.networks import ImplicitRewardModel, TrainedNetworks, ValueModel, measure_values
@@ -34,106 +34,60 @@ from policygrad.models.replica import (
 )
 from policygrad.weight_sync.base import PublishedWeights
 
-# What a learner refuses at the beginning, with the way out.
-
-
-def check_adapters(model: nn.Module, config: LearnerConfig) -> None:
-    """Raises ConfigError where adapters are to train, and there are none."""
-    if config.lora and not adapter_configs(model):
-        raise ConfigError(
-            "learner.lora trains adapters, and this model has none: put them in first (peft.get_peft_model), or let "
-            "policygrad.train load the model"
-        )
-
-
-def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) -> None:
-    """Raises ConfigError where distributions over different vocabularies would be compared."""
-    widths = [int(m.get_output_embeddings().weight.shape[0]) for m in (reference, policy)]
-    if "kl_ref" in algorithm.forward_needs and widths[0] != widths[1]:
-        raise ConfigError(
-            f"ExactKLToReference compares two distributions over one vocabulary, and the reference has {widths[0]} logits, the "
-            f"policy {widths[1]}: take TeacherLogRatio() or KLToReference(), which read the sampled tokens alone"
-        )
-
-
-def check_routing_replay(algorithm: Algorithm) -> None:
-    """Raises ConfigError for what looks at the policy past the routes that are replayed."""
-    reasons = {
-        type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
-        "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
-        "an exact KL to the old policy": "kl_old" in algorithm.forward_needs,
-    }
-    for name in (name for name, holds in reasons.items() if holds):
-        raise ConfigError(
-            f"{name} looks at policies in ways of its own, where no experts are replayed: set learner.routing_replay to false, or "
-            "take an algorithm without it, such as grpo"
-        )
-
-
-def require_lr(algorithm: Algorithm, lr: float | None) -> None:
-    """Raises ConfigError where a step needs a learning rate and has none."""
-    if lr is None and algorithm.update_rule.uses_lr:
-        raise ConfigError(
-            f"{type(algorithm.update_rule).__name__} needs a learning rate: give LocalLearner a number as lr"
-        )
-
-
 AUXILIARY_PREFIXES = ("critic/", "reward_model/", "reference/")
-"""What begins the names of a checkpoint's tensors that are not the policy's."""
+"""Prefixes of a checkpoint's tensors that are not the policy's."""
 
 
 class LocalLearner:
-    """AdamW on a model in this process, packed micro-batches, a reference model only when an algorithm needs one."""
+    """AdamW on a model in this process, with packed micro-batches and a reference model only if the algorithm needs one."""
 
     division = WorkDivision()
+    supports_snapshots = True
 
     def __init__(
         self,
         model: nn.Module,
-        algorithm: Algorithm,
+        spec: LearnerSpec,
         *,
-        lr: float | None,
-        steps: int,
-        temperature: float = 1.0,
-        config: LearnerConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
         build: ModelFactory | None = None,
         reference: nn.Module | None = None,
     ) -> None:
-        """`steps`: rollouts of the run, for the schedule; `temperature`: the one completions are sampled at; `lr`: None where
-        the algorithm's step has no use for one; `build`: makes another instance of the model, for a reference, say, where
-        its configuration cannot; `reference`: the model that `Reference.model` names, loaded (`load_reference`).
+        """
+        Args:
+            build: Makes another instance of the model, for a reference, say, if its configuration cannot.
+            reference: The model that `Reference.model` names, loaded (`load_reference`).
 
         Raises:
-            ConfigError: no learning rate where one is needed; `config.trainable` fits no parameter; a reference that is named
-                and not given.
-            ModelError: the model is needed twice, and there is no way to make it a second time.
+            ConfigError: a learning rate is missing; `config.trainable` matches no parameter; a reference is named but not given.
+            ModelError: the model is needed twice and cannot be made a second time.
         """
-        require_lr(algorithm, lr)
-        config, adam = config or LearnerConfig(), optimizer or OptimizerConfig()
+        algorithm, config = spec.algorithm, spec.config
+        rule = algorithm.update_rule
+        if spec.lr is None and rule.uses_lr:
+            raise ConfigError(f"{type(rule).__name__} needs a learning rate: give LearnerSpec a number as lr")
+        if config.lora and not adapter_configs(model):
+            raise ConfigError(
+                "learner.lora trains adapters, and this model has none: add them (peft.get_peft_model), or let policygrad.train "
+                "load the model"
+            )
         self.model, self.config, self.build, self.rollouts, self.refreshed = model, config, build, 0, False
-        check_adapters(model, config)
         if config.gradient_checkpointing:
             recompute_activations(model)
         set_trainable(model, config.trainable)
-        self.evaluator = self._build_evaluator(model, temperature)
+        self.evaluator = self._build_evaluator(model, spec.temperature)
         if config.routing_replay:
             check_routing_replay(algorithm)
             self.evaluator = self.evaluator.with_routing(Routing.for_model(model))
-        self.optimizer = Optimizer(model, adam, lr or 0.0, steps * algorithm.update_rule.updates)
+        self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, spec.steps * rule.updates)
         self.critic: ValueModel | None = None
         if algorithm.critic is not None:
-            how = (config, adam, lr, (steps, algorithm.update_rule.critic_updates), build, self.division)
-            self.critic = ValueModel.of(self.evaluator, algorithm.critic, *how)
+            self.critic = ValueModel.of(self.evaluator, algorithm.critic, spec, build, self.division)
         self.reference = self._build_reference(algorithm, reference, build)
         self.reward_model: ImplicitRewardModel | None = None
         if algorithm.reward_model is not None and self.reference is not None:
-            total, made = steps * algorithm.update_rule.critic_updates, build if reference is None else None
-            beginning = self._frozen_copy(self.reference, made)
-            enable_gradients(beginning.model, self.reference.model)
-            self.reward_model = ImplicitRewardModel.of(
-                beginning, algorithm.reward_model, config, adam, lr, total, self.division
-            )
+            initial = self._frozen_copy(self.reference, build if reference is None else None)
+            enable_gradients(initial.model, self.reference.model)
+            self.reward_model = ImplicitRewardModel.of(initial, algorithm.reward_model, spec, self.division)
         self.networks = TrainedNetworks(
             self.evaluator,
             self.optimizer,
@@ -143,30 +97,29 @@ class LocalLearner:
             reference=self.reference if "kl_ref" in algorithm.forward_needs else None,
             division=self.division,
         )
-        self.uses_lr = algorithm.update_rule.uses_lr
+        self.uses_lr = rule.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
         self.norms = self._build_score_norms() if "grad_logp_sq_norm" in algorithm.needs else None
 
+    # A sharded learner makes these otherwise.
+
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
-        """The policy's evaluator, with the short cuts that its model allows."""
         return build_evaluator(model, temperature)
 
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
-        """Of a second model with the numbers of this one's, frozen."""
+        """Make an evaluator of a second, frozen model with the same weights."""
         return evaluator.with_model(clone_model(evaluator.model, build))
 
     def _build_curvature(self) -> Curvature:
-        """What a trust region asks."""
         return Curvature(self.networks).verify()
 
     def _build_score_norms(self) -> ScoreNorms:
-        """What an exact baseline asks."""
         return ScoreNorms.of(self.evaluator, self.config)
 
     def _build_reference(
         self, algorithm: Algorithm, given: nn.Module | None, build: ModelFactory | None
     ) -> Evaluator | None:
-        """π_ref where a part reads it: the model that was given, or the policy as it is now."""
+        """Make π_ref if a part reads it: the given model, or a copy of the current policy."""
         if "logp_ref" not in algorithm.needs:
             return None
         named = algorithm.reference.model if algorithm.reference is not None else None
@@ -177,7 +130,7 @@ class LocalLearner:
             )
         if given is None:
             evaluator = self._frozen_copy(self.evaluator, build)
-            if is_initial_adapter(evaluator.model):  # what it began as is the base alone
+            if is_initial_adapter(evaluator.model):  # the initial policy is the base model alone
                 set_adapters_enabled(evaluator.model, False)
             return evaluator
         check_vocabulary_sizes(algorithm, given, self.model)
@@ -185,7 +138,7 @@ class LocalLearner:
 
     @property
     def reference_parameters(self) -> int:
-        """Of the reference in memory, beside the policy's; 0 without one."""
+        """Parameters of the reference in memory beside the policy's; 0 without one."""
         return (
             0
             if self.reference is None
@@ -194,36 +147,39 @@ class LocalLearner:
 
     @property
     def version(self) -> int:
-        """How many updates made the weights."""
+        """Number of updates that made the weights."""
         return self.optimizer.num_updates
 
     @property
     def not_finite(self) -> str:
-        """Where the last constrained step's gradient, or a product with F, was not finite, in words; "" = nowhere."""
+        """Where the last trust-region gradient or Fisher product was not finite, as text; empty if nowhere."""
         return self.optimizer.not_finite
 
     @property
     def lr(self) -> float | None:
-        """The policy's peak learning rate, which the schedule multiplies; None where the step has no use for one. May be set
-        between updates: the critic keeps its own, and a checkpoint holds neither.
+        """The policy's peak learning rate, which the schedule multiplies; None if the update rule uses none.
+
+        It may be set between updates; the critic keeps its own, and checkpoints contain neither.
 
         Raises:
-            ConfigError: set to what is no rate, or where none is used.
+            ConfigError: set to an invalid rate, or where none is used.
         """
         return self.optimizer.lr if self.uses_lr else None
 
     @lr.setter
     def lr(self, value: float) -> None:
         if not self.uses_lr:
-            raise ConfigError("the algorithm's step has no learning rate: its length is set by algorithm.update_rule")
+            raise ConfigError(
+                "the algorithm's update rule has no learning rate: algorithm.update_rule sets the step's length"
+            )
         if not 0 <= value < math.inf:
             raise ConfigError(f"a learning rate must be at least 0 and finite, not {value}")
         self.optimizer.lr = value
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """logp_old, entropy and score_norm from the policy, logp_ref from the reference, values and bootstrap from the critic,
-        implicit_reward from the reward model, as it is now; equal completions once."""
+        """Fill logp_old, entropy and grad_logp_sq_norm from the policy, logp_ref from the reference, values and bootstrap from the
+        critic, implicit_reward from the reward model, all with the current weights; equal completions are computed once."""
         if self.critic is not None and "values" in needs:
             batch = self.critic.evaluate(batch)
         if self.critic is not None and "bootstrap" in needs:
@@ -235,44 +191,41 @@ class LocalLearner:
         if {"logp_old", "entropy"} & needs:
             out = self.networks.score_batch(batch, self.evaluator, needs & {"entropy"})
             filled |= {n: x for n, x in (("logp_old", out.logp), ("entropy", out.entropy)) if n in needs}
-        rewarded = self.reward_model if "implicit_reward" in needs else None
-        if self.reference is not None and ("logp_ref" in needs or rewarded is not None):
+        reward_model = self.reward_model if "implicit_reward" in needs else None
+        if self.reference is not None and ("logp_ref" in needs or reward_model is not None):
             filled["logp_ref"] = self.networks.score_batch(batch, self.reference).logp
         batch = replace(batch, **filled)
-        if rewarded is not None:
-            logp = self.networks.score_batch(batch, rewarded.evaluator).logp
-            batch = replace(batch, implicit_reward=rewarded.part.rewards(logp, batch))
+        if reward_model is not None:
+            logp = self.networks.score_batch(batch, reward_model.evaluator).logp
+            batch = replace(batch, implicit_reward=reward_model.part.rewards(logp, batch))
         self.networks.release()
         return batch
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """One rollout's updates, as `algorithm.update_rule` takes them."""
+        """Update the weights on one rollout, by the algorithm's update rule."""
         if "kl_old" in algorithm.forward_needs:
             self.snapshot_old_policy()
         if self.config.routing_replay and batch.routed_experts is None:
             raise EngineError(
-                "learner.routing_replay replays the experts that sampled, and the sampler does not tell them (Generation.routes): "
-                "take the sampler of this process, or set learner.routing_replay to false"
+                "learner.routing_replay needs the experts that the sampler used, and this sampler does not report them "
+                "(Generation.routed_experts): use --sampler.engine local, or set learner.routing_replay=false"
             )
         try:
             metrics = algorithm.update_rule(self.build_problem(batch, psi, algorithm))
         finally:
             self.networks.release()
         self.rollouts += 1
-        if (
-            algorithm.reference is not None
-            and self.reference is not None
-            and algorithm.reference.should_refresh(self.rollouts)
-        ):
+        settings = algorithm.reference
+        if settings is not None and self.reference is not None and settings.should_refresh(self.rollouts):
             copy_weights(self.model, self.reference.model)
             self._on_reference_refreshed(self.reference.model)
-            if algorithm.reference.reset_optimizer:
+            if settings.reset_optimizer:
                 self.optimizer.reset_moments()
             metrics |= {"reference/refreshed": Sum(1.0)}
         return metrics if self.critic is None else metrics | measure_values(batch)
 
     def build_problem(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> LocalProblem:
-        """What a step is handed: this rollout, with Ψ [B, T], on these weights."""
+        """Return what an update rule works on: this rollout, with Ψ [B, T], on the current weights."""
         return LocalProblem(
             networks=self.networks,
             batch=batch,
@@ -283,20 +236,20 @@ class LocalLearner:
         )
 
     def snapshot_old_policy(self) -> None:
-        """Keeps the policy as it is now, as π_old of an exact KL."""
+        """Keep the current policy as the π_old of an exact KL."""
         if self.networks.old is None:
             self.networks = replace(self.networks, old=self._frozen_copy(self.evaluator, self.build))
         else:
             copy_weights(self.model, self.networks.old.model)
 
     def _on_reference_refreshed(self, reference: nn.Module) -> None:
-        """The reference is no longer what training began with, and so a part of checkpoints."""
+        """The reference is no longer the initial policy, so checkpoints must contain it."""
         self.refreshed = True
         if adapter_configs(reference):
             set_adapters_enabled(reference, True)
 
     def publish(self) -> PublishedWeights:
-        """The model's own tensors: a sampler that decodes with the same model copies nothing."""
+        """Return the model's own tensors; a sampler that uses the same model copies nothing."""
         return PublishedWeights(self.version, dict(self.model.named_parameters()))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -306,39 +259,67 @@ class LocalLearner:
             tensors |= {
                 f"reference/{n}": p.detach() for n, p in trainable_parameters(self.reference.model, self.model).items()
             }
-        if self.critic is not None:
-            more, state["critic"] = self.critic.optimizer.state()
-            tensors |= {f"critic/{name}": tensor for name, tensor in more.items()}
-        if self.reward_model is not None:
-            more, state["reward_model"] = self.reward_model.optimizer.state()
-            tensors |= {f"reward_model/{name}": tensor for name, tensor in more.items()}
+        for name, network in self._auxiliary_optimizers().items():
+            more, state[name] = network.state()
+            tensors |= {f"{name}/{key}": tensor for key, tensor in more.items()}
         return tensors, state
 
+    def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for an incomplete state."""
+        check_learner_state(tensors, values)
+
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        if self.critic is not None:
-            mine = {n.removeprefix("critic/"): t for n, t in tensors.items() if n.startswith("critic/")}
-            self.critic.optimizer.restore(mine, values["critic"])
-        if self.reward_model is not None:
-            mine = {n.removeprefix("reward_model/"): t for n, t in tensors.items() if n.startswith("reward_model/")}
-            self.reward_model.optimizer.restore(mine, values["reward_model"])
+        for name, network in self._auxiliary_optimizers().items():
+            prefix = f"{name}/"
+            network.restore(
+                {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, values[name]
+            )
         if values["refreshed"] and self.reference is not None:
             for name, parameter in trainable_parameters(self.reference.model, self.model).items():
                 parameter.data.copy_(tensors[f"reference/{name}"])
             self._on_reference_refreshed(self.reference.model)
-        mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(AUXILIARY_PREFIXES)}
-        trained = {name.removeprefix("weights/") for name in mine if name.startswith("weights/")}
+        policy = {name: tensor for name, tensor in tensors.items() if not name.startswith(AUXILIARY_PREFIXES)}
+        trained = {name.removeprefix("weights/") for name in policy if name.startswith("weights/")}
         if trained != set(self.optimizer.masters):
-            odd = sorted(trained ^ set(self.optimizer.masters))[0]
+            example = sorted(trained ^ set(self.optimizer.masters))[0]
             raise CheckpointError(
-                f"it was made with other trainable parameters ({odd}, say): leave learner.trainable as it was"
+                f"it was saved with different trainable parameters ({example}, for example): restore learner.trainable"
             )
-        self.optimizer.restore(mine, values["optimizer"])
+        self.optimizer.restore(policy, values["optimizer"])
         self.rollouts, self.refreshed = values["rollouts"], values["refreshed"]
+
+    def _auxiliary_optimizers(self) -> dict[str, Optimizer]:
+        networks = {"critic": self.critic, "reward_model": self.reward_model}
+        return {name: network.optimizer for name, network in networks.items() if network is not None}
 
 
 def check_learner_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where the state of an optimiser is not whole; KeyError or TypeError where there is none."""
+    """Raise CheckpointError for an optimizer state that is incomplete; KeyError or TypeError if it is missing."""
     check_moments(tensors, values["optimizer"])
     for name in ("critic", "reward_model"):
         if name in values:
             check_moments(tensors, values[name], f"{name}/")
+
+
+def check_vocabulary_sizes(algorithm: Algorithm, reference: Any, policy: Any) -> None:
+    """Raise ConfigError if an exact KL would compare distributions over different vocabularies."""
+    sizes = [int(m.get_output_embeddings().weight.shape[0]) for m in (reference, policy)]
+    if "kl_ref" in algorithm.forward_needs and sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"ExactKLToReference needs one vocabulary; the reference has {sizes[0]} logits and the policy {sizes[1]}. Use "
+            "TeacherLogRatio() or KLToReference(), which read the sampled tokens alone"
+        )
+
+
+def check_routing_replay(algorithm: Algorithm) -> None:
+    """Raise ConfigError for parts that evaluate the policy without the replayed routes."""
+    unsupported = {
+        type(algorithm.update_rule).__name__: not algorithm.update_rule.uses_lr,
+        "OptimalBaseline(norm='exact')": "grad_logp_sq_norm" in algorithm.needs,
+        "an exact KL to the old policy": "kl_old" in algorithm.forward_needs,
+    }
+    for name in (name for name, is_used in unsupported.items() if is_used):
+        raise ConfigError(
+            f"{name} evaluates the policy without replayed experts: set learner.routing_replay=false, or choose an algorithm "
+            "without it, such as grpo"
+        )

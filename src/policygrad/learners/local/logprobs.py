@@ -1,14 +1,14 @@
-"""From states to log π of tokens, and to the entropy, without a table of tokens × vocabulary: the gradient is written down.
+"""Log-probabilities and entropies from hidden states, without a table of tokens × vocabulary, by a hand-written gradient.
 
-With z = W h / τ, p = softmax(z) and H = −Σ p log p, for a state h that predicts the tokens a_1, a_2, … (several texts may go on
+With z = W h / τ, p = softmax(z) and H = −Σ p log p, for a state h that predicts the tokens a_1, a_2, … (several texts may continue
 from one state):
 
     ∂/∂z Σ g_i log p(a_i) = Σ g_i (1{a_i} − p)          ∂H/∂z = −p (log p + H)
 
-A chunk of states at a time: its logits live in one buffer that the next chunk takes over, and are computed once more on the
-way back, but for the first chunks, whose p is kept (`MAX_CACHED`). Where the gradient to log π is known beforehand (`expected`: an
-update whose ratios are all 1) none is kept or computed again: the way there does the way back as well, and what it found is used
-if the gradient that comes is the one that was expected.
+Logits are computed for a chunk of states at a time, in one buffer that the next chunk reuses, and recomputed in the backward pass
+except for the first chunks, whose p is cached (`MAX_CACHED`). If the gradient of log π is known beforehand (`expected`: an update
+whose ratios are all 1), the forward pass computes the backward pass too, whose result is used if the actual gradient is the
+expected one; then nothing is cached or recomputed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch.autograd.function import once_differentiable
 from policygrad.models.loading import at_least_float32
 
 BUFFER_CPU = 2**21
-"""Logits in a buffer, in elements: few enough to stay in a processor's cache."""
+"""Elements of the logits buffer on a CPU: few enough for the processor's cache."""
 BUFFER_ACCELERATOR = 2**27
-"""The same on an accelerator, where a matrix product needs more of them."""
+"""Elements of the logits buffer on an accelerator, where a matrix product needs more of them."""
 MAX_CACHED = 2**24
-"""Probabilities that wait for the way back, in elements; 64 MiB. What is beyond is computed again."""
+"""Probabilities cached for the backward pass, in elements (64 MiB)."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenPairs:
-    """Which tokens [n] which states [u] predict, in the order of the states."""
+    """Pairs of a state and a token that it predicts, sorted by state."""
 
     index: Tensor
-    """[n] the state, ascending."""
+    """[n] state, ascending."""
     tokens: Tensor
     """[n]."""
     order: Tensor
-    """[n] which of the caller's pairs stands here."""
+    """[n] the caller's index of each pair."""
 
     @classmethod
     def of(cls, index: Tensor, tokens: Tensor) -> TokenPairs:
@@ -49,14 +49,14 @@ class TokenPairs:
         return cls(ordered, tokens[order], order)
 
     def chunks(self, states: int, size: int) -> Iterator[tuple[slice, slice]]:
-        """(which states, which pairs), `size` states at a time."""
+        """Iterate over (states, pairs), `size` states at a time."""
         bounds = [*range(0, states, size), states]
         places = torch.searchsorted(self.index, torch.tensor(bounds, device=self.index.device)).tolist()
         for i in range(len(bounds) - 1):
             yield slice(bounds[i], bounds[i + 1]), slice(places[i], places[i + 1])
 
     def unsort(self, values: Tensor) -> Tensor:
-        """[n] in the caller's order."""
+        """Return [n] in the caller's order."""
         return torch.empty_like(values).index_copy_(0, self.order, values)
 
 
@@ -70,8 +70,12 @@ def fused_log_probability(
     entropy: bool = False,
     expected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log π [n] of `tokens` [n] at the states [u, H] that `index` [n] says, the entropy [n] there where it is asked for), in
-    nats, with graph. expected: [n] the gradient that log π will be given, where it is known."""
+    """Return log π [n] of `tokens` [n] at the states [u, H] given by `index` [n] and, if asked for, the entropy [n]; nats, with
+    graph.
+
+    Args:
+        expected: [n] the gradient that log π will receive, if known.
+    """
     pairs = TokenPairs.of(index, tokens)
     hint = None if expected is None or entropy or not torch.is_grad_enabled() else expected[pairs.order]
     room = MAX_CACHED if hint is None and torch.is_grad_enabled() else 0
@@ -82,7 +86,7 @@ def fused_log_probability(
 
 
 class _Logits:
-    """z, a chunk at a time in one buffer, or in one of its own."""
+    """Computes logits z of a chunk of states."""
 
     def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
         self.states, self.weight, self.bias, self.temperature = states, weight, bias, temperature
@@ -94,7 +98,7 @@ class _Logits:
         return self.states.new_empty(self.size, len(self.weight))
 
     def __call__(self, which: slice, *, allocate: bool = False) -> Tensor:
-        """[m, V] in float32 or better, to be written over; own: and not by the next chunk."""
+        """Return [m, V] in float32 or better, which the caller may overwrite and, unless `allocate`, the next chunk does."""
         h = self.states[which]
         z = h @ self.weight.T if allocate else torch.mm(h, self.weight.T, out=self.buffer[: len(h)])
         z = at_least_float32(z)
@@ -104,7 +108,7 @@ class _Logits:
 
 
 class _HeadGradient:
-    """Gradients of states, weight and bias, chunk by chunk; None of what needs none."""
+    """Accumulates the gradients of states, weight and bias chunk by chunk; None for those that need none."""
 
     def __init__(self, logits: _Logits, pairs: TokenPairs, needed: Sequence[bool]) -> None:
         self.logits, self.pairs = logits, pairs
@@ -116,7 +120,7 @@ class _HeadGradient:
         )
 
     def add(self, which: slice, pair: slice, p: Tensor, g: Tensor, g_entropy: Tensor | None = None) -> None:
-        """p [m, V], which is written over; g of the pairs; g_entropy [m] of the states."""
+        """Add a chunk: p [m, V], which is overwritten; g of the pairs; g_entropy [m] of the states."""
         at = self.pairs.index[pair] - which.start
         total = g.new_zeros(len(p)).index_add_(0, at, g)
         if g_entropy is None:
@@ -148,20 +152,15 @@ class _HeadGradient:
         )
 
 
-def _softmax(z: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, which takes the place of z, log Σ exp z [m])."""
+def _softmax_(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p, which overwrites z, and log Σ exp z [m]."""
     top = z.amax(-1, keepdim=True)
     total = z.sub_(top).exp_().sum(-1, keepdim=True)
     return z.div_(total), (top + total.log()).squeeze(1)
 
 
-def _entropy(p: Tensor) -> Tensor:
-    """[m]."""
-    return -(p.log().masked_fill_(p == 0, 0).mul_(p)).sum(-1)
-
-
 class _LogProbability(torch.autograd.Function):
-    """(log π [n] in the order of the pairs, entropy [u], empty where it is not asked for)."""
+    """(log π [n] in the order of the pairs, entropy [u] or empty)."""
 
     @staticmethod
     def forward(
@@ -176,24 +175,30 @@ class _LogProbability(torch.autograd.Function):
         room: int,
     ) -> tuple[Tensor, Tensor]:
         logits = _Logits(states, weight, bias, temperature)
-        back = None if expected is None else _HeadGradient(logits, pairs, ctx.needs_input_grad)
-        kind = at_least_float32(states[:0]).dtype
-        logp = states.new_empty(len(pairs.index), dtype=kind)
-        h = states.new_empty(len(states) if entropy else 0, dtype=kind)
+        gradient = None if expected is None else _HeadGradient(logits, pairs, ctx.needs_input_grad)
+        dtype = at_least_float32(states[:0]).dtype
+        logp = states.new_empty(len(pairs.index), dtype=dtype)
+        h = states.new_empty(len(states) if entropy else 0, dtype=dtype)
         cached = list[Tensor]()
         for which, pair in pairs.chunks(len(states), logits.size):
             room -= (which.stop - which.start) * len(weight)
             z, at = logits(which, allocate=room >= 0), pairs.index[pair] - which.start
             selected = z[at, pairs.tokens[pair]]
-            p, level = _softmax(z)
-            logp[pair] = selected - level[at]
-            if back is not None and expected is not None:
-                back.add(which, pair, p, expected[pair])
+            p, log_total = _softmax_(z)
+            logp[pair] = selected - log_total[at]
+            if gradient is not None and expected is not None:
+                gradient.add(which, pair, p, expected[pair])
             elif entropy:
-                h[which] = _entropy(p)
+                h[which] = -(p.log().masked_fill_(p == 0, 0).mul_(p)).sum(-1)
             if room >= 0:
                 cached.append(p)
-        ctx.pairs, ctx.temperature, ctx.expected, ctx.back, ctx.kept = pairs, temperature, expected, back, cached
+        ctx.pairs, ctx.temperature, ctx.expected, ctx.gradient, ctx.cached = (
+            pairs,
+            temperature,
+            expected,
+            gradient,
+            cached,
+        )
         ctx.save_for_backward(states, weight, bias)
         ctx.set_materialize_grads(False)
         return logp, h
@@ -201,15 +206,15 @@ class _LogProbability(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None) -> tuple[Any, ...]:
-        back, pairs = ctx.back, ctx.pairs
+        gradient, pairs = ctx.gradient, ctx.pairs
         states, weight, bias = ctx.saved_tensors
         if g is None:
             g = states.new_zeros(len(pairs.index), dtype=at_least_float32(states[:0]).dtype)
-        if back is None or not torch.equal(g, ctx.expected):
+        if gradient is None or not torch.equal(g, ctx.expected):
             logits = _Logits(states, weight, bias, ctx.temperature)
-            back = _HeadGradient(logits, pairs, ctx.needs_input_grad)
+            gradient = _HeadGradient(logits, pairs, ctx.needs_input_grad)
             for i, (which, pair) in enumerate(pairs.chunks(len(states), logits.size)):
-                p = ctx.kept[i] if i < len(ctx.kept) else _softmax(logits(which))[0]
-                back.add(which, pair, p, g[pair], None if g_entropy is None else g_entropy[which])
-        ctx.back, ctx.kept = None, []  # both are written over
-        return (*back.gradients(), None, None, None, None, None)
+                p = ctx.cached[i] if i < len(ctx.cached) else _softmax_(logits(which))[0]
+                gradient.add(which, pair, p, g[pair], None if g_entropy is None else g_entropy[which])
+        ctx.gradient, ctx.cached = None, []  # both have been overwritten
+        return (*gradient.gradients(), None, None, None, None, None)

@@ -1,4 +1,4 @@
-"""The networks that train, together: what a problem is made of, besides a rollout."""
+"""The networks that train together: policy, critic and implicit reward model, each with its own optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from policygrad.core.aggregation import TokenMean
 from policygrad.core.auxiliary import Critic, ImplicitReward, explained_variance
 from policygrad.core.batch import Batch, Forward, require_field
 from policygrad.core.metrics import Max, Mean, Metric, Metrics, Sum, merge
-from policygrad.learners.config import LearnerConfig, OptimizerConfig
+from policygrad.learners.base import LearnerSpec
+from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import (
     Evaluator,
     backward_mode,
@@ -28,14 +29,11 @@ from policygrad.learners.local.packing import Pack, WorkDivision, micro_batch_to
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import ModelFactory, clone_model, enable_gradients
 
-# V_φ: a value head with or without a backbone, its own parameters and its own AdamW. A policy step never moves them.
-
 
 class ValueNetwork(nn.Module):
-    """A head on last hidden states: of a backbone of its own, which starts as the policy's, or of the policy itself, under
-    stop-gradient.
+    """V_φ: a head on last hidden states, of a backbone that starts as the policy's or of the policy itself under stop-gradient.
 
-    The head's last layer starts at 0, so V = 0. The policy is held in a closure: its parameters are none of the critic's.
+    The head's last layer starts at 0, so V = 0. The policy is held in a closure, so its parameters are not the critic's.
     """
 
     def __init__(
@@ -50,13 +48,18 @@ class ValueNetwork(nn.Module):
             self.backbone = get_backbone(enable_gradients(model, policy.model))
             dtype, backbone = first.dtype, self.backbone
             self.states: Callable[[Pack], Tensor] = lambda part: policy.network_for(part).hidden(part, backbone)
-        else:  # a head is small: bf16 would save nothing
+        else:  # the head is small: bf16 would save nothing
             dtype = first.dtype if first.dtype == torch.float64 else torch.float32
-            self.states = lambda part: _fixed_states(policy, part).to(dtype)
+
+            @torch.no_grad()
+            def policy_states(part: Pack) -> Tensor:
+                return policy.network_for(part).hidden(part).to(dtype)
+
+            self.states = policy_states
         self.head = _build_head(policy.network.hidden_size, critic.hidden).to(first.device, dtype)
 
     def forward(self, part: Pack) -> Tensor:
-        """[b, T] the value before each token is taken: at the position that predicts it. 0 off the mask."""
+        """Return [b, T] the value before each token, read at the position that predicts it; 0 off the mask."""
         values: Tensor = self.head(self.states(part)).squeeze(-1).float()
         return torch.where(part.mask, values.index_select(0, part.predictor.flatten()).view_as(part.mask), 0.0)
 
@@ -68,14 +71,9 @@ def _build_head(width: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last) if hidden else last
 
 
-@torch.no_grad()
-def _fixed_states(policy: Evaluator, part: Pack) -> Tensor:
-    return policy.network_for(part).hidden(part)
-
-
 @dataclass(eq=False)
 class ValueModel:
-    """Evaluates and fits the value network, micro-batch by micro-batch."""
+    """Evaluates and fits the value network, one micro-batch at a time. Policy updates never change it."""
 
     network: ValueNetwork
     optimizer: Optimizer
@@ -88,30 +86,23 @@ class ValueModel:
         cls,
         evaluator: Evaluator,
         critic: Critic,
-        config: LearnerConfig,
-        adam: OptimizerConfig,
-        lr: float | None,
-        updates: tuple[int, int],
+        spec: LearnerSpec,
         build: ModelFactory | None = None,
         division: WorkDivision | None = None,
     ) -> ValueModel:
-        """A critic that starts from the policy's weights. `lr`: the policy's; `updates`: rollouts, and updates of the
-        critic in each, for the schedule."""
-        rollouts, each = updates
-        total = (rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)) * each
-        network, division = (
-            ValueNetwork(evaluator, critic, config.gradient_checkpointing, build),
-            division or WorkDivision(),
-        )
+        """Make a critic that starts from the policy's weights."""
+        rollouts, division = spec.steps, division or WorkDivision()
+        passes = rollouts + min(rollouts, critic.pretrain) * (critic.pretrain_epochs - 1)
+        network = ValueNetwork(evaluator, critic, spec.config.gradient_checkpointing, build)
         division.shard(network)
-        return cls(network, Optimizer(network, adam, critic.learning_rate(lr), total), evaluator, config, division)
+        total = passes * spec.algorithm.update_rule.critic_updates
+        optimizer = Optimizer(network, spec.optimizer, critic.learning_rate(spec.lr), total)
+        return cls(network, optimizer, evaluator, spec.config, division)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Pack]:
-        made, budget = (
-            partial(pack_micro_batches, batch, torch.arange(len(batch.mask))),
-            micro_batch_tokens(self.config, self.network),
-        )
-        return self.division.divide(made, budget, lambda part: backward_zero(self.network(part.to(self._device))))
+        make_packs = partial(pack_micro_batches, batch, torch.arange(len(batch.mask)))
+        budget = micro_batch_tokens(self.config, self.network)
+        return self.division.divide(make_packs, budget, lambda part: backward_zero(self.network(part.to(self._device))))
 
     @property
     def _device(self) -> torch.device:
@@ -119,37 +110,43 @@ class ValueModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
-        """The batch with `values` [B, T], float32."""
+        """Return the batch with `values` [B, T], float32."""
         out, device = torch.zeros(batch.mask.shape), self._device
         for part in self._micro_batches(batch):
             out[part.rows] = self.network(part.to(device)).cpu()
         return replace(batch, values=self.division.all_reduce(out))
 
     def add_bootstrap(self, batch: Batch) -> Batch:
-        """The batch with `bootstrap` [B], float32: the value after the last sampled token of what was cut off, 0 elsewhere.
+        """Return the batch with `bootstrap` [B], float32: the value after the last sampled token of truncated completions, else 0.
 
         Raises:
-            ConfigError: a batch that does not say what was cut off.
+            ConfigError: the batch does not tell which completions were truncated.
         """
-        cut = require_field(batch.truncated, self, "truncated") & batch.mask.any(1)
+        truncated = require_field(batch.truncated, self, "truncated") & batch.mask.any(1)
         width = batch.mask.shape[1]
-        end = width - batch.mask.int().flip(1).argmax(1)  # what would come next has no token yet: any id stands for it
-        after = cut[:, None] & (torch.arange(width + 1) == end[:, None])
-        tokens, depth = (
+        end = width - batch.mask.int().flip(1).argmax(1)  # the position after it has no token yet, and any id will do
+        after = truncated[:, None] & (torch.arange(width + 1) == end[:, None])
+        tokens, positions = (
             None if x is None else torch.nn.functional.pad(x, (0, 1)) for x in (batch.tokens, batch.positions)
         )
-        if depth is not None:  # it follows the last one that was sampled, whatever stands there
-            depth = depth.scatter(1, end[:, None], 1 + depth.gather(1, end[:, None] - 1))
+        if positions is not None:  # it follows the last sampled token, whatever comes after that in the row
+            positions = positions.scatter(1, end[:, None], 1 + positions.gather(1, end[:, None] - 1))
         text = Batch(
-            mask=after, group=batch.group, reward=batch.reward, tokens=tokens, prompts=batch.prompts, positions=depth
+            mask=after,
+            group=batch.group,
+            reward=batch.reward,
+            tokens=tokens,
+            prompts=batch.prompts,
+            positions=positions,
         )
-        return replace(
-            batch, bootstrap=masked.apply_mask(require_field(self.evaluate(text).values, self, "values"), after).sum(1)
-        )
+        values = require_field(self.evaluate(text).values, self, "values")
+        return replace(batch, bootstrap=masked.apply_mask(values, after).sum(1))
 
     def accumulate(self, batch: Batch, critic: Critic) -> Metrics:
-        """Adds the gradient of the value loss, a mean over the step's sampled tokens; in pre-training the last of several,
-        after a step for each of the others."""
+        """Add the gradient of the value loss, a mean over the step's sampled tokens.
+
+        In pre-training there are several epochs: a step follows each but the last, whose gradient is left to the caller.
+        """
         for _ in range(critic.pretrain_epochs - 1 if critic.pretrain else 0):
             self._add_gradient(batch, critic)
             self.descend()
@@ -174,88 +171,81 @@ class ValueModel:
         return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
 
     def descend(self) -> Metrics:
-        """One AdamW step of the critic."""
+        """Take one AdamW step."""
         norm, _ = self.optimizer.step()
         return {} if norm is None else {"value_grad_norm": Max(norm)}
 
 
 def measure_values(batch: Batch) -> Metrics:
-    """How much of the fresh returns the critic foresaw, before it is fitted to them."""
+    """Measure how much of the new returns the critic predicted before it is fitted to them."""
     assert batch.returns is not None
     assert batch.values is not None
-    seen = batch.values[batch.mask].double()
+    values = batch.values[batch.mask].double()
     return {
         "explained_variance": Mean(explained_variance(batch.values, batch.returns, batch.mask)),
-        "value": Mean(float(seen.sum()), float(len(seen))),
+        "value": Mean(float(values.sum()), float(len(values))),
     }
-
-
-# π_φ of an implicit reward: a language model of its own, with its own AdamW. A policy step never moves it.
 
 
 @dataclass(frozen=True, eq=False)
 class ImplicitRewardModel:
-    """π_φ, fitted micro-batch by micro-batch."""
+    """π_φ of an implicit reward, a language model fitted one micro-batch at a time. Policy updates never change it."""
 
     part: ImplicitReward
     evaluator: Evaluator
-    """Of π_φ."""
+    """Evaluates π_φ."""
     optimizer: Optimizer
     config: LearnerConfig
     division: WorkDivision = field(default_factory=WorkDivision)
 
     @classmethod
     def of(
-        cls,
-        evaluator: Evaluator,
-        part: ImplicitReward,
-        config: LearnerConfig,
-        adam: OptimizerConfig,
-        lr: float | None,
-        updates: int,
-        division: WorkDivision | None = None,
+        cls, evaluator: Evaluator, part: ImplicitReward, spec: LearnerSpec, division: WorkDivision | None = None
     ) -> ImplicitRewardModel:
-        """Of the evaluator's model, which starts as the reference, so that r_φ = 0. `lr`: the policy's; `updates`: of the whole
-        run, for the schedule."""
+        """Make a reward model of the evaluator's model, which is a copy of the reference, so that r_φ = 0."""
         model = evaluator.model
-        if config.gradient_checkpointing:
+        if spec.config.gradient_checkpointing:
             recompute_activations(model)
-        optimizer = Optimizer(model, adam, part.learning_rate(lr), updates)
-        return cls(part, evaluator, optimizer, config, division or WorkDivision())
+        total = spec.steps * spec.algorithm.update_rule.critic_updates
+        optimizer = Optimizer(model, spec.optimizer, part.learning_rate(spec.lr), total)
+        return cls(part, evaluator, optimizer, spec.config, division or WorkDivision())
 
     @property
     def _device(self) -> torch.device:
         return next(self.evaluator.model.parameters()).device
 
     def accumulate(self, batch: Batch) -> Metrics:
-        """Adds the gradient of the cross-entropy, a mean over the update's completions."""
+        """Add the gradient of the cross-entropy, a mean over the update's completions."""
         rows = select_trained_rows(batch)
         if not len(rows):
             return {}
         bare, metrics = replace(batch, prompts=None, tokens=None), Metrics()
-        made, budget = partial(pack_micro_batches, batch, rows), micro_batch_tokens(self.config, self.evaluator.model)
-        for part in self.division.divide(made, budget, self._dummy_pass):
+        make_packs, budget = (
+            partial(pack_micro_batches, batch, rows),
+            micro_batch_tokens(self.config, self.evaluator.model),
+        )
+
+        def dummy_pass(part: Pack) -> None:
+            with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
+                backward_zero(self.evaluator(part.to(self._device)))
+
+        for part in self.division.divide(make_packs, budget, dummy_pass):
             with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
                 logp = self.evaluator(part.to(self._device))
-                each = self.part.loss(logp, bare.select(part.rows).to(self._device))
-                loss = each.sum() / len(rows)
+                loss = self.part.loss(logp, bare.select(part.rows).to(self._device)).sum() / len(rows)
                 torch.autograd.backward(loss)
             self.optimizer.accumulate_master_grads()
             metrics = merge(metrics, {"reward_model/loss": Sum(float(loss.detach()))})
         return {"reward_model/loss": Mean(self.division.reduce_metrics(metrics)["reward_model/loss"].value)}
 
-    def _dummy_pass(self, part: Pack) -> None:
-        with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
-            backward_zero(self.evaluator(part.to(self._device)))
-
     def descend(self) -> Metrics:
-        """One AdamW step of φ."""
+        """Take one AdamW step."""
         norm, _ = self.optimizer.step()
         return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
 
 
 def select_trained_rows(batch: Batch) -> Tensor:
-    """[n] completions that φ is fitted to: those with a sampled token that a filter has not given weight 0."""
+    """Return [n] the completions that φ is fitted to: those with a sampled token and, after filters, a weight other than 0."""
     selected = batch.mask.any(1)
     if batch.weight is not None:
         selected = selected & ((batch.weight != 0) & batch.mask).any(1)
@@ -264,21 +254,21 @@ def select_trained_rows(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TrainedNetworks:
-    """The policy with its optimiser, the critic and the reward model with their own, the policy as it was, and the reference."""
+    """The policy with its optimizer, and the networks that train beside it or that it is compared with."""
 
     policy: Evaluator
     optimizer: Optimizer
     config: LearnerConfig
     critic: ValueModel | None = None
     old: Evaluator | None = None
-    """π_old, when the rollout's updates began; only where an exact KL(π_old‖π_θ) is asked for."""
+    """π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)."""
     reward_model: ImplicitRewardModel | None = None
     reference: Evaluator | None = None
     division: WorkDivision = field(default_factory=WorkDivision)
 
     @property
     def device(self) -> torch.device:
-        """The policy's."""
+        """The policy's device."""
         return next(self.policy.model.parameters()).device
 
     def micro_batches(
@@ -288,32 +278,34 @@ class TrainedNetworks:
         keep_groups: bool = False,
         dummy_pass: Callable[[Pack], object] | None = None,
     ) -> Iterator[Pack]:
-        """The completions `rows`, or all, in micro-batches: this process's share; `whole`: of whole groups; `idle`: a pass like
-        those they are for, on the device, which adds nothing; None = one of the policy alone."""
+        """Iterate over this process's micro-batches.
+
+        Args:
+            rows: The completions to cover; None = all.
+            keep_groups: Split no group.
+            dummy_pass: A pass like those the micro-batches are for, which adds nothing; None = one of the policy.
+        """
         rows = torch.arange(len(batch.mask)) if rows is None else rows
-        made, budget = (
-            partial(pack_micro_batches, batch, rows, keep_groups=keep_groups),
-            micro_batch_tokens(self.config, self.policy.model),
-        )
-        dummy = dummy_pass or self.dummy_pass(self.policy)
-        return self.division.divide(made, budget, lambda part: dummy(part.to(self.device)))
+        make_packs = partial(pack_micro_batches, batch, rows, keep_groups=keep_groups)
+        budget, dummy = micro_batch_tokens(self.config, self.policy.model), dummy_pass or self.dummy_pass(self.policy)
+        return self.division.divide(make_packs, budget, lambda part: dummy(part.to(self.device)))
 
     def dummy_pass(self, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Callable[[Pack], None]:
-        """A pass of the evaluator that adds nothing to any gradient."""
+        """Return a pass of the evaluator that adds nothing to any gradient."""
 
-        def one(part: Pack) -> None:
+        def run(part: Pack) -> None:
             with backward_mode(evaluator.model, self.config.gradient_checkpointing):
                 backward_zero(evaluator.forward(part, needs, self.old, self.reference).logp)
 
-        return one
+        return run
 
     def forward(self, part: Pack, needs: frozenset[str], expected: Tensor | None = None) -> Forward:
-        """log π_θ of a micro-batch, and what the algorithm's loss terms read beside it."""
+        """Return log π_θ of a micro-batch and what else `needs` names."""
         return self.policy.forward(part.to(self.device), needs, self.old, self.reference, expected)
 
     @torch.no_grad()
     def score_batch(self, batch: Batch, evaluator: Evaluator, needs: frozenset[str] = frozenset()) -> Forward:
-        """A pass of the policy, or another model, over all completions: [B, T] on the CPU, without graph."""
+        """Evaluate all completions without a graph; [B, T] on the CPU."""
         names = ("logp", *sorted(needs))
         empty = at_least_float32(torch.zeros(batch.mask.shape, dtype=self.optimizer.dtype))
         outputs = {name: empty.clone() for name in names}
@@ -324,11 +316,11 @@ class TrainedNetworks:
         return Forward(**{name: self.division.all_reduce(x) for name, x in outputs.items()})
 
     def release(self) -> None:
-        """Of the policy and of what it is compared with (`Evaluator.release`)."""
+        """Release what the evaluators hold (`Evaluator.release`)."""
         for evaluator in (self.policy, self.old, self.reference):
             if evaluator is not None:
                 evaluator.release()
 
     def backward_mode(self) -> AbstractContextManager[None]:
-        """The policy in the mode for backward passes."""
+        """Enclose a backward pass of the policy."""
         return backward_mode(self.policy.model, self.config.gradient_checkpointing)

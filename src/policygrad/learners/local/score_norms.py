@@ -1,9 +1,9 @@
-"""‖∇_θ log π_θ(o)‖² of every completion, exactly: what the variance-minimising baseline weighs rewards by.
+"""Exact ‖∇_θ log π_θ(o)‖² of every completion, by which the variance-minimising baseline weights rewards.
 
-The score is that of the sampled tokens at the sampling temperature, over the parameters that train or a chosen part of them. It
-costs a forward and a backward pass per distinct completion, with no prompt shared and a gradient to each: several times an
-update on a model of 0.7M parameters. A choice of late parameters (`learner.score_parameters`) shortens the way back. Several
-completions' gradients are taken at once where the model and memory allow it.
+The score is that of the sampled tokens at the sampling temperature, over the trained parameters or a chosen part of them. It
+costs a forward and a backward pass per distinct completion, with no prompt shared: several times an update on a model of 0.7M
+parameters. Choosing late parameters (`learner.score_parameters`) shortens the backward pass. Gradients of several completions are
+computed at once where model and memory allow it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import MAX_LOGITS, Evaluator, selected_logp
-from policygrad.learners.local.packing import Pack, TokenSequences, WorkDivision, micro_batch_tokens, pack_micro_batches
+from policygrad.learners.local.packing import (
+    Pack,
+    TokenSequences,
+    WorkDivision,
+    micro_batch_tokens,
+    pack_micro_batches,
+)
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
@@ -33,36 +39,35 @@ Norms = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class ScoreNorms:
-    """Fills `Batch.grad_logp_sq_norm`. Memory: gradients of at most `forward.CHUNK` elements, or those of one completion."""
+    """Fills `Batch.grad_logp_sq_norm`. Memory: gradients of at most `forward.MAX_LOGITS` elements, or those of one completion."""
 
     evaluator: Evaluator
     parameters: Mapping[str, nn.Parameter]
     """θ, by name."""
     micro_tokens: int
     batched: bool
-    """Gradients of several completions in one pass; measured when built, not assumed."""
+    """Compute several completions in one pass."""
     division: WorkDivision = field(default_factory=WorkDivision)
 
     @classmethod
     def of(cls, evaluator: Evaluator, config: LearnerConfig) -> ScoreNorms:
-        """For the model of `evaluator`.
+        """Make it for the evaluator's model, batched if that gives the same norms on a small synthetic group.
 
         Raises:
-            ConfigError: `learner.score_parameters` matches no parameter that trains.
+            ConfigError: `learner.score_parameters` matches no trained parameter.
         """
-        chosen = select_parameters(evaluator.model, config.score_parameters)
-        plain = cls(evaluator, chosen, micro_batch_tokens(config, evaluator.model), batched=False)
-        fast = replace(plain, batched=True)
-        return fast if not config.gradient_checkpointing and _norms_agree(plain, fast) else plain
+        parameters = select_parameters(evaluator.model, config.score_parameters)
+        plain = cls(evaluator, parameters, micro_batch_tokens(config, evaluator.model), batched=False)
+        batched = replace(plain, batched=True)
+        return batched if not config.gradient_checkpointing and _norms_agree(plain, batched) else plain
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
-        """The batch with `score_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
-        zeros = torch.zeros(len(batch.mask))  # rewards are no part of a score
-        bare = Batch(
+        """Return the batch with `grad_logp_sq_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
+        bare = Batch(  # the score does not depend on rewards
             mask=batch.mask,
             group=batch.group,
-            reward=zeros,
+            reward=torch.zeros(len(batch.mask)),
             tokens=batch.tokens,
             prompts=batch.prompts,
             positions=batch.positions,
@@ -76,7 +81,7 @@ class ScoreNorms:
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         logits = batch.mask.shape[1] * self.evaluator.network.vocabulary
         each = max(sum(p.numel() for p in self.parameters.values()), logits)
-        size = MAX_LOGITS // each if self.batched and batch.positions is None else 1  # there each is one text
+        size = MAX_LOGITS // each if self.batched and batch.positions is None else 1  # batched: each is one text
         return self._batched_norms(batch, rows, size) if size > 1 else self._sequential_norms(batch, rows)
 
     def _sequential_norms(self, batch: Batch, rows: Tensor) -> Norms:
@@ -98,31 +103,35 @@ class ScoreNorms:
 
             return _squared_norm(grad(logp)(theta).values())
 
-        for where in _batch_by_length(batch, rows, min(size, max(1, self.micro_tokens // batch.mask.shape[1]))):
+        size = min(size, max(1, self.micro_tokens // batch.mask.shape[1]))
+        order = np.argsort(TokenSequences.of(batch, rows).lengths, kind="stable")  # batches of similar length
+        for where in torch.split(rows[torch.from_numpy(order)], size):
             with PlainAttention():
                 norms = vmap(norm)(*(column.to(device) for column in _columns(batch, where)))
             yield where, norms
 
 
 class _LogPi(nn.Module):
-    """log π(o) [] of one completion in operations of fixed shape. It stands at the start of its row: no token of a causal model
-    sees the padding behind it, so there is no mask."""
+    """log π(o) [] of one completion in operations of fixed shape.
+
+    The text is at the start of its row, so causal attention does not see the padding and needs no mask.
+    """
 
     def __init__(self, evaluator: Evaluator) -> None:
         super().__init__()
         self.evaluator, self.model = evaluator, evaluator.model
 
     def forward(self, ids: Tensor, where: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """ids [L], and the positions [T] that predict the tokens [T] that the mask [T] says were sampled."""
-        # One mask for all completions (`new_ones` would make one for each): without any, some models look for padding in the ids.
-        everything = torch.ones(1, len(ids), dtype=torch.int64, device=ids.device)
+        """Return log π of the `tokens` [T] in the `mask` [T], predicted at the positions `where` [T] of `ids` [L]."""
+        # All ones, since without a mask some models look for padding ids; `new_ones` would make one per completion.
+        attention_mask = torch.ones(1, len(ids), dtype=torch.int64, device=ids.device)
         network = self.evaluator.network
-        logits = network.logits(network.states_at(where, {"input_ids": ids[None], "attention_mask": everything}))
+        logits = network.logits(network.states_at(where, {"input_ids": ids[None], "attention_mask": attention_mask}))
         return masked.apply_mask(selected_logp(logits, tokens, self.evaluator.temperature), mask).sum()
 
 
 def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ids [b, L], where [b, T], tokens [b, T], mask [b, T] of completions, each at the start of a row of its own."""
+    """Return ids [b, L], positions [b, T], tokens [b, T] and mask [b, T] of completions, each at the start of its row."""
     assert batch.tokens is not None
     texts, mask, t = TokenSequences.of(batch, rows), batch.mask[rows], torch.arange(batch.mask.shape[1])
     ids = (torch.from_numpy(texts.ids.astype(np.int64)) - 1).clamp(min=0)
@@ -130,20 +139,16 @@ def _columns(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return ids, masked.apply_mask(where, mask), masked.apply_mask(batch.tokens[rows], mask), mask
 
 
-def _batch_by_length(batch: Batch, rows: Tensor, size: int) -> Iterator[Tensor]:
-    """Completions of about equal length together, `size` at a time."""
-    order = np.argsort(TokenSequences.of(batch, rows).lengths, kind="stable")
-    return iter(torch.split(rows[torch.from_numpy(order)], size))
-
-
 def pack_singly(batch: Batch, rows: Tensor) -> Iterator[Pack]:
-    """Each completion in a micro-batch of its own, also where two have read the same."""
+    """Pack each completion by itself, equal ones too."""
     return pack_micro_batches(batch, rows, 0)
 
 
 def _find_distinct(batch: Batch) -> tuple[Tensor, Tensor]:
-    """([n] one completion of each text and mask, [B] which stands for each; one without a sampled token for itself, and each where
-    some are several texts)."""
+    """Return [n] one completion of each text and mask, and [B] the completion that represents each.
+
+    A completion without a sampled token represents itself, and so does each if some are several texts.
+    """
     rows = batch.mask.any(1).nonzero().squeeze(1)
     representative, seen = torch.arange(len(batch.mask)), dict[bytes, int]()
     if batch.positions is not None:
@@ -157,30 +162,30 @@ def _find_distinct(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _squared_norm(gradients: Any) -> Tensor:
-    """Σ g² [] over the tensors that are there, in float32 or better."""
+    """Return Σ g² [] over the gradients that are not None, in float32 or better."""
     return torch.stack([at_least_float32(g).square().sum() for g in gradients if g is not None]).sum()
 
 
 def select_parameters(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
-    """The parameters that train and whose name the regular expression `pattern` is found in.
+    """Return the trained parameters whose name the regular expression matches.
 
     Raises:
-        ConfigError: there is none; some names are in the message.
+        ConfigError: there is none.
     """
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     selected = {name: p for name, p in names.items() if re.search(pattern, name)}
     if not selected:
         all_names = list(names)
-        some = dict.fromkeys([all_names[0], all_names[len(all_names) // 2], all_names[-1]]) if all_names else {}
+        examples = dict.fromkeys([all_names[0], all_names[len(names) // 2], all_names[-1]]) if names else {}
         raise ConfigError(
-            f"learner.score_parameters {pattern!r} is found in the name of no parameter that trains. Names here: "
-            f"{', '.join(some)} (a head tied to the embeddings goes by their name); empty = all of them"
+            f"learner.score_parameters={pattern!r} matches no trained parameter, such as {', '.join(examples)} (a head tied to the "
+            "embeddings has their name); empty = all of them"
         )
     return selected
 
 
-def _norms_agree(plain: ScoreNorms, fast: ScoreNorms) -> bool:
-    """Whether both ways give the norms of a small made-up group, ragged so that there is padding."""
+def _norms_agree(plain: ScoreNorms, batched: ScoreNorms) -> bool:
+    """Return whether both ways give the same norms on a small synthetic group, ragged so that there is padding."""
     vocabulary = plain.evaluator.network.vocabulary
     generator = torch.Generator().manual_seed(0)
     batch = Batch(
@@ -194,7 +199,7 @@ def _norms_agree(plain: ScoreNorms, fast: ScoreNorms) -> bool:
     assert truth is not None
     tolerance = 0.05 if next(plain.evaluator.model.parameters()).dtype == torch.bfloat16 else 1e-3
     try:
-        tried = fast.evaluate(batch).grad_logp_sq_norm
-    except Exception:  # whatever an architecture says to a transform it does not take: the plain way remains
+        norms = batched.evaluate(batch).grad_logp_sq_norm
+    except Exception:  # architectures raise all kinds of errors in a transform that they do not support
         return False
-    return tried is not None and torch.allclose(tried, truth, rtol=tolerance, atol=0)
+    return norms is not None and torch.allclose(norms, truth, rtol=tolerance, atol=0)

@@ -1,9 +1,8 @@
-"""Attention along the branches of a tree: texts that begin alike share every token of their common beginning.
+"""Attention over a tree of texts that share prefixes, so that each shared token is computed once.
 
-A model reads the tree's N tokens as one row, so that embeddings, projections and the head see each token once. Only attention
-has to know which tokens came before: the keys of a text are gathered along its path, the queries are its own tokens alone,
-and equally shaped texts are one call of the attention that the model had before. What a token attends to is what it would
-attend to were its text alone, in the same order, so that every log-probability stays as it was.
+A model reads the tree's N tokens as one row: embeddings, projections and head see each token once. Attention gathers the keys of a
+text along its path and uses its own tokens as queries; texts of equal shape are one call of the model's original attention. A token
+attends to exactly what it would attend to if its text stood alone, in the same order, so log-probabilities do not change.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 ATTENTION_NAME = "policygrad"
-"""Of this attention among those of transformers."""
+"""Name of this attention in transformers' registry."""
 _MAX_SCORES = 2**24
-"""Scores of one call in which texts are padded to each other's length, in elements."""
+"""Attention scores in a call whose texts are padded to a common length."""
 _SMALL_CALL = 2**15
-"""Below so many scores padding costs less than another call."""
+"""Scores below which padding costs less than another call."""
 _MAX_PADDING = 1.25
-"""Padded scores per needed one that are borne in a larger call."""
+"""Padded scores per needed score that a larger call may have."""
 Ints = NDArray[np.int64]
 
 
@@ -33,20 +32,20 @@ class AttentionBlock:
     """Texts that attend in one call."""
 
     queries: Tensor
-    """[s, q] nodes; the last is repeated where a text has fewer."""
+    """[s, q] nodes, padded with the last one."""
     keys: Tensor
     """[s, k] nodes, likewise."""
     mask: Tensor | None
-    """[s, 1, q, k] what is seen; None = causal, with queries and keys the same nodes."""
+    """[s, 1, q, k] True = visible; None = causal, with queries and keys the same nodes."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionTree:
-    """Who attends to whom among N nodes."""
+    """Which nodes attend to which, among N."""
 
     blocks: tuple[AttentionBlock, ...]
     output_index: Tensor
-    """[N] where each node's answer stands in the blocks' answers, one after another."""
+    """[N] index of each node's output in the concatenated outputs of the blocks."""
 
     def to(self, device: torch.device | str) -> AttentionTree:
         blocks = (
@@ -57,8 +56,13 @@ class AttentionTree:
 
     @classmethod
     def of(cls, paths: Ints, lengths: Ints, shared: Ints) -> AttentionTree:
-        """paths [S, L]: the node of every token of S texts of `lengths` tokens, the last repeated behind them; of each the first
-        `shared` belong to a text before it. No text is all shared."""
+        """Make the tree of S texts.
+
+        Args:
+            paths: [S, L] node of every token, padded with the last one.
+            lengths: [S] tokens of each text.
+            shared: [S] how many of them, from the first, belong to an earlier text; never all.
+        """
         output_index, blocks, offset = (
             np.zeros(int((lengths - shared).sum()), dtype=np.int64),
             list[AttentionBlock](),
@@ -79,12 +83,12 @@ class AttentionTree:
 
 
 def _needs_mask(lengths: Ints, new_tokens: Ints) -> NDArray[np.bool_]:
-    """Where a text's queries are its own tokens alone, which takes a mask; otherwise all of its tokens, again, and none."""
+    """Return which texts query their new tokens alone, with a mask; the others query all of their tokens again, without."""
     return (new_tokens < lengths) & (new_tokens * lengths <= _MAX_SCORES)
 
 
 def _group_blocks(lengths: Ints, new_tokens: Ints) -> Iterator[Ints]:
-    """Texts of about equal shape together, most queries first."""
+    """Group texts of similar shape, most queries first."""
     masked = _needs_mask(lengths, new_tokens)
     queries = np.where(masked, new_tokens, lengths)
     order = np.lexsort((-lengths, -queries, masked))
@@ -110,14 +114,17 @@ def tree_attention(
     tree: AttentionTree | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' scaled-dot-product attention, along a tree's branches where one is given. query, key and value: [1, heads, N,
-    width], or without a tree [B, heads, L, width]."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward as plain
+    """Apply transformers' scaled-dot-product attention, along a tree's paths if one is given.
+
+    Args:
+        query: [1, heads, N, width], or without a tree [B, heads, L, width]; likewise key and value.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if tree is None:
-        return plain(module, query, key, value, attention_mask, **options)
+        return sdpa(module, query, key, value, attention_mask, **options)
     outputs = [
-        plain(
+        sdpa(
             module,
             _gather_nodes(query, b.queries),
             _gather_nodes(key, b.keys),
@@ -133,26 +140,28 @@ def tree_attention(
 
 
 def _gather_nodes(x: Tensor, nodes: Tensor) -> Tensor:
-    """[s, heads, l, width] of x [1, heads, N, width] at nodes [s, l]. The way back of `index_select` adds in one order, that of
-    indexing in the threads'."""
+    """Return [s, heads, l, width] of x [1, heads, N, width] at nodes [s, l].
+
+    The backward pass of `index_select` adds in a fixed order, that of indexing in the threads' order.
+    """
     _, heads, _, width = x.shape
     rows = x[0].transpose(0, 1).flatten(1).index_select(0, nodes.flatten())
     return rows.view(*nodes.shape, heads, width).transpose(1, 2)
 
 
 def enable_tree_attention(model: Any) -> bool:
-    """Lets the model's attention follow trees; False, and nothing is changed, where it is not transformers' scaled-dot-product
-    attention behind its common interface."""
+    """Make the model's attention follow trees.
+
+    Returns False, and changes nothing, unless the model uses transformers' scaled-dot-product attention by its common interface.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     config = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) == ATTENTION_NAME:
         return True
-    settable = getattr(
-        model, "_can_set_attn_implementation", None
-    )  # asked first, since the setter warns where it is not
-    if getattr(config, "_attn_implementation", None) != "sdpa" or settable is None or not settable():
+    can_set = getattr(model, "_can_set_attn_implementation", None)  # before setting, which warns if it is not possible
+    if getattr(config, "_attn_implementation", None) != "sdpa" or can_set is None or not can_set():
         return False
     AttentionInterface.register(ATTENTION_NAME, tree_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
@@ -161,6 +170,6 @@ def enable_tree_attention(model: Any) -> bool:
 
 
 def disable_tree_attention(model: Any) -> None:
-    """Takes `enable_tree_attention` back."""
+    """Restore the model's own attention."""
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME:
         model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""One rollout on a local learner, as the first-order steps of core ask about it: gradients, updates, a β that adapts."""
+"""One rollout as the update rules of core see it: gradients and steps, adaptive β, and what a trust region needs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from policygrad.models.loading import at_least_float32
 
 
 def average_objective(metrics: Metrics) -> Metrics:
-    """The shares of one update add up to its objective; a rollout's steps are averaged, however many there are."""
+    """Turn the sum over an update's micro-batches into its objective, which is then averaged over a rollout's updates."""
     objective = metrics.get("objective")
     return metrics if objective is None else metrics | {"objective": Mean(objective.value)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalGradientProblem:
-    """A rollout's share of completions for one update: all that a first-order step needs."""
+    """The completions of one update, for update rules of gradient steps."""
 
     networks: TrainedNetworks
     batch: Batch
@@ -38,13 +38,15 @@ class LocalGradientProblem:
     """[B, T]."""
     algorithm: Algorithm
     seed: int
-    """The weights' version."""
+    """Version of the weights."""
     skip_inactive: bool = True
-    """Completions that cannot move the weights are not computed. Off only to measure what that saves."""
+    """Do not compute completions that have no gradient; False only to measure what that saves."""
 
     def split(self, epoch: int, minibatches: int) -> list[Self]:
-        """Minibatches of whole groups, shuffled by (weights' version, epoch): of those groups that filters left something of,
-        and as many as there are groups where those are fewer."""
+        """Split into minibatches of whole groups, shuffled by (version, epoch).
+
+        Groups that filters left empty do not count; with fewer groups than minibatches there are as many minibatches as groups.
+        """
         groups = torch.unique(self.batch.group[self.batch.mask.any(1)])
         if minibatches == 1 or not len(groups):
             return [self]
@@ -57,29 +59,26 @@ class LocalGradientProblem:
 
     @property
     def is_pretraining(self) -> bool:
-        """Whether the policy stands still while its critic is fitted."""
+        """The policy is fixed while its critic is fitted."""
         return self.algorithm.critic is not None and self.algorithm.critic.pretrain > 0
 
     def accumulate(self) -> Metrics:
-        """Forward and backward of the policy, its critic and its reward model; gradients add up in the learner."""
-        return (
-            ({} if self.is_pretraining else self.accumulate_policy())
-            | self.accumulate_critic()
-            | self.accumulate_reward_model()
-        )
+        """Accumulate the gradients of the policy, its critic and its reward model."""
+        policy = {} if self.is_pretraining else self.accumulate_policy()
+        return policy | self.accumulate_critic() | self.accumulate_reward_model()
 
     def accumulate_critic(self) -> Metrics:
-        """The critic's gradient; nothing without one."""
+        """Accumulate the critic's gradient, if there is a critic."""
         if self.networks.critic is None or self.algorithm.critic is None:
             return {}
         return self.networks.critic.accumulate(self.batch, self.algorithm.critic)
 
     def accumulate_reward_model(self) -> Metrics:
-        """The reward model's gradient; nothing without one."""
+        """Accumulate the reward model's gradient, if there is a reward model."""
         return {} if self.networks.reward_model is None else self.networks.reward_model.accumulate(self.batch)
 
     def batch_with_selection(self) -> Batch:
-        """The batch with what a part chooses among all of its tokens, under the policy as it is now."""
+        """Return the batch with the tokens that a part selects among all, under the current policy."""
         part = self.algorithm.token_selector
         if part is None:
             return self.batch
@@ -88,13 +87,12 @@ class LocalGradientProblem:
         return with_selected_tokens(out, self.batch, self.psi, self.algorithm)
 
     def accumulate_policy(self, learning: bool = True) -> Metrics:
-        """The policy's gradient, over the completions that can move the weights; or only what is measured, over all of them."""
+        """Accumulate the policy's gradient over the completions that have one; `learning=False` only measures, over all."""
         networks, batch, device = self.networks, self.batch_with_selection(), self.networks.device
         coefficients = self.algorithm.all_coefficients(batch)
-        contributing = (
-            find_contributing(batch, self.psi, coefficients) if learning and self.skip_inactive else batch.mask.any(1)
-        )
-        keep_groups = self.algorithm.gate.requires_full_groups  # a weight needs all of its group, those with Ψ = 0 too
+        is_skipping = learning and self.skip_inactive
+        contributing = find_contributing(batch, self.psi, coefficients) if is_skipping else batch.mask.any(1)
+        keep_groups = self.algorithm.gate.requires_full_groups  # a weight needs all of its group, also where Ψ = 0
         if keep_groups:
             contributing = torch.isin(batch.group, batch.group[contributing]) & batch.mask.any(1)
         rows = contributing.nonzero().squeeze(1)
@@ -116,22 +114,24 @@ class LocalGradientProblem:
         metrics = {"completions/computed": Sum(0.0)} | offered | networks.division.reduce_metrics(metrics)
         routing = networks.policy.network.routing
         metrics |= {} if routing is None else networks.division.reduce_metrics(routing.pop_metrics())
-        if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens are not clipped, but count
+        if "clip_ratio/low" in metrics:  # skipped completions have Ψ = 0: their tokens count as not clipped
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
         return average_objective(metrics)
 
     def _expected_gradient(self, batch: Batch, psi: Tensor, coef: Coefficients) -> Tensor | None:
-        """[b, T] the gradient that log π_θ will be given where it does not depend on log π_θ: all ratios are 1, and there are no
-        terms. A wrong guess would cost time alone (see `head`)."""
+        """Return [b, T] the gradient that log π_θ will receive if it does not depend on log π_θ: ratios of 1 and no terms.
+
+        A wrong guess would only cost time (see `logprobs`).
+        """
         if batch.logp_old is not None or self.algorithm.terms or self.algorithm.forward_needs:
             return None
         logp = at_least_float32(torch.zeros_like(psi)).requires_grad_()
         return torch.autograd.grad(surrogate(logp, batch, psi, self.algorithm, coef), logp)[0]
 
     def descend(self) -> Metrics:
-        """One AdamW step; without any gradient (no completion could move the weights) none is taken, and that is counted."""
-        # first, for the critic has not moved when it refuses its gradient
+        """Take one AdamW step; none, which is counted, if no completion had a gradient."""
+        # first: if it refuses its gradient the critic must not have moved
         norm, lr = self.networks.optimizer.step(self._find_faulty_part)
         metrics = {} if self.networks.critic is None else self.networks.critic.descend()
         metrics |= {} if self.networks.reward_model is None else self.networks.reward_model.descend()
@@ -143,25 +143,27 @@ class LocalGradientProblem:
 
     @torch.no_grad()
     def _find_faulty_part(self) -> tuple[str, str]:
-        """Name the part that made a gradient not finite, and say so in a sentence; "" where the model did, or no part alone. A pass
-        over the completions: it is called after such a gradient only, by all processes that learn together."""
+        """Return the part that made a gradient not finite and a sentence about it; ("", "") if the model did, or no part alone.
+
+        This takes a pass over the completions, in all processes that learn together.
+        """
         networks, batch, needs = self.networks, self.batch_with_selection(), self.algorithm.forward_needs
         coefficients = self.algorithm.all_coefficients(batch)
         bare = replace(batch, prompts=None, tokens=None, routed_experts=None)
         rows, keep_groups = batch.mask.any(1).nonzero().squeeze(1), self.algorithm.gate.requires_full_groups
-        nonfinite: Metrics = {}
+        counts: Metrics = {}
         for pack in networks.micro_batches(batch, rows, keep_groups, networks.dummy_pass(networks.policy, needs)):
             share, psi = bare.select(pack.rows).to(networks.device), self.psi[pack.rows].to(networks.device)
             coef = tuple(c[pack.rows].to(networks.device) for c in coefficients)
-            nonfinite = merge(
-                nonfinite, find_nonfinite_factors(networks.forward(pack, needs), share, psi, self.algorithm, coef)
+            counts = merge(
+                counts, find_nonfinite_factors(networks.forward(pack, needs), share, psi, self.algorithm, coef)
             )
-        nonfinite = networks.division.reduce_metrics(nonfinite)
-        first = next((key for key, bad in nonfinite.items() if bad.value), "logp")
+        counts = networks.division.reduce_metrics(counts)
+        first = next((key for key, count in counts.items() if count.value), "logp")
         if first == "logp":
             return "", ""
         if first == "psi":
-            return "the advantages", "The advantages it was given are NaN or infinite: correct what computes them"
+            return "the advantages", "The advantages are NaN or infinite: correct what computes them"
         part = dict(self.algorithm.named_parts())[first]
         reads = part.needs | ({"logp_old"} if first in ("ratio", "gate") or first.startswith("terms") else set())
         return type(part).__name__, explain_nonfinite(part, first, batch, reads)
@@ -169,47 +171,44 @@ class LocalGradientProblem:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalAdaptiveProblem(LocalGradientProblem):
-    """What dual descent asks besides: where the policy is now, and the same rollout under another β."""
+    """Adds what dual descent needs: the current KL, and the same rollout under another β."""
 
     @torch.no_grad()
     def measure(self) -> Metrics:
-        """Of all sampled tokens, under the weights as they are."""
+        """Measure all sampled tokens under the current weights."""
         return {} if self.is_pretraining else self.accumulate_policy(learning=False)
 
     def adapt(self, metrics: Metrics) -> Self | None:
-        """With each β that adapts to KL(π_old‖π_θ) moved by `kl_old/last`; None once all are in their band."""
+        """Return the problem with each β that targets KL(π_old‖π_θ) adapted to `kl_old/last`; None once all are in their band."""
         algorithm = adapt_penalties(self.algorithm, self.batch, metrics)
         return None if algorithm is None else replace(self, algorithm=algorithm)
 
 
-# One rollout on a local learner, as a trust region asks about it: the Fisher product, a look ahead, the constrained move.
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalProblem(LocalAdaptiveProblem):
-    """All that any step asks."""
+    """Adds what a trust region needs: Fisher products, evaluation at another θ, and a move of θ."""
 
     curvature: Curvature
 
     def subsample(self, share: float) -> Self:
-        """This share of the groups with a sampled token, at least one, drawn by the weights' version."""
+        """Return the problem with this share of the groups that have a sampled token, at least one, chosen by the version."""
         groups = torch.unique(self.batch.group[self.batch.mask.any(1)])
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
         return self._select_groups(groups[order[: max(1, round(share * len(groups)))]])
 
     def gradient(self) -> tuple[Tensor, Metrics]:
-        """[P] of the surrogate objective; 0 while the policy stands still. Where it is not finite, the optimiser says."""
+        """Return [P] the gradient of the surrogate objective, 0 in pre-training; `Optimizer.not_finite` describes a bad one."""
         metrics: Metrics = {"value_pretraining": Mean(1.0)} if self.is_pretraining else self.accumulate_policy()
         gradient = self.networks.optimizer.pop_flat_gradient()
         self.networks.optimizer.not_finite = self._describe_nonfinite(gradient)
         return gradient if self.is_pretraining else -gradient, metrics
 
     def inner_product(self, a: Tensor, b: Tensor) -> Tensor:
-        """⟨a, b⟩ [] of two vectors [P], or of those that processes have shares of."""
+        """Return ⟨a, b⟩ [] of two vectors [P], also if they are sharded."""
         return self.networks.division.all_reduce((a @ b).cpu())
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
-        """[P] F v, a mean over the sampled tokens. Where it is not finite, the optimiser says."""
+        """Return [P] F v, a mean over the sampled tokens; `Optimizer.not_finite` describes a bad one."""
         product = self.curvature.fisher(self.batch, v, sampled)
         optimizer = self.networks.optimizer
         if not optimizer.not_finite and (where := self._describe_nonfinite(product)):
@@ -217,14 +216,14 @@ class LocalProblem(LocalAdaptiveProblem):
         return product
 
     def _describe_nonfinite(self, vector: Tensor) -> str:
-        """Where it is not finite, in words; "" = nowhere."""
+        """Return as text where a vector is not finite; empty if it is."""
         if math.isfinite(float(self.inner_product(vector, vector))):
             return ""
         optimizer = self.networks.optimizer
         return describe_nonfinite(optimizer.split(vector), optimizer.masters)
 
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
-        """(surrogate objective, mean KL(π_old‖π_θ) in nats a sampled token) at θ + delta [P]."""
+        """Return (surrogate objective, mean KL(π_old‖π_θ) in nats per sampled token) at θ + delta [P]."""
         return self.curvature.evaluate(self.batch, self.psi, self.algorithm, delta)
 
     def commit(self, delta: Tensor) -> None:
@@ -232,6 +231,6 @@ class LocalProblem(LocalAdaptiveProblem):
         self.networks.optimizer.move(delta)
 
     def fit_critic(self) -> Metrics:
-        """The critic's gradient and one AdamW step of it."""
+        """Take one AdamW step of the critic."""
         critic = self.networks.critic
         return {} if critic is None or self.algorithm.critic is None else self.accumulate_critic() | critic.descend()

@@ -343,7 +343,7 @@ def check_run(run: Run) -> None:
             f"learner.routing_replay replays the experts that the sampler used, which {run.sampler.engine} does not report: set it "
             "to false, or use --sampler.engine local"
         )
-    check_fsdp_options(run.learner, run.algorithm)
+    check_fsdp_options(run.learner)
     check_lr(run.lr)
     check_seed(run.seed)
     check_folders(run.output, run.directory)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from pages.gate import gate_section
-from pages.lab_numbers import lab_section
-from pages.markdown import block, page, table
+from pages.figures import gate_section
+from pages.formatting import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
 from policygrad.algorithms import ALGORITHMS
@@ -18,15 +19,67 @@ from policygrad.commands.render import (
     EQUATION,
     EQUATION_COLUMNS,
     NO_DEVIATIONS,
+    build_matrix_row,
     diff_algorithms,
     format_part,
     list_settings,
     shorten_number,
 )
+from policygrad.commands.show import group_by_family
 from policygrad.compare.plan import OVERRIDES
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.terms import policy_share
 from policygrad.core.vine import Vine
+
+LAB = Path(__file__).resolve().parents[2] / "docs" / "lab.md"
+
+
+def lab_section(name: str) -> str:
+    """An algorithm's gradient against the true one, on- and off-policy."""
+    world, head, sides = _measured(LAB.read_text(encoding="utf-8"))
+    rows = [(side, *cells[name]) for side, cells in sides.items() if name in cells]
+    if not rows:
+        return "[The lab](../lab.md#what-is-measured) leaves it out, and says why."
+    return (
+        f"Its gradient against the true one, {world[0].lower()}{world[1:]} "
+        f"[What the columns mean, and all algorithms](../lab.md#what-is-measured).\n\n{table(('', *head), rows)}"
+    )
+
+
+def _measured(text: str) -> tuple[str, list[str], dict[str, dict[str, list[str]]]]:
+    """(what was measured, the columns, side -> algorithm -> cells)."""
+    (block,) = re.findall(r"<!-- table: begin -->\n(.*?)<!-- table: end -->", text, re.DOTALL)
+    world, *parts = re.split(r"\n\n(?=O(?:n|ff)-policy)", block.strip())
+    sides: dict[str, dict[str, list[str]]] = {}
+    head: list[str] = []
+    for part in parts:
+        side, _, rest = part.partition(":\n\n")
+        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines())
+        sides[side] = {row[0].strip("`"): row[1:] for row in rows}
+    return world, head[1:], sides
+
+
+def finding(name: str) -> tuple[bool, str, str]:
+    """(whether the claim holds, the claim, what was found) of an experiment.
+
+    Raises:
+        SystemExit: the page has no such finding.
+    """
+    text = LAB.read_text(encoding="utf-8")
+    found = re.search(rf"^- ([✓✗]) \*\*(.+?)\*\* (.+?)  \n  `policygrad lab --experiment {name}`$", text, re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"{LAB}: there is no finding {name!r}: make lab")
+    return found[1] == "✓", found[2], found[3]
+
+
+def quoted(name: str, folder: str) -> str:
+    """A finding as a paragraph under its picture in `folder`."""
+    holds, claim, sentence = finding(name)
+    return (
+        f"![{claim}]({folder}/{name}.svg)\n\n"
+        f"{'✓' if holds else '✗'} **{claim}** {sentence} (`policygrad lab --experiment {name}`)"
+    )
+
 
 OURS = "our choice"
 
@@ -231,3 +284,65 @@ def measured(name: str) -> str:
     if row is None:
         return "Not measured yet: `python scripts/measure_algorithms.py` does, and `make docs` writes it here."
     return f"{summary_sentence(row)} [All measured runs](../measured.md)."
+
+
+def matrix(folder: str) -> str:
+    """The matrix as a Markdown table; names link to their pages in `folder`."""
+    rows = {name: build_matrix_row(a) for name, a in ALGORITHMS.items()}
+    head = ["algorithm", *next(iter(rows.values()))]
+    return table(head, ([f"[`{name}`]({folder}{name}.md)", *map(" ".join, row.values())] for name, row in rows.items()))
+
+
+def by_family(folder: str) -> str:
+    """Every name, by what its credit comes from and how it looks at old samples."""
+    rows = (
+        (kind, " ".join(f"[`{name}`]({folder}{name}.md)" for name in names))
+        for kind, names in group_by_family().items()
+    )
+    return f"{table(('what it compares', 'algorithms'), rows)}\n\n[The whole matrix, part by part]({folder}index.md)."
+
+
+DEPARTS = (
+    "Every row is compared with a literal transcription of its paper's objective, and where a row is not what was published it "
+    "says so here. Group and batch sizes are for small machines throughout: the papers' are on the pages, with each default's "
+    "source."
+)
+
+
+def departures() -> str:
+    """Row by row, what is not as published."""
+    rows = (
+        (f"[`{name}`]({name}.md)", CATALOG[name].source, CATALOG[name].deviations or NO_DEVIATIONS)
+        for name in ALGORITHMS
+    )
+    return table(("algorithm", "published", "where our row departs"), rows)
+
+
+def tree(name: str | None = None, indent: str = "") -> list[str]:
+    """Names under their parents."""
+    children = [child for child in ALGORITHMS if CATALOG[child].parent == name]
+    lines = []
+    for child in children:
+        last = child == children[-1]
+        branch = "" if name is None else "└─ " if last else "├─ "
+        lines.append(f"{indent + branch + child:<28}  {CATALOG[child].title}")
+        lines += tree(child, indent + ("" if name is None else "   " if last else "│  "))
+    return lines
+
+
+def index_page() -> str:
+    """The page."""
+    return page(
+        "# The algorithms",
+        "Each one is a choice of parts in one equation. A row of the matrix is all there is to it; a name leads to its page: "
+        "the equation, pseudo-code, the defaults and where they come from, what it fixes, how it fails.",
+        f"## The matrix\n\n{matrix('')}",
+        "What a cell leaves out is that part's default; `policygrad show NAME` prints all of it.",
+        f"## Where it departs\n\n{DEPARTS}\n\n{departures()}",
+        f"## The family\n\nEach algorithm under the one it was derived from:\n\n{block(chr(10).join(tree()))}",
+        "## More\n\n"
+        "- [Tables](../tables.md): model states, models in memory, what bounds a step, units and lengths\n"
+        "- [Measured](../measured.md): every algorithm at its best learning rate, five seeds, equal tokens, updates or seconds\n"
+        "- [Where sources disagree](../where-sources-disagree.md): what papers print, what policygrad does, and a check\n"
+        "- [Your own algorithm](../your-own-algorithm.md) in 15 lines",
+    )

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns sums on a CPU: docs/results/smollm2.json, of which docs/real-model.md and its picture are made.
 
-python scripts/train_smollm2.py [--model ID|DIR] [--folder DIR] [--steps N] [--weights TEXT]
+python scripts/measure_smollm2.py [--model ID|DIR] [--folder DIR] [--steps N] [--weights TEXT]
 
 The problems are the sums of a number below 100 and a digit, as chat messages. Those whose question's hash says so, a fifth, are
 held out; the base model and the trained one are measured on the same of them, with the same random numbers. A run that was
@@ -117,7 +117,7 @@ def main() -> None:
     found = told(args.folder / "run", f"policygrad {shlex.join(words(MODEL, args.steps))}")
     rows = [len(part) for part in problems()]
     found |= {
-        "made_by": f"python scripts/train_smollm2.py --steps {args.steps}",
+        "made_by": f"python scripts/measure_smollm2.py --steps {args.steps}",
         "weights": args.weights,
         "problems": {"trained_on": rows[0], "eval/reward": rows[1]},
         "versions": {name: version(name) for name in ("policygrad", "torch", "transformers")},
