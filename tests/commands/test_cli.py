@@ -328,7 +328,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("eval tiny --task no/such.jsonl", "no/such.jsonl: no such file"),
         ("eval no/such/model", "there is no model folder"),
         ("eval tiny --reward exactmatch", "did you mean 'exact_match'"),
-        ("eval tiny --eval-data x.jsonl", "goes with a JSONL task"),
+        ("eval tiny --eval-data x.jsonl", "needs a task made of data"),
     ],
 )
 def test_refused(run_command: Any, command: str, says: str) -> None:
