@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -52,34 +52,39 @@ def serving(
     venv: str,
     folder: Path,
     without: tuple[str, ...] = (),
-    parallel: int = 16,
-    transfer: Literal["folder", "nccl"] = "folder",
+    max_concurrency: int = 16,
+    weight_transport: str = "folder",
     lora: str = "",
 ) -> Iterator[str]:
-    """Its address, while it serves the embedded model. venv: the virtual environment that has bin/vllm. folder: for its log.
-    without: options that are left away, with their value. transfer: how it gets weights. lora: of the adapters that it is sent;
-    "" = whole weights. VLLM_ARGS in the environment are further words."""
+    """Serve the embedded model during the context and yield the server's address. VLLM_ARGS in the environment are further options.
+
+    Args:
+        venv: A virtual environment with bin/vllm.
+        folder: For its log.
+        without: Options to leave out, with their values.
+        lora: The adapters that it is sent; "" = full weights.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = EngineOptions(
+    options = EngineOptions(
         "vllm",
         model="tiny",
         port=port,
         context_length=512,
-        max_concurrency=parallel,
-        weight_transport=transfer,
+        max_concurrency=max_concurrency,
+        weight_transport=weight_transport,
         lora=lora,
     )
-    environment, words = build_launch_command(told)
+    environment, argv = build_launch_command(options)
     for option in without:
-        at = words.index(option)
-        words = [*words[:at], *words[at + 2 :]]
-    words = [f"{venv}/bin/{words[0]}", *words[1:], "--enforce-eager", *shlex.split(os.environ.get("VLLM_ARGS", ""))]
+        at = argv.index(option)
+        argv = [*argv[:at], *argv[at + 2 :]]
+    argv = [f"{venv}/bin/{argv[0]}", *argv[1:], "--enforce-eager", *shlex.split(os.environ.get("VLLM_ARGS", ""))]
     quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with (folder / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(words, env=clean | quiet | environment, stdout=log, stderr=log)
+        process = subprocess.Popen(argv, env=clean | quiet | environment, stdout=log, stderr=log)
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -189,7 +194,7 @@ def throughput(venv: str, folder: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer("tiny", model)
     tokenizer.hf.save_pretrained(folder / "tokenizer")
     found: dict[str, list[float]] = {"policygrad": [], "vllm bench serve": []}
-    with serving(venv, folder, parallel=PARALLEL) as url, asyncio.Runner() as runner:
+    with serving(venv, folder, max_concurrency=PARALLEL) as url, asyncio.Runner() as runner:
         config = SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START, max_concurrency=PARALLEL)
         sampler = VllmSampler(model, tokenizer, config, folder / "weights")
         sampler.http = http = Endless(config.timeout)

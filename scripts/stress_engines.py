@@ -193,8 +193,8 @@ def keeping(weights: Path, folder: Path) -> Iterator[int]:
         while not (name := llama_server.read_current_name(weights)):
             time.sleep(0.005)
         shutil.copytree(weights / name, folder / name)
-        words = [f"--file={folder / name / llama_server.FILE}", f"--name={name}", f"--port={port}", "--threads=1"]
-        words += [f"--parallel={PARALLEL}", f"--context={CONTEXT}", f"--parent={os.getpid()}"]
+        words = [f"--file={folder / name / llama_server.MODEL_FILE}", f"--name={name}", f"--port={port}", "--threads=1"]
+        words += [f"--max-concurrency={PARALLEL}", f"--context-length={CONTEXT}", f"--parent={os.getpid()}"]
         with (folder / "log").open("wb") as log:
             command = [sys.executable, "-P", llama_server.__file__, "serve", *words]
             children.append(subprocess.Popen(command, stdout=log, stderr=log))
@@ -247,7 +247,7 @@ class Checked(LlamaCppSampler):
         self.seconds = min(self.seconds or took, took)
         assert self.published is not None
         own, _, _ = probe.score_tokens(self.model, requests, found)
-        near = (torch.cat([g.logp for g in found]).double() - own).abs() <= self.tolerance
+        near = (torch.cat([g.logp for g in found]).double() - own).abs() <= self.logprob_tolerance
         held = [bool(row.all()) for row in near.split([len(g.tokens) for g in found])]
         self.drawn += len(found)
         self.wrong += sum(not (ok and g.version == self.published.version) for ok, g in zip(held, found, strict=True))

@@ -106,10 +106,10 @@ def test_toml_of_dotted_names_is_refused_beyond_the_depth(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"step": 3, "reward": NaN}', "NaN is no finite number"),
-        ('{"step": 3, "reward": 1e999}', "1e999 is no finite number"),
-        (f'{{"step": 3, "reward": {HUGE}}}', "(401 digits) is no finite number"),
-        (f'{{"step": 3, "reward": {DEEP}', "brackets in brackets"),
+        ('{"step": 3, "reward": NaN}', "NaN is not a finite number"),
+        ('{"step": 3, "reward": 1e999}', "1e999 is not a finite number"),
+        (f'{{"step": 3, "reward": {HUGE}}}', "(401 digits) is not a finite number"),
+        (f'{{"step": 3, "reward": {DEEP}', "brackets nested deeper"),
     ],
 )
 def test_report_refuses_metrics_that_no_reader_holds(run: Path, line: str, said: str, run_command: Command) -> None:
@@ -133,8 +133,8 @@ def test_report_of_large_numbers_has_finite_sums(run: Path, run_command: Command
         ({"turns": 3}, "turns is 3"),
         ({"rewards": [1.0]}, "rewards is [1.0]"),
         ({"reward": "good"}, "reward is 'good'"),
-        ({"reward": float("nan")}, "NaN is no finite number"),
-        ({"rewards": {"a": float("inf")}}, "Infinity is no finite number"),
+        ({"reward": float("nan")}, "NaN is not a finite number"),
+        ({"rewards": {"a": float("inf")}}, "Infinity is not a finite number"),
         ({"advantage": 10**400}, "(401 digits)"),
     ],
 )
@@ -163,7 +163,7 @@ def test_report_shows_half_a_surrogate_pair_as_it_is_written(run: Path, run_comm
     [
         ('algorithm = ["grpo"]', "algorithm is ['grpo'], but should be a table"),
         ('algorithm = "grpo"', "algorithm is 'grpo', but should be a table"),
-        ("a = " + DEEP, "too deep"),
+        ("a = " + DEEP, "nested deeper"),
         (".".join("a" * 5000) + " = 1", "deeper than 100"),
     ],
 )
@@ -174,7 +174,7 @@ def test_report_refuses_a_configuration_of_another_kind(run: Path, text: str, sa
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a = " + DEEP, "too deep"), ("a = ", "not valid TOML"), ("seed = 1", "has no table learner")],
+    [("a = " + DEEP, "nested deeper"), ("a = ", "not valid TOML"), ("seed = 1", "has no table learner")],
 )
 def test_export_refuses_a_configuration_that_no_run_writes(
     run: Path, text: str, said: str, run_command: Command
@@ -196,7 +196,7 @@ def test_report_waits_for_no_pipe_and_reads_no_device(run: Path, name: str, kind
         (run / name).symlink_to("/dev/zero")
     found = run_command("report", str(run))
     if name == "metrics.jsonl":
-        refused(found, "metrics.jsonl cannot be read: it is no regular file")
+        refused(found, "metrics.jsonl cannot be read: it is not a regular file")
     elif name == "run.toml":
         refused(found, "holds no run")
     else:
@@ -206,7 +206,7 @@ def test_report_waits_for_no_pipe_and_reads_no_device(run: Path, name: str, kind
 def test_report_refuses_a_line_without_an_end(run: Path, run_command: Command) -> None:
     with (run / "metrics.jsonl").open("r+b") as file:
         file.truncate(100 * MAX_LINE_BYTES)  # a hole: nothing of it is on the disk
-    refused(run_command("report", str(run)), "metrics.jsonl cannot be read: a line of it is longer than 64 MiB")
+    refused(run_command("report", str(run)), "metrics.jsonl cannot be read: it has a line longer than 64 MiB")
 
 
 def test_report_of_versions_of_another_kind_has_none(run: Path, run_command: Command) -> None:
@@ -282,10 +282,10 @@ def test_compare_waits_for_no_pipe(tmp_path: Path, run_command: Command) -> None
     write_run(folder, 0.8, None, 0)
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
-    with pytest.raises(RunError, match="it is no regular file"):
+    with pytest.raises(RunError, match="it is not a regular file"):
         runner.read_outcome(folder)
     os.mkfifo(tmp_path / "plan.json")
-    refused(run_command("compare", "--resume", str(tmp_path)), "plan.json", "a pipe that nobody writes to")
+    refused(run_command("compare", "--resume", str(tmp_path)), "plan.json", "a pipe without a writer")
 
 
 @pytest.mark.parametrize("text", [DEEP, "[1]", '{"rows": 3}', '{"rows": [3]}', '{"rows": [[]]}', '"x"'])
@@ -300,7 +300,7 @@ def test_compare_refuses_a_lock_that_is_no_file(tmp_path: Path, kind: str, run_c
     folder = tmp_path / "comparison"
     open_comparison(folder, plan(row("grpo")))
     (folder / "lock").mkdir() if kind == "folder" else os.mkfifo(folder / "lock")
-    refused(run_command("compare", "--resume", str(folder)), "lock is no regular file", "delete it")
+    refused(run_command("compare", "--resume", str(folder)), "lock is not a regular file", "delete it")
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"cpu_seconds": "x"}', DEEP])
@@ -464,7 +464,7 @@ def test_data_whose_name_holds_a_nul_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f'{{"step": 1, "reward": {DEEP}', "brackets in brackets"),
+        (f'{{"step": 1, "reward": {DEEP}', "brackets nested deeper"),
         (f'{{"step": 1, "reward": {HUGE}}}', "(401 digits)"),
     ],
 )
@@ -487,5 +487,5 @@ def test_a_runs_metrics_that_no_reader_holds_are_refused_when_it_goes_on(
 @pipes
 def test_json_of_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
-    with pytest.raises(OSError, match="a pipe that nobody writes to"):
+    with pytest.raises(OSError, match="a pipe without a writer"):
         read_json(tmp_path / "a.json")

@@ -10,7 +10,7 @@ import pytest
 from policygrad.utils.async_runner import AsyncRunner
 
 
-def test_what_another_thread_brings_runs_beside_what_is_going_on() -> None:
+def test_work_of_another_thread_runs_concurrently() -> None:
     """Each waits for the other, so that neither could end before it."""
     begun, order = threading.Event(), list[str]()
 
@@ -37,7 +37,7 @@ def test_what_another_thread_brings_runs_beside_what_is_going_on() -> None:
         assert wait(asyncio.sleep(0, "later")) == "later"
 
 
-def test_who_is_done_does_not_wait_for_what_others_have_brought() -> None:
+def test_finished_thread_does_not_wait_for_others() -> None:
     """The loop goes on in the thread whose call is not over."""
     begun, order = threading.Event(), list[str]()
 
@@ -67,7 +67,7 @@ def test_who_is_done_does_not_wait_for_what_others_have_brought() -> None:
         assert order == ["first", "second"]
 
 
-def test_what_others_wait_for_can_be_ended() -> None:
+def test_all_work_can_be_cancelled() -> None:
     begun, ended = threading.Event(), list[BaseException]()
 
     async def endless() -> None:
@@ -91,7 +91,7 @@ def test_what_others_wait_for_can_be_ended() -> None:
         assert wait(asyncio.sleep(0, "later")) == "later"
 
 
-def test_a_guest_takes_the_loop_over_and_its_error_is_its_own() -> None:
+def test_waiting_thread_takes_over_the_loop_and_gets_its_own_error() -> None:
     begun, brought = threading.Event(), threading.Event()
 
     async def ends_first() -> None:
@@ -115,7 +115,7 @@ def test_a_guest_takes_the_loop_over_and_its_error_is_its_own() -> None:
         assert wait(asyncio.sleep(0, "later")) == "later"
 
 
-def test_it_is_closed_below_somebody_elses_loop() -> None:
+def test_runner_closes_inside_a_running_loop() -> None:
     """As a notebook's cells are, which run inside the kernel's."""
 
     async def cell() -> str:

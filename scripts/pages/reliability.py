@@ -116,8 +116,8 @@ NOT = """## What is not promised
   for bit holds on a CPU in fp32 alone, with as many threads and the same torch.
 - **Crafted files outside of `checkpoints/`.** Logs and configuration in a folder from somebody else are parsed, and code that
   they name needs leave; what else they say is believed.
-- **Virtual machines.** Reward workers are processes: [what that isolates and what not](rewards-isolation.md); a program that exploits
-  the kernel escapes [the sandbox](sandbox.md), too."""
+- **Virtual machines.** Reward workers are processes: [what that isolates and what not](rewards-isolation.md); a program that
+  exploits the kernel escapes [the sandbox](sandbox.md), too."""
 
 
 class Lost(SystemExit):

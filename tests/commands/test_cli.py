@@ -316,11 +316,11 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("engine check", "policygrad engine check http://127.0.0.1:8000 --model M"),
         ("engine check http://127.0.0.1:1", "http://127.0.0.1:1 does not answer"),
         ("engine llama_cpp --print", "--folder DIR"),
-        ("engine llama_cpp --folder x --transfer nccl", "a server of llama.cpp takes no weights over NCCL"),
-        ("train --sampler.engine llama_cpp --sampler.weight-transport nccl", "or --sampler.weight-transport folder"),
+        ("engine llama_cpp --folder x --weight-transport nccl", "a server of llama.cpp loads no weights over NCCL"),
+        ("train --sampler.engine llama_cpp --sampler.weight-transport nccl", "or set --sampler.weight-transport folder"),
         ("engine vllm --dtype fp16", "--dtype must be fp32 or bf16"),
         ("train --sampler.engine llama", "sampler.engine must be one of local, llama_cpp, vllm, sglang"),
-        ("train --sampler.urls http://a", "name theirs, --sampler.engine"),
+        ("train --sampler.urls http://a", "Choose --sampler.engine"),
         ("train --sampler.engine vllm", "policygrad engine vllm --print"),
         ("eval", "MODEL"),
         ("eval tiny --samples 0", "--samples must be at least 1"),
@@ -328,7 +328,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("eval tiny --task no/such.jsonl", "no/such.jsonl: no such file"),
         ("eval no/such/model", "there is no model folder"),
         ("eval tiny --reward exactmatch", "did you mean 'exact_match'"),
-        ("eval tiny --eval-data x.jsonl", "goes with a JSONL task"),
+        ("eval tiny --eval-data x.jsonl", "needs a task made of data"),
     ],
 )
 def test_refused(run_command: Any, command: str, says: str) -> None:

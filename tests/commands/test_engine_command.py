@@ -21,7 +21,7 @@ def after(words: list[str], option: str) -> str:
     return words[words.index(option) + 1]
 
 
-def test_vllm_is_given_room_for_the_rank_and_takes_adapters_while_it_runs() -> None:
+def test_vllm_command_for_adapters() -> None:
     environment, words = build_launch_command(EngineOptions("vllm", lora=LORA))
     assert environment == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     assert "--enable-lora" in words
@@ -33,14 +33,14 @@ def test_vllm_is_given_room_for_the_rank_and_takes_adapters_while_it_runs() -> N
     assert after(exact, "--max-lora-rank") == "320"
 
 
-def test_without_an_adapter_nothing_of_it_is_said() -> None:
+def test_commands_without_adapter_have_no_lora_option() -> None:
     for engine in ("vllm", "sglang"):
         environment, words = build_launch_command(EngineOptions(engine))  # type: ignore[arg-type]
         assert not [word for word in (*environment, *words) if "LORA" in word or ("--" in word and "lora" in word)]
     assert build_launch_command(EngineOptions("vllm"))[0] == {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-def test_sglang_is_told_the_rank_and_the_layers() -> None:
+def test_sglang_command_for_adapters() -> None:
     _, words = build_launch_command(EngineOptions("sglang", lora=LORA))
     assert "--enable-lora" in words
     assert after(words, "--max-lora-rank") == "12"
@@ -49,7 +49,7 @@ def test_sglang_is_told_the_rank_and_the_layers() -> None:
     assert after(build_launch_command(EngineOptions("sglang", lora="rank=4"))[1], "--lora-target-modules") == "all"
 
 
-def test_of_an_adapters_folder_a_server_begins_with_what_it_adapts(tmp_path: Path) -> None:
+def test_server_for_an_adapter_folder_starts_with_its_base(tmp_path: Path) -> None:
     said = {"base_model_name_or_path": resolve_model("tiny"), "r": 40, "lora_alpha": 80, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(said))
     _, words = build_launch_command(EngineOptions("vllm", model=str(tmp_path)))
@@ -57,7 +57,7 @@ def test_of_an_adapters_folder_a_server_begins_with_what_it_adapts(tmp_path: Pat
     assert after(words, "--max-lora-rank") == "64"
 
 
-def test_what_is_printed_can_be_read_by_a_shell(run_command: Callable[..., tuple[int, str, str]]) -> None:
+def test_printed_command_is_shell_syntax(run_command: Callable[..., tuple[int, str, str]]) -> None:
     code, said, _ = run_command("engine", "vllm", "--lora", "rank=8", "--print")
     assert code == 0
     assert said.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ")
@@ -67,18 +67,18 @@ def test_what_is_printed_can_be_read_by_a_shell(run_command: Callable[..., tuple
 @pytest.mark.parametrize(
     ("engine", "lora", "words"),
     [
-        ("vllm", "rank=600", "up to rank 512: --sampler.lora-sync whole"),
-        ("vllm", "rank=8,bits=4", "leave bits out"),
+        ("vllm", "rank=600", "up to rank 512. Send all weights: --sampler.lora-sync merged"),
+        ("vllm", "rank=8,bits=4", "Leave bits out"),
         ("llama_cpp", "rank=8", "--lora is for servers of vllm and sglang"),
         ("vllm", "rank", "says nothing"),
     ],
 )
-def test_what_no_server_can_be_told_is_refused(engine: str, lora: str, words: str) -> None:
+def test_invalid_lora_options_are_refused(engine: str, lora: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_launch_command(EngineOptions(engine, lora=lora, folder="."))  # type: ignore[arg-type]
 
 
-def test_a_server_and_its_processes_leave_the_current_folder_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_does_not_import_from_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m` would put it first on the import path, and so would the processes that a server starts."""
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "")

@@ -61,7 +61,7 @@ def batch_of(u: list[float]) -> pg.Batch:
     )
 
 
-def test_what_each_part_is_fed_with() -> None:
+def test_each_part_adapts_to_its_own_kl() -> None:
     """In the reward the k1 mean of the batch; in the loss the metric `kl`; for the penalty the KL the updates ended at."""
 
     def after(part: AdaptiveBeta, batch: pg.Batch, metrics: Metrics) -> float:
@@ -84,7 +84,7 @@ def test_what_each_part_is_fed_with() -> None:
         assert after(fixed, batch, {"kl": Mean(9.0), "kl_old/last": Mean(9.0)}) == 0.5
 
 
-def test_beta_stays_where_it_can_come_back_from() -> None:
+def test_beta_is_limited() -> None:
     part, low, high = pg.KLToOld(target=1.0), {"beta": 2 * MIN_BETA}, {"beta": 0.6 * MAX_BETA}
     for _ in range(3):
         low = part.update_state(low, batch_of([0.0]), {"kl_old/last": Mean(0.0)})
@@ -92,7 +92,7 @@ def test_beta_stays_where_it_can_come_back_from() -> None:
     assert (low["beta"], high["beta"]) == (MIN_BETA, MAX_BETA)
 
 
-def test_the_adapted_beta_is_memory_and_no_setting() -> None:
+def test_adapted_beta_is_state_not_setting() -> None:
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
     state = algorithm.update_state(algorithm.init_state(), batch_of([0.1, 0.1]), {})
     assert json.loads(json.dumps(state)) == {"shaping.0": {"beta": pytest.approx(0.51)}}
@@ -105,7 +105,7 @@ def test_the_adapted_beta_is_memory_and_no_setting() -> None:
 @pytest.mark.parametrize(
     "state", [{}, {"advantage.0": {"mean": 0.0}}, {"shaping.0": {"beta": 1.0}, "critic": {"pretrain": 3}}]
 )
-def test_the_memory_of_other_parts_is_refused(state: dict[str, Any]) -> None:
+def test_state_of_other_parts_is_refused(state: dict[str, Any]) -> None:
     algorithm = replace(pg.RLOO, shaping=(pg.KLInReward(0.5, target=0.05),))
     with pytest.raises(
         pg.ConfigError, match=r"stateful parts of rloo are shaping\.0: start with algorithm\.init_state"
@@ -189,7 +189,7 @@ def test_dual_descent_ends_inside_the_band(beta: float, exact: bool) -> None:
     assert metrics[f"{name}/last"].value == pytest.approx(moved)
 
 
-def test_rounds_that_are_used_up_still_move_beta() -> None:
+def test_beta_is_adapted_after_the_last_round() -> None:
     """Two rounds are too few: β doubles between them and once more for the next rollout."""
     learner, algorithm, metrics, batch = dual(0.002, 0.01, True, rounds=2)
     assert true_kl(learner) > 1.5 * 0.002
@@ -200,7 +200,7 @@ def test_rounds_that_are_used_up_still_move_beta() -> None:
     assert algorithm.update_rule.updates == 60
 
 
-def test_a_first_round_inside_the_band_is_the_last() -> None:
+def test_dual_descent_stops_within_the_band() -> None:
     learner, algorithm, metrics, batch = dual(0.02, 0.01, True, rounds=1)
     inside_at = true_kl(learner)
     learner, algorithm, metrics, batch = dual(inside_at, 0.01, True)

@@ -66,7 +66,7 @@ def test_no_completion_at_all() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(shape=shapes())
-def test_a_discounted_sum_counts_sampled_tokens_alone(shape: Shape) -> None:
+def test_discounted_sum_counts_sampled_tokens_only(shape: Shape) -> None:
     batch, _ = make(shape)
     x = torch.where(batch.mask, Random(shape.seed).normal(*batch.mask.shape), math.nan)
     for rate in (0.0, 0.3, 1.0):
@@ -86,13 +86,13 @@ def gap() -> Tensor:
     return token_logp(REFERENCE) - token_logp(THETA)
 
 
-def test_tokens_alone_give_the_gradient_of_each_states_kl() -> None:
+def test_token_level_gradient_is_that_of_each_states_kl() -> None:
     """By enumeration: E Ψ_t ∇log π = −∇ Σ_s d(s) KL(π_θ‖π_T)(s), the visits d frozen."""
     found = expected_gradient(ON_POLICY, 1, psi=torch.where(MASK, gap(), 0))
     close(found, frozen_visits(lambda p, q: -(p.exp() * (p - q)).sum(-1)))
 
 
-def test_whole_completions_give_the_gradient_of_their_kl() -> None:
+def test_completion_level_gradient_is_that_of_the_sequence_kl() -> None:
     """Discount 1: −∇KL(π_θ‖π_T) of completions, the visits' change included; it is another gradient than the tokens'."""
     psi = masked.discounted_reverse_cumsum(gap(), MASK, 1.0)
     theta = THETA.clone().requires_grad_()
@@ -135,7 +135,7 @@ def test_a_teacher_far_away_gives_finite_gradients() -> None:
     assert torch.isfinite(gradients(loss, logp)[0]).all()
 
 
-def test_nobody_reads_a_reward() -> None:
+def test_distillation_reads_no_reward() -> None:
     assert not pg.DISTILL.reads_reward
     assert "logp_ref" in pg.DISTILL.needs
     for other in (
@@ -199,7 +199,7 @@ def test_fields_that_are_missing_are_named() -> None:
         pg.surrogate(batch.logp_old, batch, algorithm.compute_advantages(batch), algorithm)  # type: ignore[arg-type]
 
 
-def test_it_says_what_it_is() -> None:
+def test_formula() -> None:
     assert pg.DISTILL.equation()["Ψ"] == "log(π_ref/π_old)_t"
     assert pg.TeacherLogRatio(2.0, 0.9).formula == "2·Σ_{s≥t} 0.9^{s−t}·log(π_ref/π_old)_s"
     assert pg.Reference(model="runs/grpo-1").formula == "the model runs/grpo-1, frozen"

@@ -67,7 +67,7 @@ def test_gradient_and_value_are_the_defining_sums(kind: str, shape: Shape) -> No
 
 
 @pytest.mark.parametrize("kind", TERMS)
-def test_beside_the_policy_term_with_its_coefficients(kind: str) -> None:
+def test_loss_term_uses_the_policys_coefficients(kind: str) -> None:
     """A loss term adds to the score form's gradient; without an aggregation of its own it takes the policy's."""
     batch, logits = make(Shape((4, 3), 5, seed=2, binary=False), 0.15)
     old = logits.detach() + 0.3

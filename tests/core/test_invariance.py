@@ -65,7 +65,7 @@ def whole(name: str, shape: Shape):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(shape=shapes(), parts=st.integers(1, 5))
-def test_any_split_is_a_plain_sum(name: str, shape: Shape, parts: int) -> None:
+def test_shares_of_any_split_add_up(name: str, shape: Shape, parts: int) -> None:
     """Micro-batches of any content and any order, on any rank: only whole-step Ψ and coefficients are shared."""
     algorithm, batch, logits, psi, coef, by_token, expected = whole(name, shape)
     owner = Random(shape.seed + 1).integers(parts, len(batch.mask))
@@ -111,7 +111,7 @@ def test_merged_duplicates_with_summed_coefficients(name: str) -> None:
     assert expected.abs().max() > 0
 
 
-def test_a_share_is_not_asked_to_choose_for_the_update() -> None:
+def test_token_selection_needs_the_full_update() -> None:
     algorithm, batch, logits, psi, coef, *_ = whole("selecting", Shape((3, 4), 5, seed=5, binary=False))
     bare, logp = replace(batch, selected=None), policy(logits, batch.tokens, batch.mask)
     with pytest.raises(pg.ConfigError, match=r"Loudest selects among all tokens of an update.*with_selected_tokens"):
@@ -127,7 +127,7 @@ def test_a_share_is_not_asked_to_choose_for_the_update() -> None:
         replace(pg.TRPO, corrections=(Loudest(),))
 
 
-def test_coefficients_of_a_micro_batch_are_not_the_steps() -> None:
+def test_micro_batch_coefficients_differ_from_the_steps() -> None:
     """The test above can fail: per-micro-batch normalisation gives another gradient."""
     algorithm, batch, logits, psi, _, by_token, expected = whole("grpo", Shape((3, 4), 5, seed=5, binary=False))
     halves = (torch.arange(2), torch.arange(2, len(batch.mask)))

@@ -163,7 +163,7 @@ def test_where_no_score_has_a_norm_the_mean_remains() -> None:
     torch.testing.assert_close(first(one, pg.OptimalBaseline()), torch.tensor([-1.0, 1 - 0.125, 0.25 - 1]))
 
 
-def test_a_norm_that_dwarfs_its_siblings_does_not_swallow_them() -> None:
+def test_large_norm_keeps_small_siblings() -> None:
     """One completion the policy hardly gives among near-certain ones: subtracting its share from the whole would leave 0/0."""
     batch = group_of([1.0, 0.0, 0.5], [1e20, 1e-20, 3e-20])
     torch.testing.assert_close(first(batch, pg.OptimalBaseline()), torch.tensor([1 - 0.375, -1.0, -0.5]))

@@ -188,7 +188,7 @@ def test_shaping_that_returns_no_batch_is_named() -> None:
         replace(BASE, shaping=(Rewards(),)).compute_advantages(square())
 
 
-def test_a_filter_that_leaves_rows_away_is_named() -> None:
+def test_filter_that_removes_rows_is_named() -> None:
     with pytest.raises(
         pg.ConfigError, match=r"^Half returned a batch of shape \[2, 4\], expected .*set its mask to False"
     ):
@@ -207,7 +207,7 @@ def test_nan_advantages_name_the_link_that_made_them(chain: tuple[pg.Advantage, 
     assert caught.value.part == "ByZero"
 
 
-def test_a_link_that_reads_nan_is_not_blamed_for_it() -> None:
+def test_nan_input_is_named_instead_of_the_link() -> None:
     batch = square()
     assert batch.logp_ref is not None
     broken = replace(batch, logp_ref=batch.logp_ref / 0)
@@ -222,7 +222,7 @@ def test_rewards_that_shaping_made_infinite_name_the_shaping() -> None:
         replace(BASE, shaping=(Endless(),)).compute_advantages(square())
 
 
-def test_nan_where_nothing_was_sampled_is_not_looked_at() -> None:
+def test_nan_off_the_mask_is_ignored() -> None:
     """Padding may hold anything, in what a part returns as in a batch."""
 
     @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_the_loss_is_the_papers_cross_entropy(shape: Shape) -> None:
     close(gradients(found, logp)[0].nan_to_num(), gradients(total, logp)[0].nan_to_num(), tolerance=1e-10)
 
 
-def test_the_loss_stays_finite_where_it_is_sure_and_wrong() -> None:
+def test_loss_is_finite_for_confident_errors() -> None:
     """A float32 log-ratio of ±2,000 nats: σ is 0 or 1 to the last bit."""
     logp = torch.tensor([[-2000.0], [0.0]], requires_grad=True)
     batch = pg.Batch(
@@ -91,7 +91,7 @@ def test_the_loss_stays_finite_where_it_is_sure_and_wrong() -> None:
     assert gradients(loss.sum(), logp)[0].flatten().tolist() == pytest.approx([-0.05, 0.05])
 
 
-def test_it_starts_at_nothing() -> None:
+def test_implicit_reward_starts_at_zero() -> None:
     """π_φ = π_ref: r_φ = 0, the loss log 2, and Ψ that of the outcomes alone."""
     batch, _ = make(Shape((4, 4), 5, seed=3, binary=True))
     part = pg.ImplicitReward()
@@ -107,7 +107,7 @@ def test_it_starts_at_nothing() -> None:
 
 
 @pytest.mark.parametrize("reward", [-0.5, 1.5, 3.0])
-def test_an_outcome_that_is_no_probability(reward: float) -> None:
+def test_outcome_outside_unit_interval_is_refused(reward: float) -> None:
     batch, logp = learning(Shape((3,), 4, seed=1, binary=False), 1.0)
     batch = replace(batch, reward=torch.full_like(batch.reward, reward))
     with pytest.raises(pg.ConfigError, match=rf"outcomes in \[0, 1\].*{reward:g}"):

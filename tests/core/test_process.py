@@ -57,7 +57,7 @@ def test_process_rewards_alone() -> None:
     assert "without the outcome" in alone.formula
 
 
-def test_what_looks_at_the_outcome_is_refused_where_it_is_not_read() -> None:
+def test_outcome_parts_are_refused_without_outcome() -> None:
     pure = replace(pg.GRPO_PROCESS, advantage=(pg.ProcessReward(outcome=False),))
     for changes, says in (
         ({"filters": (pg.DropZeroVariance(),)}, "DropZeroVariance filters by the outcome's reward"),
@@ -75,7 +75,7 @@ def test_one_step_each_is_the_groups_z_score() -> None:
     close(psi(pg.ProcessReward(), of), pg.GRPO.compute_advantages(of))
 
 
-def test_tokens_after_the_last_end_answer_for_nothing() -> None:
+def test_tokens_after_the_last_step_get_zero() -> None:
     of = batch([[0], [0]], [[0.0], [0.0]], [1.0, 0.0], [2, 2])
     found = psi(pg.ProcessReward(eps=0.0), of)
     assert found[:, 1].tolist() == [0.0, 0.0]
@@ -83,14 +83,14 @@ def test_tokens_after_the_last_end_answer_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.7])
-def test_steps_rewarded_alike_give_exactly_nothing(value: float) -> None:
+def test_equal_step_rewards_give_exactly_zero(value: float) -> None:
     """0.7 has no exact mean in floating point: max = min decides, not the deviation."""
     of = batch([[0, 1, 2], [0, 2], [1]], [[value, value, 0], [value, 0], [0]], [value] * 3, [3, 3, 2])
     of = replace(of, reward=of.reward.float(), token_reward=of.token_reward.float())
     assert torch.equal(psi(pg.ProcessReward(), of), torch.zeros(of.mask.shape))
 
 
-def test_a_completion_alone_has_nothing_to_be_compared_with() -> None:
+def test_single_completion_gets_zero() -> None:
     of = batch([[0, 1]], [[1.0, 0.0]], [0.0], [2])
     assert torch.equal(psi(pg.ProcessReward(), of), torch.zeros(1, 2, dtype=torch.float64))
     failed = replace(
@@ -99,7 +99,7 @@ def test_a_completion_alone_has_nothing_to_be_compared_with() -> None:
     assert psi(pg.ProcessReward(), failed).abs().sum() == 0
 
 
-def test_groups_are_apart_and_the_order_of_rows_is_free() -> None:
+def test_groups_are_independent_of_each_other_and_of_row_order() -> None:
     of, _ = make(Shape((3, 2, 4), 5, seed=5, binary=False), None, "steps")
     whole = psi(pg.ProcessReward(), of)
     assert whole.abs().max() > 0.1
@@ -124,7 +124,7 @@ def test_a_process_reward_refuses_what_it_cannot_read() -> None:
             pg.ProcessReward(**bad)
 
 
-def test_a_step_is_worth_what_it_adds_to_the_value() -> None:
+def test_step_advantage_is_the_change_in_value() -> None:
     """V = .2, .6 and .5: the first step adds .4, the second loses .1 and the outcome 1 − .5 is the last one's."""
     of = batch([[1, 2, 4]], [[0.0, 0.0, 0.0]], [1.0], [5])
     values = torch.tensor([[0.2, 0.2, 0.6, 0.5, 0.5]], dtype=torch.float64)
@@ -227,7 +227,7 @@ def test_exact_values_give_the_exact_gradient(kind: str) -> None:
     close(found, exact.true_gradient())
 
 
-def test_the_prompts_value_is_a_baseline_whatever_it_is() -> None:
+def test_prompt_value_is_an_unbiased_baseline() -> None:
     """With one step, an error in V changes nothing in expectation; in between, an error of V biases the step before."""
     for kind, unbiased in (("the answer", True), ("every token", False)):
         of, theta = vine_batch(kind, noise=0.5), exact.THETA.clone().requires_grad_()

@@ -49,7 +49,7 @@ def test_coefficients_sum_to_their_total(aggregate, total: Total, shape: Shape) 
 
 @QUICK
 @given(shape=shapes(max_groups=5, max_size=5, max_width=8))
-def test_coefficients_share_as_they_say(shape: Shape) -> None:
+def test_coefficients_are_shared_as_documented(shape: Shape) -> None:
     """Each completion's share is 1/B under the sequence mean, each prompt's 1/#groups under the group token mean."""
     batch, _ = make(shape)
     mask, group = batch.mask, batch.group
@@ -133,7 +133,7 @@ def test_merging_is_associative_and_commutative_with_a_neutral_element(a: Metric
 
 @QUICK
 @given(values=st.lists(numbers, min_size=1, max_size=12), cut=st.integers(0, 12))
-def test_merged_shares_are_the_whole(values: list[float], cut: int) -> None:
+def test_merged_shares_equal_the_total(values: list[float], cut: int) -> None:
     """No mean of means: unequal shares weigh by what they counted."""
     x = torch.tensor(values, dtype=torch.float64)
     where = torch.ones_like(x, dtype=torch.bool)

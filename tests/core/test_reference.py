@@ -62,7 +62,7 @@ def test_refreshed(reference: Reference, scores: list[float | None], expected: l
     assert follow(reference, scores) == expected
 
 
-def test_it_says_when() -> None:
+def test_reference_formula() -> None:
     assert Reference().formula == "the initial policy, frozen"
     assert Reference(refresh_every=5, refresh_after_stall=3, reset_optimizer=True).formula == (
         "the policy, refreshed every 5 rollouts and after 3 evaluations without improvement, with an optimizer reset"
@@ -71,6 +71,6 @@ def test_it_says_when() -> None:
 
 @pytest.mark.parametrize("name", ["refresh_every", "refresh_after_stall"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_a_period_of_none_at_all_is_refused(name: str, value: int) -> None:
+def test_zero_refresh_period_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"Reference.{name} must be at least 1 .*, not {value}"):
         Reference(**{name: value})

@@ -94,7 +94,7 @@ def test_gradient_and_value_are_the_papers(name: str, off_policy: float | None, 
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_comparison_has_something_to_compare(name: str) -> None:
+def test_transcriptions_have_non_zero_gradients(name: str) -> None:
     """A fixed batch with a gradient that is not 0, clipped on both sides where the gate clips."""
     shape = Shape((4, 4, 4), 6, seed=7, binary=False)
     (_, by_token, _), _ = both(name, shape, 1.5)

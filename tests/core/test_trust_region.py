@@ -96,7 +96,7 @@ def test_conjugate_gradient_reports_the_residual_it_stopped_at() -> None:
     assert 1e-3 < residual < 1
 
 
-def test_conjugate_gradient_ends_early_and_survives_what_is_no_fisher_matrix() -> None:
+def test_conjugate_gradient_stops_early_on_indefinite_matrices() -> None:
     calls: list[int] = []
 
     def identity(v: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def test_without_an_acceptable_candidate_the_parameters_stay(options: dict[str, 
     assert not {"updates/taken", "trust_region/nonfinite"} & metrics.keys()
 
 
-def test_without_the_search_a_step_is_taken_whatever_comes_of_it() -> None:
+def test_full_step_is_always_taken_without_line_search() -> None:
     p = problem(bend=lambda d: -1.0 if d.any() else 0.0, excess=lambda d: 1.0)
     metrics = run(p, replace(UNDAMPED, line_search=False))
     assert metrics["updates/taken"] == 1
@@ -204,7 +204,7 @@ BROKEN: dict[str, Callable[[], Quadratic]] = {
 
 @pytest.mark.parametrize("line_search", [True, False])
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_not_finite_leaves_the_parameters_and_is_said(name: str, line_search: bool) -> None:
+def test_non_finite_values_leave_parameters_and_are_reported(name: str, line_search: bool) -> None:
     p = BROKEN[name]()
     metrics = run(p, pg.TrustRegion(line_search=line_search))
     assert torch.equal(p.theta, torch.zeros_like(p.theta))
@@ -216,7 +216,7 @@ def test_what_is_not_finite_leaves_the_parameters_and_is_said(name: str, line_se
 
 
 @pytest.mark.parametrize("sign", [0, -1])
-def test_products_without_curvature_leave_the_parameters_and_are_told_apart(sign: int) -> None:
+def test_flat_curvature_leaves_parameters_and_is_reported(sign: int) -> None:
     """Rounding can do that; every number is finite, so that is not what is said."""
     p = Quadratic(sign * random_fisher(0, 2), torch.ones(2, dtype=torch.float64))
     metrics = run(p, pg.TrustRegion())
@@ -237,7 +237,7 @@ def test_a_candidate_that_is_not_finite_gives_way_to_a_shorter_one() -> None:
     assert torch.allclose(p.theta, 0.8 * longest.theta)
 
 
-def test_a_gradient_of_zero_asks_for_nothing() -> None:
+def test_zero_gradient_makes_no_products() -> None:
     p = Quadratic(random_fisher(0, 3), torch.zeros(3, dtype=torch.float64))
     metrics = run(p, pg.TrustRegion())
     assert set(p.asked) == {"fit"}
@@ -245,7 +245,7 @@ def test_a_gradient_of_zero_asks_for_nothing() -> None:
     assert "trust_region/nonfinite" not in metrics
 
 
-def test_how_often_each_thing_is_asked_for() -> None:
+def test_number_of_calls_per_step() -> None:
     p = problem(size=12)
     run(p, pg.TrustRegion(cg_iters=4, fisher="sampled", critic_steps=3))
     assert p.asked == ["sampled"] * 5 + ["fit"] * 3  # one more product, for the step's length
@@ -297,7 +297,7 @@ def test_the_rows_differ_in_the_line_search_alone() -> None:
     assert "0.8^j" not in pg.NATURAL.equation()["step"]
 
 
-def test_conjugate_gradient_may_see_a_share_of_the_groups_and_the_length_is_of_all() -> None:
+def test_fisher_fraction_affects_the_direction_only() -> None:
     """Few groups that know little curvature turn the step; they do not lengthen it."""
     p, few = problem(), problem(5)
     few.F = 0.01 * few.F
@@ -331,7 +331,7 @@ class Half(Quadratic):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_vectors_that_are_spread_over_processes_make_the_step_of_the_whole(seed: int) -> None:
+def test_sharded_vectors_give_the_same_step(seed: int) -> None:
     half = problem(seed)  # the excess: the full step would be at δ but for rounding
     F, g = torch.block_diag(half.F, half.F), torch.cat([half.g, half.g])
     whole = Quadratic(F, g, excess=lambda delta: 1e-3)

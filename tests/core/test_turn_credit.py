@@ -75,7 +75,7 @@ def test_by_hand(links: tuple[pg.Advantage, ...], expected: list[float]) -> None
     assert row(TALK, *links) == pytest.approx(expected)
 
 
-def test_the_outcome_is_every_turns_without_a_part_that_reads_turns() -> None:
+def test_outcome_is_shared_by_all_turns() -> None:
     """What a rollout then says: one reward, of the whole episode."""
     whole = replace(TALK, reward=TALK.reward + 3.0, token_reward=None)
     assert replace(pg.GRPO, advantage=(), terms=()).compute_advantages(whole)[0][TALK.mask[0]].tolist() == [7.0] * 4
@@ -91,7 +91,7 @@ def test_siblings_are_compared_turn_by_turn() -> None:
     assert [float(x) for x in lonely[batch.mask]] == [7, 6, 3 - 2, 1, 1, 2 - 3]  # with nobody to compare with: 0
 
 
-def test_equal_returns_leave_nothing_at_all() -> None:
+def test_equal_returns_give_exactly_zero() -> None:
     third = conversation([[([0.0], 0.1)]] * 4, [0.2] * 4)
     assert not psi(third, pg.TurnReturn(), pg.TurnLeaveOneOut()).any()
 
@@ -133,7 +133,7 @@ def test_one_turn_is_the_sequence(shape: Shape) -> None:
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(shape=shapes(max_width=8))
-def test_what_the_levels_have_in_common(shape: Shape) -> None:
+def test_turn_and_token_levels_agree_where_they_should(shape: Shape) -> None:
     """Without a discount per turn tokens' GAE is GAE; at λ = 1 both levels are it; at a turn's first token, λ = 1 over tokens is
     λ = 1 over turns."""
     batch = silent(shape)
@@ -157,7 +157,7 @@ def test_the_critic_is_fitted_to_what_the_advantage_discounts(shape: Shape) -> N
     torch.testing.assert_close(returns, psi(batch, pg.TurnReturn(0.7)), rtol=0, atol=1e-12)
 
 
-def test_an_episode_that_was_cut_off_goes_on_in_the_critics_value_where_asked() -> None:
+def test_truncated_episode_bootstraps_from_the_critic() -> None:
     """V(end) = 8: the last turn is worth 6 + γ·8 less its value."""
     cut = replace(TALK, bootstrap=torch.tensor([8.0], dtype=torch.float64))
     assert row(cut, pg.TurnGAE(0.5, 0.0, bootstrap=True))[2:] == [6 + 4 - 2] * 2
@@ -211,7 +211,7 @@ def test_what_is_refused(make_it: Callable[[], object], says: str) -> None:
         make_it()
 
 
-def test_a_mask_without_statistics_and_returns_of_turns_go_together() -> None:
+def test_mask_truncated_with_turn_returns() -> None:
     """Only what compares turns needs them of everybody."""
     replace(pg.GRPO, advantage=(pg.TurnReturn(),), filters=(pg.MaskTruncated(True),))
     assert replace(pg.PPO, advantage=(pg.TurnGAE(0.9),), critic=pg.Critic(turn_gamma=0.9)).all_needs >= {

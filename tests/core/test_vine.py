@@ -49,7 +49,7 @@ def test_hand_numbers() -> None:
     torch.testing.assert_close(gradient[:, 0], torch.tensor([12 / 49, -12 / 49]).double())  # ±(3/7)(4/7)
 
 
-def test_a_constant_moves_nothing_and_neither_does_a_lone_token() -> None:
+def test_constants_and_single_tokens_have_no_gradient() -> None:
     batch = state([0.3, 0.9, 0.1], [0.5, 0.2, 0.1], [2.0, 0.7, 0.3])
     logp = torch.tensor([[-1.0], [-2.0], [-0.5]]).double().requires_grad_()
     higher = replace(batch, reward=batch.reward + 100)
@@ -65,7 +65,7 @@ def test_a_constant_moves_nothing_and_neither_does_a_lone_token() -> None:
 @pytest.mark.parametrize("weights", ["weights", None])
 @pytest.mark.parametrize("off_policy", [None, 0.15, 1.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_quotient_as_it_is_printed(weights: str | None, off_policy: float | None, seed: int) -> None:
+def test_gradient_is_that_of_the_printed_quotient(weights: str | None, off_policy: float | None, seed: int) -> None:
     algorithm = replace(VINE, advantage=())
     batch, logits = make(Shape((4, 3, 4), 3, seed=seed, binary=False), off_policy, weights)
     logp = policy(logits, batch.tokens, batch.mask)
@@ -78,7 +78,7 @@ def test_the_quotient_as_it_is_printed(weights: str | None, off_policy: float | 
     torch.testing.assert_close(pg.objective(logp, batch, psi, algorithm), paper.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_draws_with_repeats_are_one_row_that_weighs_as_many() -> None:
+def test_repeated_samples_are_one_weighted_row() -> None:
     """Eq. 16 over K = 5 draws, three of which are one token, against the three tokens with weights 3, 1, 1."""
     q, old, now = torch.tensor([0.2, 1.0, 0.4]).double(), torch.tensor([0.5, 0.3, 0.2]).double(), Random(0).normal(3)
     times = torch.tensor([3, 1, 1])

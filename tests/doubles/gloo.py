@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, Store
 
 from policygrad.weight_sync.nccl import (
-    UNIQUE_ID,
+    UNIQUE_ID_BYTES,
     GroupError,
     create_store,
     make_contiguous,
@@ -46,7 +46,7 @@ class GlooGroup:
         self._size, self._address, self._name = size, address, name
         self._store, self._group = create_store(address), None  # type: ProcessGroup | None
 
-    def invitation(self) -> Mapping[str, Any]:
+    def init_request(self) -> Mapping[str, Any]:
         return make_init_request(self._store, self._size, self._address, self._name, "gloo")
 
     def join(self) -> None:
@@ -60,15 +60,15 @@ class GlooGroup:
         except RuntimeError as error:  # gloo's: the other side is gone
             raise GroupError(str(error)) from error
 
-    def end(self) -> None:
+    def abort(self) -> None:
         self._group = None
 
 
 class GlooIdGroup(GlooGroup):
     """As vLLM's communicator is formed: from 128 bytes that say where, and with one number that is summed at once."""
 
-    def invitation(self) -> Mapping[str, Any]:
-        where = f"{self._address}:{self._store.port}".encode().ljust(UNIQUE_ID, b"\0")
+    def init_request(self) -> Mapping[str, Any]:
+        where = f"{self._address}:{self._store.port}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
         told = {"nccl_unique_id_b64": base64.b64encode(where).decode(), "rank_offset": 1, "world_size": self._size}
         return told | {"packed": False}
 

@@ -20,7 +20,7 @@ from policygrad.samplers.engines.base import EngineCompletion
 
 
 class FormServer:
-    """Keeps what it was asked; `table` is what it draws from, as long as nobody gives it another."""
+    """Keeps what it was asked; `tell` is what it draws from, unless a test replaces it."""
 
     def __init__(self, table: Tensor, end: frozenset[int]) -> None:
         self.table, self.end, self.version = table.detach().clone(), end, "default"

@@ -1,6 +1,6 @@
 """A server's process of a group, over gloo: it takes orders as lines of JSON, and says what it has received, byte for byte.
 
-    {"engine": "sglang", "invitation": …}   {"engine": "vllm", "invitation": …}   {"names": …, "dtypes": …, "shapes": …}
+    {"engine": "sglang", "init_request": …}   {"engine": "vllm", "init_request": …}   {"names": …, "dtypes": …, "shapes": …}
 
 It forms its side in the way of the engine: SGLang's by torch's own helper on a store that it is told of, vLLM's by an id.
 """
@@ -47,7 +47,7 @@ def main() -> None:
     for line in sys.stdin:
         told, said = json.loads(line), list[str]()
         if "engine" in told:
-            group = {"sglang": sglang, "vllm": vllm}[told["engine"]](told["invitation"])
+            group = {"sglang": sglang, "vllm": vllm}[told["engine"]](told["init_request"])
         else:
             assert group is not None
             for dtype, shape in zip(told["dtypes"], told["shapes"], strict=True):

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from doubles.http_engines import FormServer, SglangForm, VllmForm
-from policygrad.weight_sync.nccl import GroupError
+from policygrad.samplers.engines.base import EngineSampler
+from policygrad.weight_sync.nccl import GroupError, GroupFactory
+
+
+def with_groups(sampler_class: type[EngineSampler], factory: GroupFactory) -> type[EngineSampler]:
+    """Return the sampler class with groups of this factory instead of NCCL's."""
+    transfer = type(
+        "Transfer", (sampler_class.transfer_class,), {"make_group_factory": lambda self, device, urls: factory}
+    )
+    return type(f"Wired{sampler_class.__name__}", (sampler_class,), {"transfer_class": transfer})
 
 
 class WireGroup:
@@ -25,7 +34,7 @@ class WireGroup:
         self.said: queue.Queue[str] = queue.Queue()
         self.ended = False
 
-    def invitation(self) -> Mapping[str, Any]:
+    def init_request(self) -> Mapping[str, Any]:
         return {"wire": self.number, "rank_offset": 1, "world_size": self.size, "group_name": self.name}
 
     def join(self) -> None:
@@ -36,7 +45,7 @@ class WireGroup:
             self.tensors.put(tensor.clone())
             self._wait()
 
-    def end(self) -> None:
+    def abort(self) -> None:
         self.ended = True
         self.said.put("ended")
         self.tensors.put(None)
@@ -90,10 +99,10 @@ class Taking(FormServer):
         """(status, answer) to what is about groups; an answer of None = nothing that is."""
         raise NotImplementedError
 
-    def join(self, invitation: Mapping[str, Any]) -> None:
-        wire = self.wires.opened[invitation["wire"]]
-        assert (invitation["rank_offset"], invitation["world_size"]) == (1, 1 + self.workers)
-        self.groups[invitation["group_name"]] = wire
+    def join(self, init_request: Mapping[str, Any]) -> None:
+        wire = self.wires.opened[init_request["wire"]]
+        assert (init_request["rank_offset"], init_request["world_size"]) == (1, 1 + self.workers)
+        self.groups[init_request["group_name"]] = wire
         wire.said.put("joined")
 
     async def take(self, wire: WireGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:

@@ -10,7 +10,7 @@ import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES
+from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES as MANAGER_SNAPSHOT_BYTES
 from policygrad.learners.local.activation_memory import saved_activation_bytes
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU
 from policygrad.planning.cost_model import (
@@ -55,7 +55,7 @@ def test_models_and_what_moves_them_by_hand() -> None:
 
 def test_constants_are_those_of_the_library() -> None:
     assert {"cpu": BUFFER_CPU, "gpu": BUFFER_ACCELERATOR} == LOGITS_IN_MEMORY
-    assert MAX_SNAPSHOT_BYTES == MAX_SNAPSHOT_BYTES
+    assert MAX_SNAPSHOT_BYTES == MANAGER_SNAPSHOT_BYTES
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

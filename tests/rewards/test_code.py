@@ -1,4 +1,4 @@
-"""The reward `code`: rows as data sets have them, the program in a completion, options, and the way through the workers."""
+"""The reward `code`: test formats of data sets, extraction of programs, options, and runs in reward workers."""
 
 import base64
 import functools
@@ -23,7 +23,7 @@ CASE = {"input": "1", "output": "2", "testtype": "stdin"}
 
 
 def packed(cases, by=pickle.dumps):
-    """As LiveCodeBench packs its private tests."""
+    """Pack tests as LiveCodeBench packs its private ones."""
     return base64.b64encode(zlib.compress(by(json.dumps(cases)))).decode()
 
 
@@ -40,7 +40,7 @@ def stands():
     return True
 
 
-needs_wall = pytest.mark.skipif(not stands(), reason="no wall stands on this machine")
+needs_wall = pytest.mark.skipif(not stands(), reason="no sandbox works on this machine")
 
 
 FUNCTION = "def f(x):\n    return x\n"

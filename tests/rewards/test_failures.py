@@ -1,4 +1,4 @@
-"""When failing rewards end a run, and what is said while they are waited for."""
+"""Failing rewards that stop a run, and progress reports of slow ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def raises_or_hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return hangs(prompts, completions)
 
 
-# --- a function that never answers
+# --- unresponsive functions
 
 
 def test_an_unresponsive_function_ends_scoring_after_two_calls_per_worker() -> None:
@@ -60,7 +60,7 @@ def test_scoring_continues_after_one_reward_or_when_tolerated() -> None:
 
 
 def test_other_samples_are_tried_before_giving_up() -> None:
-    """The first three samples hang, as the answers to one prompt may: the others are asked before they are all tried."""
+    """The first three samples hang, as the completions of one prompt may: others are scored before all of them are tried."""
     completions = ["x"] * 3 + ["fine"] * 9
     with RewardPool([hangs], num_workers=1, timeout=TIMEOUT) as pool:  # chunks of three
         scores = pool.score(["p"] * 12, completions, {})
@@ -134,7 +134,7 @@ def test_invalid_options(options: dict[str, Any]) -> None:
         RewardConfig(**options)
 
 
-# --- what is said meanwhile
+# --- progress reports
 
 
 def slot(name: str, *, ready: bool, deadline: float) -> WorkerSlot:

@@ -1,4 +1,4 @@
-"""Reward functions written for verl and OpenRLHF run as they are."""
+"""Reward functions written for verl and OpenRLHF run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates, bounds and weights of rewards, as they are written and as they count; penalties by hand-worked numbers."""
+"""Gates, bounds and weights of rewards, parsed and applied; penalties against hand-computed values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scores(*rewards: str, texts: list[str], **columns: list[object]) -> list[flo
         return pool.score([""] * len(texts), texts, columns).total
 
 
-# --- as they are written
+# --- parsing
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_invalid_rewards_are_rejected(text: str, says: str) -> None:
 
 
 def test_gates_count_as_code() -> None:
-    """A gate is code as well: a file of options may not name it unseen."""
+    """A gate is code, too: a file of options needs permission for it."""
     assert find_code("0.5*a.py:f if b.py:g and c.d") == ("a.py", "b.py", "c")
     assert find_code("format:x if evil.py:f") == ("evil.py",)
     assert find_code("math within 0..1 if format") == ()
@@ -122,7 +122,7 @@ def test_spec_titles() -> None:
     assert RewardSpec("math", 2.0, 0.0, math.inf, ("format",)).title == "math within 0.. if format"
 
 
-# --- as they count
+# --- scoring
 
 
 def test_gates_are_called_first_and_bounds_clip(mine: str) -> None:
@@ -139,7 +139,7 @@ def test_a_gate_that_does_not_apply_holds(mine: str) -> None:
 
 
 def test_batched_parts_get_one_call_with_what_passes(mine: str) -> None:
-    """A batched function gets all that pass at once; a gate that is none gets one text at a time."""
+    """A batched function gets all that pass in one call; a gate that is not batched gets one text at a time."""
     reward = resolve_reward(f"{mine}:all_at_once if {mine}:slow and format:a")
     assert (reward.batched, reward.timeout, reward.dedicated_worker) == (True, 77, False)
     assert scores(f"{mine}:all_at_once if format:a", texts=["a", "b", "a", "a"]) == [3.0, 0.0, 3.0, 3.0]

@@ -1,4 +1,4 @@
-"""A scoring that begins before its completions are all there says what one of all of them says, whatever is over when."""
+"""Incremental scoring gives the same scores as scoring at once, in whatever order completions finish."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = 0.5  # seconds, for what overruns it on purpose
 
 
 def unruly(prompts: Any, completions: Any, **_: Any) -> Any:
-    """Does what the completion says."""
+    """Misbehave as the completion says."""
     deeds: dict[str, Callable[[], Any]] = {
         "raise": lambda: 1 / 0,
         "exit": lambda: os._exit(3),
@@ -48,8 +48,7 @@ def asked(completions: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
 
 
 def told(pool: RewardPool, completions: list[str], looks: list[tuple[list[int], bool]]) -> RewardScores:
-    """The scores where these places are over by turns, and whatever is in none of them at last. True: time passes until all that
-    is over has been judged."""
+    """Score with completions that finish in these groups; True: wait until the finished ones are scored."""
     prompts, columns = asked(completions)
     with pool.score_incrementally(prompts, columns) as begun:
         for number, (places, waits) in enumerate(looks, 1):
@@ -65,7 +64,7 @@ def at_once(pool: RewardPool, completions: list[str]) -> RewardScores:
 
 
 def answered(begun: IncrementalScoring, count: int) -> None:
-    """Looks in until so many calls have been answered."""
+    """Poll until so many calls are scored."""
     for _ in range(6000):
         begun.add_completions({})
         if len(begun._scored) >= count:
@@ -74,7 +73,7 @@ def answered(begun: IncrementalScoring, count: int) -> None:
     raise AssertionError("nobody answers")
 
 
-# --- what it says
+# --- scores
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +153,7 @@ def test_progress_counts_results_that_arrived_before(monkeypatch: pytest.MonkeyP
     assert said[-1] == ("", 0, 0)
 
 
-# --- when it is broken off
+# --- interruption
 
 
 def break_off(pool: RewardPool, found: list[IncrementalScoring], error: type[BaseException]) -> None:
@@ -173,7 +172,7 @@ def test_an_interrupted_scoring_leaves_the_pool_usable(error: type[BaseException
         with pytest.raises(error):
             break_off(pool, found, error)
         (begun,) = found
-        begun.add_completions({1: "exit"})  # whoever still draws in a thread of its own is not heard any more
+        begun.add_completions({1: "exit"})  # ignored: sampling may continue in a thread of its own
         assert [slot.work for slot in pool._slots] == [None, None]
         assert at_once(pool, ["a", "bb"]).parts == {"unruly": [1.0, 2.0]}
         assert {thread.name for thread in threading.enumerate()} == threads | {"reward workers"}
@@ -191,7 +190,7 @@ def test_another_scoring_waits_for_its_turn() -> None:
     assert [scores.total for scores in found] == [[3.0]]
 
 
-# --- whether it pays
+# --- when overlap is worthwhile
 
 
 def cheap(prompts: Any, completions: Any, **_: Any) -> list[float]:
@@ -267,7 +266,7 @@ def test_call_times_are_discounted_means() -> None:
     assert pace[0] == 1.0  # the first two count as one now
 
 
-# --- who starts a worker
+# --- starting workers
 
 
 def in_thread(work: Callable[[], object]) -> None:
@@ -277,7 +276,7 @@ def in_thread(work: Callable[[], object]) -> None:
 
 
 def test_a_worker_outlives_the_thread_that_scored() -> None:
-    """As a rollout beside an update is one: Linux ends a child with the thread that made it."""
+    """A rollout during an update runs in such a thread, and Linux ends a child with the thread that started it."""
     made: list[RewardPool] = []
     in_thread(lambda: made.append(RewardPool([unruly], num_workers=1)))
     with made[0] as pool:

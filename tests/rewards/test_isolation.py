@@ -1,4 +1,4 @@
-"""What a reward function can do to the run that it is part of: cost its own samples, and no more."""
+"""A reward function can cost a run its own samples, and no more."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def score(rewards: Sequence[Any], completions: list[str], **options: Any) -> Any
         return pool.score(["p"] * len(completions), completions, {})
 
 
-# --- what a worker writes
+# --- replies
 
 
 class Bomb:
-    """Runs a shell command in whoever unpickles it."""
+    """Runs a shell command when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -51,7 +51,7 @@ class Bomb:
 
 
 def everywhere(data: bytes) -> None:
-    """To every file that this process has open for writing, as a thief of the pipe would who does not know which it is."""
+    """Write to every open file, as an attacker would who does not know which is the pipe."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2:
             try:
@@ -92,7 +92,7 @@ def test_endless_bytes_do_not_block_other_workers() -> None:
 
 
 def test_a_forged_reply_counts_for_its_own_call_only() -> None:
-    """A function that has all of the worker's memory finds the nonce too; what it says twice, it says to the next call."""
+    """A function can find the nonce in the worker's memory; its second reply is to the next call."""
 
     def forges(prompts: Any, completions: Any, **_: Any) -> list[float]:
         if completions[0] == "forge":
@@ -115,7 +115,7 @@ def test_child_programs_do_not_inherit_the_pipes() -> None:
     def looks(prompts: Any, completions: Any, **_: Any) -> list[float]:
         found = subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
         own = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
-        assert any(fd > 500 for fd in own)  # the pipes are where nobody comes upon them
+        assert any(fd > 500 for fd in own)  # the pipes have high numbers
         return [float(max(map(int, found.stdout.split())))]
 
     assert 0 < score([looks], ["a"]).total[0] < 100
@@ -292,7 +292,7 @@ time.sleep(1000)
 
 
 def daemon(**options: Any) -> int:
-    """The process id of one that has left its parent and its session."""
+    """Start a process that leaves its parent and session; return its id."""
     read, write = os.pipe()
     subprocess.run([sys.executable, "-c", DAEMON, str(write)], pass_fds=[write], check=True, **options)
     os.close(write)
@@ -367,7 +367,7 @@ def test_a_worker_with_many_zombies_is_replaced() -> None:
 
 
 def _gone(pid: int) -> bool:
-    """Whether a process has ended, be it as a zombie that its reaper has not collected yet."""
+    """Return whether a process has ended, perhaps as a zombie that was not reaped yet."""
     for _ in range(200):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":

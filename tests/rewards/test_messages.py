@@ -1,4 +1,4 @@
-"""What a worker says: read back as it was meant, and refused where it is anything else."""
+"""Messages of a worker round-trip, and anything else is rejected."""
 
 from __future__ import annotations
 

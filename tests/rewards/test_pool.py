@@ -1,4 +1,4 @@
-"""The reward pool: whatever a reward function does, it costs its sample and nothing else."""
+"""The reward pool: whatever a reward function does costs only its own sample."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ def number(prompts, completions, **_):
 
 
 def unruly(prompts, completions, **_):
-    """Does what the completion says."""
+    """Misbehave as the completion says."""
     deeds = {
         "raise": lambda: 1 / 0,
         "hang": lambda: time.sleep(1000),
@@ -334,7 +334,7 @@ def test_a_function_that_no_worker_can_load_is_named():
 
 @pytest.mark.parametrize("failing", [2, 9])
 def test_a_worker_that_ends_while_loading_is_retried(tmp_path, failing):
-    """As when the machine has no memory left for a while."""
+    """As happens while the machine is short of memory."""
     starts = tmp_path / "starts"
 
     def prepare():
@@ -388,7 +388,7 @@ def test_close_kills_the_workers_and_their_children():
 
 
 def _gone(pid):
-    """Whether a process has ended, be it as a zombie that its reaper has not collected yet."""
+    """Return whether a process has ended, perhaps as a zombie that was not reaped yet."""
     for _ in range(200):
         try:
             with open(f"/proc/{pid}/stat") as file:

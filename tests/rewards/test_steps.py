@@ -1,4 +1,4 @@
-"""Process rewards: the checker of the embedded tasks, what it does not let through, and failures in the workers."""
+"""Process rewards: the checker of the embedded tasks, hacks against it, and failures in the workers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_worked_steps_of_each_dataset(problem: Any, text: str, ends: list[tuple[
 
 @pytest.mark.parametrize("task", ["embedded", "embedded_steps"])
 def test_demonstrations_score_one_at_every_step(task: str) -> None:
-    """For what the task really hands out, the working of scripts/make_base_model.py scores 1 at every step."""
+    """For the task's own problems, the working of scripts/make_base_model.py scores 1 at every step."""
     problems = load_task(task)
     assert problems.steps == ("worked_steps",)
     kinds = set()
@@ -85,7 +85,7 @@ def test_demonstrations_score_one_at_every_step(task: str) -> None:
     assert len(kinds) == (3 if task == "embedded" else 2)
 
 
-# --- what does not pay -----------------------------------------------------
+# --- hacks -----------------------------------------------------
 
 HONEST = "90 - 10 = 80, 2 - 8 = -6. <answer>74</answer>"
 HACKS = {
@@ -145,7 +145,7 @@ def functions() -> tuple[Any, Any]:
 
     @reward(process=True)
     def unruly(prompts: Any, completions: Any, **_: Any) -> Any:
-        """Answers with what the completion says."""
+        """Return what the completion asks for."""
         import time
 
         import numpy

@@ -1,4 +1,4 @@
-"""Ordinary reward workers behind a wall: what a reward reaches, that it works and ends as ever, and runs programs."""
+"""Reward workers in a sandbox: what a reward reaches, that it works, is killed, and runs programs."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ behind = pytest.mark.parametrize("wall", [name for name in BACKENDS if stands(na
 
 
 def reaches(prompts, completions):
-    """How many of the things below it can do: each is a bit."""
+    """Return a bit for each attempt that succeeds."""
     import os
     import socket
 
@@ -56,7 +56,7 @@ def reaches(prompts, completions):
 
 
 def works(prompts, completions):
-    """What a reward needs: a folder to write to, threads, processes, an event loop, its memory's size."""
+    """Use what a reward needs: a writable folder, threads, processes, an event loop, its memory size."""
     import asyncio
     import os
     import subprocess
@@ -111,7 +111,7 @@ def test_programs_run_inside_a_sandboxed_worker(wall):
 
 @behind
 def test_the_disk_limit_holds_inside_a_sandboxed_worker(wall):
-    """Where its supervisor, behind Landlock itself, cannot list what the program has open."""
+    """Its supervisor, restricted by Landlock itself, cannot list what the program has open."""
     program = """
 kept = []
 for number in range(32):
@@ -129,7 +129,7 @@ print(5)
 
 def test_unpicklable_functions_are_refused_with_a_sandbox():
     if not any(stands(name) for name in BACKENDS):
-        pytest.skip("no wall stands on this machine")
+        pytest.skip("no sandbox works on this machine")
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"so --rewards\.sandbox cannot contain it"):
         RewardPool([Reward("locked", lambda prompts, completions: [float(lock.locked())])], sandbox="auto")

@@ -58,7 +58,7 @@ def of_peft(folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [of_transformers, of_peft])
-def test_the_adapter_alone_is_read_by_peft_and_says_the_same(make: Any, random_model: Path, tmp_path: Path) -> None:
+def test_written_adapter_loads_in_peft_with_the_same_logits(make: Any, random_model: Path, tmp_path: Path) -> None:
     model = make(random_model)
     publication = VersionFolder(tmp_path, make_adapter_writer(model)).publish(
         PublishedWeights(3, dict(model.named_parameters()))
@@ -79,7 +79,7 @@ def test_the_adapter_alone_is_read_by_peft_and_says_the_same(make: Any, random_m
 
 
 @pytest.mark.parametrize("make", [of_transformers, of_peft])
-def test_whole_weights_have_the_adapter_in_them_and_leave_the_model_as_it_was(
+def test_merged_weights_contain_the_adapter_and_leave_the_model_unchanged(
     make: Any, random_model: Path, tmp_path: Path
 ) -> None:
     model = make(random_model)
@@ -94,7 +94,7 @@ def test_whole_weights_have_the_adapter_in_them_and_leave_the_model_as_it_was(
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_whole_weights_are_those_of_an_exported_model(random_model: Path, tmp_path: Path) -> None:
+def test_merged_weights_equal_an_exported_model(random_model: Path, tmp_path: Path) -> None:
     model = of_transformers(random_model)
     tokenizer = load_tokenizer(str(random_model), model)
     writer = make_safetensors_writer(model, tokenizer.hf)
@@ -105,18 +105,18 @@ def test_whole_weights_are_those_of_an_exported_model(random_model: Path, tmp_pa
     assert all(torch.equal(written[name], p) for name, p in exported.items())
 
 
-def test_a_learner_that_publishes_no_adapter_is_told(random_model: Path, tmp_path: Path) -> None:
+def test_adapter_writer_refuses_weights_without_adapter(random_model: Path, tmp_path: Path) -> None:
     model = of_transformers(random_model)
     base = {name: p for name, p in model.named_parameters() if "lora_" not in name}
-    with pytest.raises(EngineError, match=r"publishes no adapter.*--sampler.lora-sync whole"):
+    with pytest.raises(EngineError, match=r"publishes no adapter.*--sampler.lora-sync merged"):
         make_adapter_writer(model)(base, tmp_path)
 
 
-def test_modules_that_train_whole_are_not_sent_as_an_adapter(random_model: Path) -> None:
+def test_full_modules_and_other_adapter_types_are_not_sent_as_adapter(random_model: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
     assert "modules_to_save" in explain_unsupported_adapter(peft.get_peft_model(load_model(str(random_model)), config))
     other = peft.get_peft_model(load_model(str(random_model)), peft.IA3Config(task_type="CAUSAL_LM"))
-    assert explain_unsupported_adapter(other) == "the model's adapters are of the kind IA3, and engines serve LORA"
+    assert explain_unsupported_adapter(other) == "the model's adapter is of type IA3, and engines serve LORA"
 
 
 class Writing(LocalSampler):
@@ -133,7 +133,7 @@ class Writing(LocalSampler):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_learner_in_two_processes_publishes_the_adapter(staleness: int, small: pg.Run, tmp_path: Path) -> None:
+def test_two_process_learner_publishes_its_adapter(staleness: int, small: pg.Run, tmp_path: Path) -> None:
     """What is written last is what the run saves; the last update is published as the others are."""
     made = list[Writing]()
 

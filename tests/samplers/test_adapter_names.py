@@ -86,7 +86,7 @@ def own_logp(sampler: EngineSampler, found: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_adapter_alone_is_taken_over_by_the_name_of_its_version(name: str, make: Any, wait: AsyncRunner) -> None:
+def test_adapter_is_loaded_under_its_version_name(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     base = server.table.clone()
     for version in (4, 5):
@@ -109,7 +109,7 @@ def test_an_adapter_alone_is_taken_over_by_the_name_of_its_version(name: str, ma
 @pytest.mark.parametrize(
     ("name", "path", "field"), [("vllm", "completions", "model"), ("sglang", "generate", "lora_path")]
 )
-def test_every_request_says_the_name_and_none_of_the_weights_endpoints_is_asked(
+def test_every_request_names_the_adapter_and_no_weight_route_is_called(
     name: str, path: str, field: str, make: Any, wait: AsyncRunner
 ) -> None:
     sampler, server = make(name)
@@ -121,9 +121,7 @@ def test_every_request_says_the_name_and_none_of_the_weights_endpoints_is_asked(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_adapter_that_adds_nothing_is_the_base_and_another_base_is_noticed(
-    name: str, make: Any, wait: AsyncRunner
-) -> None:
+def test_zero_adapter_equals_the_base_and_another_base_is_refused(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     untouched = PublishedWeights(0, dict(sampler.model.named_parameters()))
     assert wait(sampler.update(untouched))["publication/probe_max"].value < 1e-4
@@ -134,7 +132,7 @@ def test_an_adapter_that_adds_nothing_is_the_base_and_another_base_is_noticed(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_a_killed_run_left_is_dropped_and_what_others_have_is_not(name: str, make: Any, wait: AsyncRunner) -> None:
+def test_adapters_left_by_a_killed_run_are_unloaded_and_others_stay(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     root = sampler.versions.root
     server.adapters["v00000007-00000000"] = (str(root / "v00000007-00000000"), server.table)
@@ -146,7 +144,7 @@ def test_what_a_killed_run_left_is_dropped_and_what_others_have_is_not(name: str
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_server_that_has_lost_its_adapter_is_given_it_again(name: str, make: Any, wait: AsyncRunner) -> None:
+def test_server_without_its_adapter_loads_it_again(name: str, make: Any, wait: AsyncRunner) -> None:
     """Started again, say: no completion is drawn from its own weights instead."""
     sampler, server = make(name)
     wait(sampler.update(learnt(sampler, 3)))
@@ -158,9 +156,7 @@ def test_a_server_that_has_lost_its_adapter_is_given_it_again(name: str, make: A
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_server_that_draws_with_another_adapter_of_that_name_is_given_it_again(
-    name: str, make: Any, wait: AsyncRunner
-) -> None:
+def test_server_with_another_adapter_of_the_same_name_loads_it_again(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     wait(sampler.update(learnt(sampler, 3)))
     [(said, (folder, right))] = server.adapters.items()
@@ -171,7 +167,7 @@ def test_a_server_that_draws_with_another_adapter_of_that_name_is_given_it_again
     assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
 
 
-def test_an_answer_of_vllms_under_another_name_is_not_used(make: Any, wait: AsyncRunner) -> None:
+def test_vllm_reply_under_another_name_is_discarded(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     wait(sampler.update(learnt(sampler, 3)))
     tell, odd = server.tell, ["v00000002-00000000"]
@@ -199,18 +195,18 @@ def test_an_answer_of_vllms_under_another_name_is_not_used(make: Any, wait: Asyn
         ("sglang", {"most": 2}, "with rank 3 is incompatible.*--max-lora-rank and --lora-target-modules"),
     ],
 )
-def test_a_server_that_does_not_take_it_is_refused_at_once_with_what_is_missing(
+def test_server_that_cannot_load_adapters_is_refused_with_the_missing_option(
     name: str, missing: dict[str, Any], way_out: str, make: Any, wait: AsyncRunner
 ) -> None:
     sampler, server = make(name)
     for key, value in missing.items():
         setattr(server, key, value)
-    with pytest.raises(EngineError, match=rf"does not take the adapter: .*{way_out}.*--sampler.lora-sync whole"):
+    with pytest.raises(EngineError, match=rf"does not load the adapter: .*{way_out}.*--sampler.lora-sync merged"):
         wait(sampler.update(learnt(sampler, 0)))
     assert len([path for path in server.paths if path.endswith("/load_lora_adapter")]) == 1
 
 
-def test_an_error_of_vllms_that_says_nothing_is_one_of_a_server_that_is_away(make: Any, wait: AsyncRunner) -> None:
+def test_vllm_error_without_reason_is_retried(make: Any, wait: AsyncRunner) -> None:
     import httpx
 
     sampler, server = make("vllm")
@@ -240,20 +236,20 @@ def test_an_error_of_vllms_that_says_nothing_is_one_of_a_server_that_is_away(mak
         ({"alpha_pattern": {"layer": 3}}, "alpha_pattern"),
     ],
 )
-def test_an_adapter_that_is_more_than_b_a_is_not_sent_alone(
+def test_adapter_that_is_more_than_ba_is_sent_merged(
     options: dict[str, Any], reason: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = one_layer(len(tokenizer.hf), **options)
     model.config = {"model_type": "custom"}  # a whole model has one
     config = SamplerConfig(engine="vllm", urls=(URL,))
     assert not VllmSampler(model, tokenizer, config, tmp_path).adapter_only
-    with pytest.raises(EngineError, match=rf"adapters have {reason}, which .*--sampler.lora-sync whole"):
+    with pytest.raises(EngineError, match=rf"adapter has {reason}, which .*--sampler.lora-sync merged"):
         VllmSampler(model, tokenizer, replace(config, lora_sync="adapter"), tmp_path)
 
 
-def test_a_model_without_adapters_or_with_two_is_not_sent_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_adapter_sync_needs_exactly_one_adapter(tokenizer: Tokenizer, tmp_path: Path) -> None:
     config = SamplerConfig(engine="vllm", urls=(URL,), lora_sync="adapter")
-    with pytest.raises(EngineError, match=r"has no adapters, which --learner.lora puts in"):
+    with pytest.raises(EngineError, match=r"has no adapter .--learner.lora adds one"):
         VllmSampler(OneLayer(len(tokenizer.hf)), tokenizer, config, tmp_path)
     model = one_layer(len(tokenizer.hf))
     model.add_adapter("second", peft.LoraConfig(target_modules=["layer"]))
@@ -261,23 +257,26 @@ def test_a_model_without_adapters_or_with_two_is_not_sent_alone(tokenizer: Token
         VllmSampler(model, tokenizer, config, tmp_path)
 
 
-def test_whole_is_whole_also_where_there_is_an_adapter(make: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    assert make("vllm")[0].adapter
+def test_merged_sync_sends_full_weights_with_an_adapter(make: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert make("vllm")[0].adapter_only
     model = one_layer(len(tokenizer.hf))
     model.config = {"model_type": "custom"}
     for name, (kind, _) in KINDS.items():
-        config = SamplerConfig(engine=name, urls=(URL,), lora_sync="whole")
+        config = SamplerConfig(engine=name, urls=(URL,), lora_sync="merged")
         assert not kind(model, tokenizer, config, tmp_path).adapter_only
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"publish": "whole"}, "sampler.engine is local"),
-        ({"engine": "llama_cpp", "publish": "adapter"}, "llama_cpp takes whole models: --sampler.lora-sync whole"),
-        ({"engine": "vllm", "urls": (URL,), "publish": "lora"}, "must be auto, whole or adapter, not 'lora'"),
+        ({"lora_sync": "merged"}, "sampler.engine is local"),
+        (
+            {"engine": "llama_cpp", "lora_sync": "adapter"},
+            "llama_cpp takes full models. Set --sampler.lora-sync merged",
+        ),
+        ({"engine": "vllm", "urls": (URL,), "lora_sync": "lora"}, "must be auto, merged or adapter, not 'lora'"),
     ],
 )
-def test_options_that_say_nothing_are_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_lora_sync_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SamplerConfig(**options)

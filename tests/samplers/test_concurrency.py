@@ -35,7 +35,7 @@ plain 4e-1
 """
 
 
-def test_what_prometheus_reads() -> None:
+def test_load_is_parsed_from_prometheus_text() -> None:
     assert parse_gauge(SAID, "vllm:num_requests_waiting") == [3.0, 2.0]
     assert parse_gauge(SAID, "plain") == [0.4]
     assert parse_gauge(SAID, "vllm:num_requests") == []
@@ -60,12 +60,12 @@ def test_what_prometheus_reads() -> None:
         (MAX_CONCURRENCY, MAX_CONCURRENCY, ServerLoad(0, 0.0), MAX_CONCURRENCY),
     ],
 )
-def test_by_queue_and_cache(limit: int, asked: int, load: ServerLoad, becomes: int) -> None:
+def test_limit_follows_queue_and_cache_use(limit: int, asked: int, load: ServerLoad, becomes: int) -> None:
     assert adjust_concurrency(limit, asked, load) == becomes
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))
-def test_a_server_that_bears_so_many_is_given_nearly_as_many(most: int, first: int) -> None:
+def test_limit_converges_to_server_capacity(most: int, first: int) -> None:
     """One whose cache is full at `most`, and which then queues what is more."""
     limit, seen = first, list[int]()
     for _ in range(120):
@@ -75,16 +75,16 @@ def test_a_server_that_bears_so_many_is_given_nearly_as_many(most: int, first: i
     assert HIGH_CACHE_USE < 1
 
 
-def test_where_nothing_is_said_a_number_is_asked_for() -> None:
+def test_adaptive_concurrency_needs_reported_load() -> None:
     async def refuses(url: str) -> Any:
         raise EngineError("404")
 
     for ask in (refuses, lambda url: asyncio.sleep(0, "nothing of use 1")):
-        with pytest.raises(EngineError, match=r"http://a/metrics does not say .* give it a number"):
+        with pytest.raises(EngineError, match=r"http://a/metrics does not report .* a number"):
             asyncio.run(LoadMonitor(ask, PrometheusGauges("x", "y")).require_load("http://a"))
 
 
-def test_servers_are_resized_and_one_that_is_away_is_left_alone() -> None:
+def test_limits_of_reachable_servers_are_adjusted() -> None:
     async def ask(url: str) -> str:
         if url.startswith("http://b"):
             raise ServerUnavailableError("no connection")
@@ -104,7 +104,7 @@ async def ready(server: EngineServer) -> None:
     pass
 
 
-def test_an_answer_that_is_begun_goes_before_those_that_are_not() -> None:
+def test_continuations_go_before_new_requests() -> None:
     async def order() -> list[str]:
         servers, said, release = ServerPool(("http://a",), ready, 1, 1.0), list[str](), asyncio.Event()
         await servers.ready()
@@ -119,7 +119,7 @@ def test_an_answer_that_is_begun_goes_before_those_that_are_not() -> None:
 
         names = {"first": False, "new 1": False, "new 2": False, "begun 1": True, "begun 2": True, "new 3": False}
         tasks = [asyncio.ensure_future(call(name, begun)) for name, begun in names.items()]
-        while not said or servers._begun < 2:
+        while not said or servers._waiting_continuations < 2:
             await asyncio.sleep(0)
         release.set()
         await asyncio.gather(*tasks)
@@ -128,7 +128,7 @@ def test_an_answer_that_is_begun_goes_before_those_that_are_not() -> None:
     assert asyncio.run(order()) == ["first", "begun 1", "begun 2", "new 1", "new 2", "new 3"]
 
 
-def test_room_for_several_is_used_by_all() -> None:
+def test_all_slots_of_all_servers_are_used() -> None:
     async def most() -> int:
         servers, now, seen = ServerPool(("http://a", "http://b"), ready, 2, 1.0), 0, list[int]()
         await servers.ready()
@@ -147,7 +147,7 @@ def test_room_for_several_is_used_by_all() -> None:
     assert asyncio.run(most()) == 4
 
 
-def test_places_that_come_free_together_are_all_taken_again() -> None:
+def test_slots_freed_together_are_all_taken() -> None:
     """Four answers end at once, where one that is begun waits beside ten that are not: the other three places are theirs."""
 
     async def asked_after() -> int:
@@ -166,7 +166,7 @@ def test_places_that_come_free_together_are_all_taken_again() -> None:
         while asked < 4:
             await asyncio.sleep(0)
         tasks += [asyncio.ensure_future(call(gates[1], begun=i == 0)) for i in range(11)]
-        while not servers._begun:
+        while not servers._waiting_continuations:
             await asyncio.sleep(0)
         gates[0].set()
         for _ in range(100):

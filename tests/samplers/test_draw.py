@@ -29,20 +29,20 @@ P = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
         (SamplingParams(temperature=0.5), [x * x / 0.345 for x in (0.5, 0.25, 0.15, 0.1)]),
     ],
 )
-def test_distribution(sampling: SamplingParams, expected: list[float]) -> None:
+def test_log_probabilities_match_the_analytic_distribution(sampling: SamplingParams, expected: list[float]) -> None:
     logits = P.log() + 3.0
     got = log_probabilities(logits, sampling).exp()
     assert torch.allclose(got, torch.tensor([expected], dtype=torch.float64), atol=1e-12)
 
 
-def test_draw_inverts_the_cumulative_distribution() -> None:
+def test_sampling_inverts_the_cumulative_distribution() -> None:
     u = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 0.89, 0.91, 1 - 2**-53], dtype=torch.float64)
     token, logp = sample_tokens(P.log().expand(8, 4), u, SamplingParams())
     assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert torch.allclose(logp, P.log()[0][token])
 
 
-def test_never_draws_what_cannot_be_drawn() -> None:
+def test_tokens_of_probability_zero_are_never_sampled() -> None:
     logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
     u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     token, logp = sample_tokens(logits.expand(2, 4), u, SamplingParams())
@@ -50,7 +50,7 @@ def test_never_draws_what_cannot_be_drawn() -> None:
     assert torch.isfinite(logp).all()
 
 
-def test_frequencies_match() -> None:
+def test_sample_frequencies_match_the_probabilities() -> None:
     n = 20_000
     token, _ = sample_tokens(P.log().expand(n, 4), philox_uniforms([(7,)], n)[0], SamplingParams())
     counts = torch.bincount(token, minlength=4) / n
@@ -62,7 +62,7 @@ def test_frequencies_match() -> None:
     st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 5)), min_size=1, max_size=6, unique=True),
     st.integers(1, 9),
 )
-def test_numbers_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) -> None:
+def test_uniforms_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) -> None:
     together = philox_uniforms(keys, n)
     assert torch.equal(together, torch.cat([philox_uniforms([key], n) for key in keys]))
     assert torch.equal(philox_uniforms(keys, n + 3)[:, :n], together)  # a larger budget draws the same numbers first
@@ -72,18 +72,18 @@ def test_numbers_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) ->
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2**70), max_size=7).map(tuple), min_size=1, max_size=5))
-def test_numbers_are_those_of_numpys_own_seeds(keys: list[tuple[int, ...]]) -> None:
+def test_uniforms_equal_numpys_philox(keys: list[tuple[int, ...]]) -> None:
     numpys = [np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(9) for key in keys]
     assert np.array_equal(philox_uniforms(keys, 9).numpy(), np.stack(numpys))
 
 
-def test_a_key_of_negative_numbers_is_refused() -> None:
+def test_negative_keys_are_refused() -> None:
     with pytest.raises(ValueError, match=r"not negative, not \(3, -1\)"):
         philox_uniforms([(3, -1)], 2)
 
 
 @pytest.mark.parametrize("size", [487, 511, 512, 513, 576, 640, 1000, 8192])
-def test_a_wide_vocabulary_is_inverted_by_blocks(size: int) -> None:
+def test_blockwise_inversion_equals_plain_inversion(size: int) -> None:
     """The same token as the plain rule: the first whose cumulative probability is above u; log π to the last digits."""
     g = torch.Generator().manual_seed(size)
     logits = 3 * torch.randn(256, size, generator=g, dtype=torch.float64)
@@ -106,6 +106,6 @@ def test_a_wide_vocabulary_is_inverted_by_blocks(size: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}])
-def test_refuses(bad: dict[str, float]) -> None:
+def test_invalid_sampling_params_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingParams(**bad)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_weights_are_taken_over_and_what_is_drawn_is_the_policys(name: str, make: Any, wait: AsyncRunner) -> None:
+def test_servers_load_weights_and_sample_from_the_policy(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     for version in (4, 5):
         told = wait(sampler.update(publish(sampler, version)))
@@ -89,7 +89,7 @@ def test_weights_are_taken_over_and_what_is_drawn_is_the_policys(name: str, make
     assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [server.version]
 
 
-def test_vllm_is_paused_while_it_reloads_and_its_prefixes_are_forgotten(make: Any, wait: AsyncRunner) -> None:
+def test_vllm_is_paused_during_a_reload_and_its_prefix_cache_reset(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
     reload = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/resume", "/update_weight_version"]
@@ -99,7 +99,7 @@ def test_vllm_is_paused_while_it_reloads_and_its_prefixes_are_forgotten(make: An
     assert rpc["kwargs"] == {"weights_path": str(sampler.published.path)}
 
 
-def test_nothing_of_a_servers_defaults_is_left_to_it(make: Any, wait: AsyncRunner) -> None:
+def test_requests_set_every_sampling_option(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
     body = next(body for path, body in server.asked if path == "/v1/completions")
@@ -113,30 +113,28 @@ def test_nothing_of_a_servers_defaults_is_left_to_it(make: Any, wait: AsyncRunne
     assert {name: body[name] for name in neutral} == neutral
 
 
-def test_vllm_with_raw_log_probabilities_is_refused_with_its_flag(make: Any, wait: AsyncRunner) -> None:
+def test_vllm_with_raw_logprobs_is_refused_with_the_option(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     server.raw = True
     with pytest.raises(EngineError, match=r"before the temperature. Start it with --logprobs-mode processed_logprobs"):
         wait(sampler.update(publish(sampler, 0)))
 
 
-def test_vllm_outside_its_development_mode_is_refused_with_the_variable(make: Any, wait: AsyncRunner) -> None:
+def test_vllm_without_development_mode_is_refused_with_the_variable(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("vllm")
     server.developing = False
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         wait(sampler.update(publish(sampler, 0)))
 
 
-def test_sglang_that_cannot_read_the_weights_says_so(make: Any, wait: AsyncRunner) -> None:
+def test_sglang_load_failure_is_reported(make: Any, wait: AsyncRunner) -> None:
     sampler, server = make("sglang")
     server.broken = True
     with pytest.raises(EngineError, match="Failed to get weights iterator"):
         wait(sampler.update(publish(sampler, 0)))
 
 
-def test_sglang_is_not_asked_for_a_distribution_whose_probabilities_it_does_not_tell(
-    make: Any, wait: AsyncRunner
-) -> None:
+def test_sglang_refuses_truncated_distributions(make: Any, wait: AsyncRunner) -> None:
     sampler, _ = make("sglang")
     wait(sampler.update(publish(sampler, 0)))
     request = Request(torch.tensor([3]), (1,), SamplingParams(top_k=5), 4)
@@ -145,7 +143,7 @@ def test_sglang_is_not_asked_for_a_distribution_whose_probabilities_it_does_not_
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_somebody_else_who_answers_there_is_refused(name: str, make: Any, wait: AsyncRunner) -> None:
+def test_another_kind_of_server_is_refused(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     server.tell = lambda path, body: {"success": True, "data": [{"id": "x"}], "weight_version": "none"}
     with pytest.raises(EngineError, match="is it one"):
@@ -153,7 +151,7 @@ def test_somebody_else_who_answers_there_is_refused(name: str, make: Any, wait: 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_is_certain_whatever_the_engine_says_of_it(name: str, make: Any, wait: AsyncRunner) -> None:
+def test_greedy_tokens_have_logprob_zero(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, _ = make(name)
     wait(sampler.update(publish(sampler, 0)))
     asked = Request(torch.tensor([3]), (1,), SamplingParams(temperature=0.0, max_tokens=4), 4)
@@ -161,9 +159,7 @@ def test_greedy_is_certain_whatever_the_engine_says_of_it(name: str, make: Any, 
     assert found.logp.tolist() == [0.0] * len(found.tokens)
 
 
-def test_an_output_head_that_is_tied_is_written_twice_for_vllm(
-    random_model: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_tied_head_is_written_twice_for_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A reload by vLLM 0.32 leaves a tied head as it was: tests/samplers/test_vllm.py sees it."""
     from safetensors.torch import load_file
 
@@ -171,7 +167,7 @@ def test_an_output_head_that_is_tied_is_written_twice_for_vllm(
     tensors = dict(model.named_parameters())
     assert "lm_head.weight" not in tensors
     for engine, heads in ((VllmSampler, 1), (SglangSampler, 0)):
-        config = SamplerConfig(engine=engine.__name__.lower(), urls=(URL,))
+        config = SamplerConfig(engine=engine.__name__.lower().removesuffix("sampler"), urls=(URL,))
         sampler = engine(model, tokenizer, config, tmp_path / engine.__name__)
         found = sampler.versions.publish(PublishedWeights(0, tensors))
         written = load_file(found.path / "model.safetensors")
@@ -183,26 +179,24 @@ def test_an_output_head_that_is_tied_is_written_twice_for_vllm(
         assert (found.path / "tokenizer.json").is_file()
 
 
-def test_engines_that_are_started_by_hand_need_addresses() -> None:
+def test_external_engines_need_urls() -> None:
     with pytest.raises(ConfigError, match=r"policygrad engine vllm --print.*--sampler.urls"):
         SamplerConfig(engine="vllm")
 
 
-def test_pieces_are_of_servers() -> None:
-    with pytest.raises(
-        ConfigError, match=r"sampler.chunk_tokens is of an engine's servers, and sampler.engine is local"
-    ):
+def test_chunks_need_an_engine() -> None:
+    with pytest.raises(ConfigError, match=r"sampler.chunk_tokens is an option of servers, and sampler.engine is local"):
         SamplerConfig(chunk_tokens=3)
 
 
-def test_weights_in_four_bits_are_not_published_whole(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_four_bit_weights_are_not_published_in_full(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model: Any = load_model(str(random_model), dtype="fp32", device="cpu")
     model.is_quantized = True  # as transformers marks one
-    with pytest.raises(EngineError, match=r"four bits cannot be published whole.*--sampler.lora-sync adapter"):
+    with pytest.raises(EngineError, match=r"four bits cannot be published in full.*--sampler.lora-sync adapter"):
         VllmSampler(model, tokenizer, SamplerConfig(engine="vllm", urls=(URL,)), tmp_path)
 
 
-def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: AsyncRunner) -> None:
+def test_recorded_vllm_reply_is_parsed(make: Any, wait: AsyncRunner) -> None:
     """Of version 0.32, to ids of the embedded model at temperature 2, seed 3; shortened by what is not read."""
     answer = {
         "id": "cmpl-b6070f7e5641e197",
@@ -241,7 +235,7 @@ def test_an_answer_that_was_recorded_from_vllm(make: Any, wait: AsyncRunner) -> 
     assert found.finish_reason == "stop"
 
 
-def test_vllm_with_a_model_of_another_shape_is_refused_at_once_and_both_are_named(
+def test_vllm_with_a_model_of_another_shape_is_refused_and_both_are_named(
     make: Any, wait: AsyncRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, server = make("vllm")

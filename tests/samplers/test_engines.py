@@ -49,7 +49,7 @@ def tokenizer(random_model: Path) -> Tokenizer:
 @pytest.fixture
 def make(tokenizer: Tokenizer, tmp_path: Path) -> Make:
     def made(*urls: str, **options: Any) -> Standins:
-        config = SamplerConfig(engine="llama_cpp", urls=urls or (ONE,), **{"patience": 0.2, **options})
+        config = SamplerConfig(engine="llama_cpp", urls=urls or (ONE,), **{"recovery_timeout": 0.2, **options})
         return Standins(Bigram(len(tokenizer.hf)), tokenizer, config, tmp_path / "weights")
 
     return made
@@ -67,7 +67,7 @@ def request(i: int = 0, max_tokens: int = 8) -> Request:
     return Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=max_tokens), max_tokens)
 
 
-def test_what_is_drawn_is_the_policys_and_says_its_version(make: Make, wait: AsyncRunner) -> None:
+def test_completions_come_from_the_policy_and_have_its_version(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     told = wait(sampler.update(weights(sampler, 3)))
     found = wait(sampler.generate([request(i) for i in range(5)]))
@@ -78,7 +78,7 @@ def test_what_is_drawn_is_the_policys_and_says_its_version(make: Make, wait: Asy
     assert told["publication/probe_max"].value < 1e-5
 
 
-def test_the_same_key_draws_the_same_and_another_another(make: Make, wait: AsyncRunner) -> None:
+def test_completions_depend_on_the_key(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     asked = [request(i, 16) for i in range(4)]
@@ -99,13 +99,13 @@ def noisy(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompl
     ("fault", "top_k", "words"),
     [
         (raw, 0, "before the temperature"),
-        (None, 40, "each is larger: it cuts unlikely tokens off"),
-        (whole, 40, "cuts unlikely tokens off (top-k, top-p, min-p) and says nothing of it"),
+        (None, 40, "and all are larger: it truncates the distribution"),
+        (whole, 40, "truncates the distribution (top-k, top-p, min-p) without reporting it"),
         (noisy, 0, "up to 0.025 nats"),
         (refused, 0, "does not answer as stand-in does: 400: token id out of vocabulary"),
     ],
 )
-def test_a_server_that_draws_from_something_else_is_refused(
+def test_server_with_another_distribution_is_refused(
     make: Make, wait: AsyncRunner, fault: Fault | None, top_k: int, words: str
 ) -> None:
     sampler = make()
@@ -117,9 +117,7 @@ def test_a_server_that_draws_from_something_else_is_refused(
     assert "Start it as it should be" in str(error.value)
 
 
-def test_a_server_that_keeps_old_weights_is_not_asked_until_it_takes_the_new_ones(
-    make: Make, wait: AsyncRunner
-) -> None:
+def test_server_with_old_weights_is_left_out_until_it_loads_new_ones(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO)
     wait(sampler.update(weights(sampler, 0)))
     two = sampler.standins[TWO]
@@ -134,18 +132,18 @@ def test_a_server_that_keeps_old_weights_is_not_asked_until_it_takes_the_new_one
     assert not sampler.failed_probes
 
 
-def test_servers_that_all_keep_old_weights_end_the_run_by_name(make: Make, wait: AsyncRunner) -> None:
+def test_run_ends_if_all_servers_keep_old_weights(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].stale = True
     with pytest.raises(
-        EngineError, match=r"refused 10 times .http://one: .*log-probabilities differ .* an older version"
+        EngineError, match=r"rejected 10 times .http://one: .*log-probabilities differ .* an older version"
     ):
         wait(sampler.update(weights(sampler, 1, 1e-3)))
 
 
-def test_one_with_old_weights_at_first_contact_is_a_mistake_and_refused_at_once(make: Make, wait: AsyncRunner) -> None:
-    sampler = make(ONE, TWO, patience=60.0)
+def test_old_weights_at_first_contact_are_refused_at_once(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(ONE, TWO, recovery_timeout=60.0)
     with torch.no_grad():
         sampler.standins[TWO].model.table.mul_(0.5)
     sampler.standins[TWO].stale = True
@@ -159,10 +157,8 @@ def garbled(share: int) -> Fault:
     return lambda s, r, d: replace(d, tokens=[-1] * len(d.tokens)) if next(count) % share == 0 else d
 
 
-def test_one_that_answers_garbage_loses_its_requests_and_is_probed_before_it_is_asked_again(
-    make: Make, wait: AsyncRunner
-) -> None:
-    sampler = make(ONE, TWO, patience=60.0)
+def test_server_with_invalid_replies_is_probed_before_further_requests(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(ONE, TWO, recovery_timeout=60.0)
     wait(sampler.update(weights(sampler, 4)))
     asked = [request(i) for i in range(24)]
     alone = wait(sampler.generate(asked))
@@ -174,7 +170,7 @@ def test_one_that_answers_garbage_loses_its_requests_and_is_probed_before_it_is_
     assert one.loaded > loaded
 
 
-def test_an_answer_drawn_with_the_weights_of_before_is_asked_again(make: Make, wait: AsyncRunner) -> None:
+def test_reply_sampled_with_old_weights_is_retried(make: Make, wait: AsyncRunner) -> None:
     """A server that went and came back between two requests, which no connection tells of."""
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
@@ -185,15 +181,17 @@ def test_an_answer_drawn_with_the_weights_of_before_is_asked_again(make: Make, w
     assert len(wait(sampler.generate([request(i) for i in range(8)]))) == 8
     assert one.loaded > loaded
     one.fault = lambda s, r, d: replace(d, weight_version="v00000000-older")
-    with pytest.raises(EngineError, match=r"asked 10 times.*draws with the weights v00000000-older"):
+    with pytest.raises(EngineError, match=r"failed 10 times.*samples with the weights v00000000-older"):
         wait(sampler.generate([request()]))
     wait(sampler.close())
 
 
-def test_waiting_for_servers_is_said_and_over(make: Make, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "SILENCE", 0.0)
+def test_waiting_for_servers_is_reported_and_ended(
+    make: Make, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_pool, "WAIT_REPORT_SECONDS", 0.0)
     said: list[str] = []
-    sampler = make(ONE, TWO, patience=60.0)
+    sampler = make(ONE, TWO, recovery_timeout=60.0)
     sampler.on_progress = lambda text, done, total: said.append(text)
     for server in sampler.standins.values():
         server.away = 2
@@ -204,10 +202,8 @@ def test_waiting_for_servers_is_said_and_over(make: Make, wait: AsyncRunner, mon
     assert said.count("") == 1
 
 
-def test_an_answer_in_pieces_goes_on_from_its_tokens_with_what_is_left_of_the_budget(
-    make: Make, wait: AsyncRunner
-) -> None:
-    sampler = make(piece=3)
+def test_chunks_continue_with_the_remaining_tokens(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(chunk_tokens=3)
     wait(sampler.update(weights(sampler, 5)))
     asked: list[tuple[list[int], int]] = []
 
@@ -229,10 +225,8 @@ def test_an_answer_in_pieces_goes_on_from_its_tokens_with_what_is_left_of_the_bu
     assert all((g.tokens == 1).nonzero().tolist() == [[len(g.tokens) - 1]] for g in ended)
 
 
-def test_weights_change_between_the_pieces_of_an_answer_and_each_token_says_its_version(
-    make: Make, wait: AsyncRunner
-) -> None:
-    sampler = make(ONE, TWO, piece=2, parallel=2)
+def test_tokens_have_their_own_version_when_weights_change_between_chunks(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(ONE, TWO, chunk_tokens=2, max_concurrency=2)
     wait(sampler.update(weights(sampler, 0)))
     tables = {0: sampler.model.table.detach().clone()}
     begun = asyncio.Event()
@@ -268,8 +262,8 @@ def test_weights_change_between_the_pieces_of_an_answer_and_each_token_says_its_
         assert torch.allclose(generation.logp, own, atol=1e-5)
 
 
-def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(make: Make, wait: AsyncRunner) -> None:
-    sampler = make(piece=0)
+def test_open_requests_finish_before_new_weights_load(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(chunk_tokens=0)
     wait(sampler.update(weights(sampler, 0)))
     before = sampler.model.table.detach().clone()
     holding, held = asyncio.Event(), asyncio.Event()
@@ -304,8 +298,8 @@ def test_a_server_answers_what_it_was_asked_before_it_is_given_other_weights(mak
     assert torch.allclose(found.logp, own, atol=1e-5)
 
 
-def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: AsyncRunner) -> None:
-    sampler = make(parallel=2)
+def test_completions_are_reported_while_others_are_sampled(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(max_concurrency=2)
     assert isinstance(sampler, SupportsStreaming)
     wait(sampler.update(weights(sampler, 0)))
     asked = [request(i) for i in range(6)]
@@ -333,7 +327,7 @@ def test_completions_are_told_of_while_others_are_drawn(make: Make, wait: AsyncR
         wait(sampler.generate(asked))
 
 
-def test_who_gives_no_sign_of_life_is_not_waited_for(wait: AsyncRunner) -> None:
+def test_request_ends_when_the_heartbeat_fails(wait: AsyncRunner) -> None:
     asked, ended = list[int](), list[bool]()
 
     async def never() -> str:
@@ -358,7 +352,7 @@ def test_who_gives_no_sign_of_life_is_not_waited_for(wait: AsyncRunner) -> None:
     assert len(asked) == 3
 
 
-def test_several_that_fail_one_after_the_other_are_one_error_and_no_further_word(wait: AsyncRunner) -> None:
+def test_consecutive_failures_raise_one_error_and_log_nothing(wait: AsyncRunner) -> None:
     """All refused by one server: the first is raised; asyncio has nothing to say of the others."""
     said = list[str]()
 
@@ -385,10 +379,8 @@ async def broken() -> None:
     raise ZeroDivisionError
 
 
-def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_that_is_asked_for(
-    make: Make, wait: AsyncRunner
-) -> None:
-    sampler = make(tolerance=1.0)
+def test_logprob_tolerance_allows_small_differences(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(logprob_tolerance=1.0)
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].stale = True
     told = wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, and nobody asked to see it
@@ -412,17 +404,17 @@ def test_what_an_update_of_the_smallest_kind_changes_is_within_the_tolerance_tha
         (lambda s, r, d: EngineCompletion([*d.tokens, 1], [*d.logp, -1.0]), "9 tokens, and was asked for 8"),
     ],
 )
-def test_what_no_rollout_can_be_made_of_is_refused(make: Make, wait: AsyncRunner, fault: Fault, words: str) -> None:
+def test_invalid_completions_are_refused(make: Make, wait: AsyncRunner, fault: Fault, words: str) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
-    probed = lambda s, r, d: d if len(r.tokens) > 3 else fault(s, r, EngineCompletion([7] * 8, [-1.0] * 8))  # noqa: E731
+    probed = lambda s, r, d: d if len(r.prompt_ids) > 3 else fault(s, r, EngineCompletion([7] * 8, [-1.0] * 8))  # noqa: E731
     sampler.standins[ONE].fault = probed
     with pytest.raises(EngineError) as error:
         wait(sampler.generate([request()]))
     assert words in str(error.value)
 
 
-def test_what_comes_after_an_end_token_is_cut_off(make: Make, wait: AsyncRunner) -> None:
+def test_tokens_after_an_end_token_are_cut_off(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].fault = lambda s, r, d: EngineCompletion([7, 1, 8, 1], [-1.0, -2.0, -3.0, -4.0])
@@ -430,8 +422,8 @@ def test_what_comes_after_an_end_token_is_cut_off(make: Make, wait: AsyncRunner)
     assert (found.tokens.tolist(), found.logp.tolist(), found.finish_reason) == ([7, 1], [-1.0, -2.0], "stop")
 
 
-def test_the_server_with_the_fewest_questions_is_asked_next(make: Make, wait: AsyncRunner) -> None:
-    sampler = make(ONE, TWO, parallel=3)
+def test_requests_go_to_the_least_busy_server(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(ONE, TWO, max_concurrency=3)
     wait(sampler.update(weights(sampler, 0)))
     before = [s.drawn for s in sampler.standins.values()]
     wait(sampler.generate([request(i) for i in range(40)]))
@@ -440,10 +432,8 @@ def test_the_server_with_the_fewest_questions_is_asked_next(make: Make, wait: As
     assert min(asked) >= 15
 
 
-def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_again(
-    make: Make, wait: AsyncRunner
-) -> None:
-    sampler = make(ONE, TWO, patience=5.0)
+def test_requests_of_an_unavailable_server_move_and_it_loads_the_weights_again(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(ONE, TWO, recovery_timeout=5.0)
     wait(sampler.update(weights(sampler, 0)))
     alone = wait(sampler.generate([request(i) for i in range(12)]))
     first = sampler.standins[ONE]
@@ -462,7 +452,7 @@ def test_questions_of_a_server_that_goes_away_move_and_it_is_given_the_weights_a
     assert wait(sampler.update(weights(sampler, 2)))["publication/retries"].value == 0
 
 
-def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: AsyncRunner) -> None:
+def test_without_servers_the_error_has_each_reason(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO)
     for server in sampler.standins.values():
         server.away = 10**6
@@ -470,14 +460,14 @@ def test_without_any_server_it_ends_with_each_ones_reason(make: Make, wait: Asyn
         wait(sampler.update(weights(sampler, 0)))
 
 
-def test_a_bug_while_a_server_is_made_ready_is_raised_and_not_waited_for(make: Make, wait: AsyncRunner) -> None:
+def test_bug_while_preparing_a_server_is_raised_at_once(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     sampler.standins.clear()
     with pytest.raises(KeyError, match="http://one"):
         wait(sampler.update(weights(sampler, 0)))
 
 
-def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, wait: AsyncRunner) -> None:
+def test_unavailable_server_does_not_block_the_others(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO)
     sampler.standins[TWO].away = 10**6
     for version in range(3):
@@ -488,8 +478,8 @@ def test_one_server_that_is_away_does_not_keep_the_others_from_work(make: Make, 
     assert all(server.ready for server in sampler.servers.all)
 
 
-def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait: AsyncRunner) -> None:
-    sampler = make(patience=10.0)
+def test_failing_request_is_not_retried_forever(make: Make, wait: AsyncRunner) -> None:
+    sampler = make(recovery_timeout=10.0)
     wait(sampler.update(weights(sampler, 0)))
 
     def fails(server: Any, asked: Request, drawn: EngineCompletion) -> EngineCompletion:
@@ -498,7 +488,7 @@ def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait:
         return drawn
 
     sampler.standins[ONE].fault = fails
-    with pytest.raises(EngineError, match=r"asked 10 times, the last time http://one: 500 it cannot"):
+    with pytest.raises(EngineError, match=r"failed 10 times, the last time at http://one: 500 it cannot"):
         wait(sampler.generate([request()]))
 
 
@@ -511,15 +501,13 @@ def test_a_question_that_servers_fail_at_is_not_asked_for_ever(make: Make, wait:
         (lambda r: httpx.Response(302), EngineError, "answers 302"),
     ],
 )
-def test_what_a_server_answers_is_later_or_no(
-    answer: Any, error: type[Exception], words: str, wait: AsyncRunner
-) -> None:
+def test_http_status_means_retry_or_refusal(answer: Any, error: type[Exception], words: str, wait: AsyncRunner) -> None:
     http = HttpClient(1.0, httpx.MockTransport(answer))
     with pytest.raises(error, match=words):
         wait(http.post(f"{ONE}/x", {}))
 
 
-def test_a_connection_that_breaks_is_later(wait: AsyncRunner) -> None:
+def test_broken_connection_means_retry(wait: AsyncRunner) -> None:
     def broken(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadTimeout("timed out", request=request)
 
@@ -527,7 +515,7 @@ def test_a_connection_that_breaks_is_later(wait: AsyncRunner) -> None:
         wait(HttpClient(1.0, httpx.MockTransport(broken)).get(ONE))
 
 
-def test_an_interrupted_call_ends_what_it_has_asked(wait: AsyncRunner) -> None:
+def test_interrupted_call_is_cancelled(wait: AsyncRunner) -> None:
     """It would go on beside the next call, with the weights of before."""
     ended: list[str] = []
 
@@ -545,12 +533,12 @@ def test_an_interrupted_call_ends_what_it_has_asked(wait: AsyncRunner) -> None:
     assert wait(asyncio.sleep(0, "goes on")) == "goes on"
 
 
-def test_an_engine_draws_nothing_before_it_has_weights(make: Make, wait: AsyncRunner) -> None:
+def test_engine_needs_weights_before_sampling(make: Make, wait: AsyncRunner) -> None:
     with pytest.raises(EngineError, match="no weights"):
         wait(make().generate([request()]))
 
 
-def test_a_version_is_there_whole_and_the_older_ones_go(tmp_path: Path) -> None:
+def test_versions_are_complete_and_old_ones_removed(tmp_path: Path) -> None:
     folder = VersionFolder(
         tmp_path / "w", lambda tensors, path: (path / "file").write_text(str(sorted(tensors))) and None
     )
@@ -570,7 +558,7 @@ def test_a_version_is_there_whole_and_the_older_ones_go(tmp_path: Path) -> None:
     assert not (tmp_path / "w").exists()
 
 
-def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_version_may_contain_subfolders(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A tokenizer with several chat templates writes one for them."""
     plural = copy.deepcopy(tokenizer.hf)
     plural.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
@@ -584,7 +572,7 @@ def test_a_version_may_have_folders_of_its_own(tokenizer: Tokenizer, tmp_path: P
     assert found.bytes == sum(path.stat().st_size for path in files)
 
 
-def test_what_is_published_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+def test_published_files_have_default_permissions(tmp_path: Path) -> None:
     """safetensors gives its own 0600, which a server of another user could not read."""
 
     def write(tensors: Any, folder: Path) -> None:
@@ -597,9 +585,7 @@ def test_what_is_published_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
     assert [path.name for path in published.path.iterdir()] == ["weights"]
 
 
-def test_a_mount_that_lets_nobody_change_modes_takes_weights_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_published_on_a_mount_without_chmod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(tensors: Any, folder: Path) -> None:
         (folder / "weights").write_bytes(b"four")
         os.chmod(folder / "weights", 0o400 | 0o200)
@@ -612,7 +598,7 @@ def test_a_mount_that_lets_nobody_change_modes_takes_weights_all_the_same(
     assert (published.bytes, published.path.is_dir()) == (4, True)
 
 
-def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_previous_version(tmp_path: Path) -> None:
     def write(tensors: Any, path: Path) -> None:
         (path / "part").write_text("half")
         if "bad" in tensors:
@@ -633,24 +619,24 @@ def test_what_cannot_be_written_leaves_the_version_before(tmp_path: Path) -> Non
         ({"urls": ("http://a",)}, "sampler.engine is local"),
         ({"engine": "llama_cpp", "urls": ("a:80",)}, "addresses such as"),
         ({"engine": "llama_cpp", "urls": ("http://a", "http://a")}, "twice"),
-        ({"engine": "llama_cpp", "parallel": -1}, r"sampler\.parallel.*must be at least 0"),
-        ({"engine": "llama_cpp", "parallel": 0}, "give llama_cpp a number"),
+        ({"engine": "llama_cpp", "max_concurrency": -1}, r"sampler\.max_concurrency.*must be at least 0"),
+        ({"engine": "llama_cpp", "max_concurrency": 0}, "llama_cpp reports none. Give it a number"),
         ({"engine": "llama_cpp", "timeout": float("inf")}, "finite"),
         ({"engine": "llama_cpp", "heartbeat": float("nan")}, "sampler.heartbeat at least 0"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_sampler_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SamplerConfig(**options)
 
 
-def test_an_engine_and_a_sampler_from_python_are_one_too_many(small: pg.Run, tmp_path: Path) -> None:
+def test_engine_and_python_sampler_conflict(small: pg.Run, tmp_path: Path) -> None:
     run = replace(small, sampler=SamplerConfig(engine="llama_cpp"), output=str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match=r"sampler= was given, and sampler.engine is llama_cpp"):
+    with pytest.raises(ConfigError, match=r"sampler= is given and sampler.engine is llama_cpp"):
         pg.train(run, sampler=lambda model, tokenizer: pg.LocalSampler.from_tokenizer(model, tokenizer), display=False)
 
 
-def test_a_server_that_is_started_here_has_room_for_what_is_asked() -> None:
+def test_context_length_of_a_started_server() -> None:
     config = SamplerConfig(engine="llama_cpp")
     assert (
         config.resolve_context_length(None),

@@ -30,7 +30,7 @@ def untouched(row: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_masked_tokens_are_a_distribution(dtype: torch.dtype, temperature: float) -> None:
+def test_masked_logits_are_accepted(dtype: torch.dtype, temperature: float) -> None:
     logits = torch.tensor([[-INF, 1.0, -INF], [3e38, -3e38, 0.0]], dtype=dtype)
     if temperature != 0.5:
         check_finite_logits(logits, SamplingParams(temperature=temperature), nn.Identity(), untouched)
@@ -39,7 +39,7 @@ def test_masked_tokens_are_a_distribution(dtype: torch.dtype, temperature: float
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("row", "says"), [([NAN, 0.0], "NaN"), ([INF, 0.0], r"\+inf"), ([-INF, -INF], "-inf")])
-def test_what_is_no_distribution_is_refused_with_its_row(
+def test_nonfinite_logits_are_refused_with_their_row(
     random_model: Path, row: list[float], says: str, temperature: float
 ) -> None:
     logits, asked = torch.tensor([[0.0, 1.0], row]), list[int]()
@@ -70,7 +70,7 @@ def go(small: pg.Run, random_model: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_a_weight_of_nan_is_named(go: Callable[..., str]) -> None:
+def test_nan_weight_is_named(go: Callable[..., str]) -> None:
     def spoil(model: nn.Module) -> None:
         with torch.no_grad():
             model.model.layers[1].mlp.up_proj.weight[3, 4] = NAN  # type: ignore[union-attr, index]
@@ -78,7 +78,7 @@ def test_a_weight_of_nan_is_named(go: Callable[..., str]) -> None:
     assert "the weight model.layers.1.mlp.up_proj.weight has NaN in 1 of its" in go(spoil)
 
 
-def test_a_layer_that_makes_nan_of_finite_numbers_is_named(go: Callable[..., str]) -> None:
+def test_first_layer_with_nan_output_is_named(go: Callable[..., str]) -> None:
     def spoil(model: nn.Module) -> None:
         for layer in (0, 1):
             part = model.model.layers[layer].mlp.act_fn  # type: ignore[union-attr, index]
@@ -88,7 +88,7 @@ def test_a_layer_that_makes_nan_of_finite_numbers_is_named(go: Callable[..., str
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-44])
-def test_a_temperature_that_is_too_small_is_named(go: Callable[..., str], temperature: float) -> None:
+def test_too_small_temperature_is_named(go: Callable[..., str], temperature: float) -> None:
     said = go(sampling=pg.SamplingParams(max_tokens=4, temperature=temperature))
     assert f"temperature {temperature:g} divides logits" in said
     assert "--temperature" in said
@@ -109,7 +109,7 @@ def stepped(gradients: dict[str, float], weight: float = 1.0) -> str:
     return str(caught.value)
 
 
-def test_the_first_parameter_with_a_bad_gradient_is_named() -> None:
+def test_first_parameter_with_nonfinite_gradient_is_named() -> None:
     said = stepped({"0.bias": NAN, "1.weight": INF})
     assert "norm is nan at update 1, first in 0.bias (1 of 2 numbers are not finite)" in said
     assert "norm is inf at update 1, first in 1.weight (1 of 4 numbers are not finite)" in stepped({"1.weight": INF})
@@ -117,21 +117,19 @@ def test_the_first_parameter_with_a_bad_gradient_is_named() -> None:
     assert "every number in it is finite: their squares are not" in stepped({"1.weight": 3e38, "0.weight": 3e38})
 
 
-def test_a_trust_region_names_it_too(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
+def test_trust_region_names_the_nonfinite_gradient(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
     model, name, record = load_model(str(random_model)), "model.layers.1.mlp.up_proj.weight", Record()
     model.get_parameter(name).register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2, 3]), NAN))
     run = replace(small, model=model, tokenizer=str(random_model), algorithm=pg.get_algorithm("trpo"), lr=None, steps=1)
     pg.train(replace(run, output=str(tmp_path / "run")), display=record)
-    where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights as they were"
-    assert f"step 1: the trust region met numbers that are {where}" in record.said
+    where = f"not finite, first in {name} (64 of 2048 numbers are not finite) and left the weights unchanged"
+    assert f"step 1: the trust region met values that are {where}" in record.said
 
 
-def test_so_it_does_where_a_product_with_the_fisher_matrix_breaks(
-    small: pg.Run, random_model: Path, tmp_path: Path
-) -> None:
+def test_trust_region_names_a_nonfinite_fisher_product(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
     """The gradient is finite, what comes after it is not, from the first product on or from the third."""
     name = "model.layers.1.mlp.up_proj.weight"
-    for good, kept in ((1, "left the weights as they were"), (3, "took a shorter step")):
+    for good, kept in ((1, "left the weights unchanged"), (3, "took a shorter step")):
         model, record, seen = load_model(str(random_model)), Record(), count()
 
         def spoiled(gradient: Tensor, seen: Iterator[int] = seen, good: int = good) -> Tensor:
@@ -144,10 +142,10 @@ def test_so_it_does_where_a_product_with_the_fisher_matrix_breaks(
         run = replace(run, learner=replace(run.learner, micro_tokens=10**6))
         pg.train(replace(run, output=str(tmp_path / str(good))), display=record)
         where = f"in a product with the Fisher matrix, first in {name} (64 of 2048 numbers are not finite) and {kept}"
-        assert f"step 1: the trust region met numbers that are not finite, {where}" in record.said
+        assert f"step 1: the trust region met values that are not finite, {where}" in record.said
 
 
-def test_clipping_is_torch_s_own_to_the_bit() -> None:
+def test_clipping_equals_torch_bitwise() -> None:
     torch.manual_seed(0)
     model, twin = nn.Linear(7, 5), nn.Linear(7, 5)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):

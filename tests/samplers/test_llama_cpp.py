@@ -90,7 +90,7 @@ def asked(count: int, max_tokens: int = 16) -> list[Request]:
         ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     ],
 )
-def test_an_architecture_is_written_so_that_the_server_agrees_to_1e_4_nats(
+def test_exported_architectures_agree_to_1e_4_nats(
     kind: str, more: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,9 +107,7 @@ def test_an_architecture_is_written_so_that_the_server_agrees_to_1e_4_nats(
         wait(sampler.close())
 
 
-def test_a_model_with_an_adapter_is_given_as_a_whole_one(
-    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
-) -> None:
+def test_adapter_is_merged_for_llama_cpp(tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner) -> None:
     pytest.importorskip("peft")
     model = load_model("tiny", dtype="fp32", device="cpu", lora=Lora(rank=4))
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
@@ -124,22 +122,22 @@ def test_a_model_with_an_adapter_is_given_as_a_whole_one(
         wait(sampler.close())
 
 
-def test_what_llama_cpp_is_not_given_is_refused_before_anything_starts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_before_a_server_starts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     other = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=487)
     )
     with pytest.raises(
-        EngineError, match=r"llama, mistral, qwen2, qwen3, and this one is a gpt2: take --sampler.engine"
+        EngineError, match=r"llama, mistral, qwen2, qwen3, and this one is a gpt2. Choose --sampler.engine"
     ):
         LlamaCppSampler(other, tokenizer, CONFIG, tmp_path)
     stretched = AutoConfig.for_model("llama", **SIZES, rope_parameters=STRETCHED | {"rope_type": "yarn"})
-    with pytest.raises(EngineError, match="stretches its positions by 'yarn'"):
+    with pytest.raises(EngineError, match="scales its positions by 'yarn'"):
         LlamaCppSampler(AutoModelForCausalLM.from_config(stretched), tokenizer, CONFIG, tmp_path)
 
 
-def test_a_server_that_does_not_start_is_given_up_with_its_own_words(
+def test_server_that_does_not_start_is_given_up_with_its_log(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
@@ -163,9 +161,7 @@ def native(sampler: LlamaCppSampler) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
-def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
-    tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
-) -> None:
+def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path / "weights")
     wait(sampler.update(published(model, 0)))
@@ -201,7 +197,7 @@ def test_a_server_that_is_killed_in_the_middle_comes_back_with_its_weights(
 
 
 @pytest.mark.slow
-def test_weights_change_while_answers_are_drawn_and_each_token_is_of_the_version_it_says(
+def test_llama_cpp_tokens_match_their_version_during_updates(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
@@ -258,7 +254,7 @@ class Killing(Callback):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes in /proc")
-def test_a_run_learns_goes_on_after_a_kill_and_resumes(tmp_path: Path) -> None:
+def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
     run = pg.Run(
         sampler=replace(CONFIG, max_concurrency=16),
         steps=5,
@@ -282,7 +278,7 @@ def test_a_run_learns_goes_on_after_a_kill_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
+def test_eval_with_servers_equals_local_eval_and_scores_early(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy completions are the same ones, whoever draws them."""
@@ -306,7 +302,7 @@ def test_a_model_is_measured_by_servers_as_it_is_here_and_judged_meanwhile(
 
 
 @pytest.mark.slow
-def test_a_rollout_alone_is_drawn_by_servers_too() -> None:
+def test_collect_samples_from_servers() -> None:
     sampler = SamplerConfig(engine="llama_cpp", context_length=256)
     run = pg.Run(
         algorithm=pg.GRPO,
@@ -332,7 +328,7 @@ class Versions(pg.Trainer):
 
 
 @pytest.mark.slow
-def test_a_run_publishes_while_its_next_rollout_is_drawn(tmp_path: Path) -> None:
+def test_run_updates_weights_during_its_next_rollout(tmp_path: Path) -> None:
     run = pg.Run(
         algorithm=pg.get_algorithm("grpo"),
         sampler=replace(CONFIG, chunk_tokens=2),
@@ -361,8 +357,8 @@ class Ending(Callback):
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
         if step == 2:
             process = trainer.resources.rollouter.sampler.process
-            process.end()
-            process.ensure = lambda: None
+            process.stop()
+            process.ensure_running = lambda: None
 
 
 class Phases(pg.Tracker):
@@ -376,10 +372,8 @@ class Phases(pg.Tracker):
 
 
 @pytest.mark.slow
-def test_without_a_server_a_run_waits_with_a_message_ends_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_pool, "REPORT_AFTER_SECONDS", 0.0)
+def test_run_without_server_waits_ends_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "WAIT_REPORT_SECONDS", 0.0)
     run = pg.Run(
         algorithm=pg.get_algorithm("grpo"),
         sampler=replace(CONFIG, recovery_timeout=2.0),
@@ -409,14 +403,14 @@ def _json(line: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_server_of_its_own_follows_the_folder_of_the_run(
+def test_server_started_by_command_follows_the_runs_folder(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, run_command: Any
 ) -> None:
     """Started as `policygrad engine` says, and named by its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = f"--folder {tmp_path}/shared --port {port} --parallel 4 --context 256 --threads 1".split()
+    where = f"--folder {tmp_path}/shared --port {port} --max-concurrency 4 --context-length 256 --threads 1".split()
     code, said, _ = run_command("engine", "llama_cpp", *where, "--print")
     assert code == 0
     url = f"http://127.0.0.1:{port}"
@@ -426,12 +420,12 @@ def test_a_server_of_its_own_follows_the_folder_of_the_run(
             config = replace(CONFIG, urls=(url,), folder=str(tmp_path / "shared"))
             sampler = build_engine_sampler(config, model, tokenizer, tmp_path / "run", 1.0)
             wait(sampler.update(published(model, 0)))
-            code, told, _ = run_command("engine", "check", url, "--parallel", "4")
-            assert (code, "draws from tiny" in told) == (0, True)
+            code, told, _ = run_command("engine", "check", url, "--max-concurrency", "4")
+            assert (code, "samples from tiny" in told) == (0, True)
             wait(sampler.update(published(model, 1, 1e-3)))
             assert {g.version for g in wait(sampler.generate(asked(4)))} == {1}
             code, _, told = run_command(
-                "engine", "check", url, "--parallel", "4"
+                "engine", "check", url, "--max-concurrency", "4"
             )  # it is no longer the model that it was
             assert (code, "its log-probabilities differ from the learner's" in told) == (2, True)
             other = replace(config, folder=str(tmp_path / "other"), recovery_timeout=0.5)

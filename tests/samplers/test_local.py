@@ -47,7 +47,7 @@ def _rows(groups: list[list[Generation]]) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_recorded_log_probability_is_the_models(
+def test_recorded_logprobs_are_the_models(
     sampler: LocalSampler, prompts: list[Context], sampling: SamplingParams
 ) -> None:
     groups = sample(sampler, prompts, 4, sampling)
@@ -63,7 +63,7 @@ def test_recorded_log_probability_is_the_models(
             assert 1 <= n <= sampling.max_tokens
 
 
-def test_ends_at_the_end_token_and_says_what_was_cut_off(sampler: LocalSampler, prompts: list[Context]) -> None:
+def test_completions_end_at_the_end_token_or_the_limit(sampler: LocalSampler, prompts: list[Context]) -> None:
     end = set(sampler.end.tolist())
     completions = [c for g in sample(sampler, prompts, 64, SamplingParams(temperature=1.5, max_tokens=24)) for c in g]
     ended = [c for c in completions if c.finish_reason == "stop"]
@@ -75,7 +75,7 @@ def test_ends_at_the_end_token_and_says_what_was_cut_off(sampler: LocalSampler, 
         assert c.finish_reason == "stop" or len(tokens) == 24
 
 
-def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, prompts: list[Context]) -> None:
+def test_completions_do_not_depend_on_batch_or_limit(sampler: LocalSampler, prompts: list[Context]) -> None:
     sampling = SamplingParams(max_tokens=12)
     together = _rows(sample(sampler, prompts, 4, sampling))
     alone = [row for p in prompts for row in _rows(sample(sampler, [p], 4, sampling))]
@@ -86,7 +86,7 @@ def test_neighbours_chunks_and_budget_do_not_matter(sampler: LocalSampler, promp
     assert all(a == b[: len(a)] for a, b in zip(together, longer, strict=True))
 
 
-def test_no_more_rows_are_decoded_at_a_time_than_asked_for(sampler: LocalSampler, prompts: list[Context]) -> None:
+def test_decode_rows_limits_the_batch(sampler: LocalSampler, prompts: list[Context]) -> None:
     sizes: list[int] = []
     hook = sampler.model.register_forward_pre_hook(
         lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
@@ -103,16 +103,14 @@ def test_no_more_rows_are_decoded_at_a_time_than_asked_for(sampler: LocalSampler
     assert max(sizes) == 20
 
 
-def test_the_cache_takes_more_room_when_it_is_used_up(
-    sampler: LocalSampler, prompts: list[Context], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_grows_when_full(sampler: LocalSampler, prompts: list[Context], monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(max_tokens=16)
     whole = _rows(sample(sampler, prompts, 4, sampling))
-    monkeypatch.setattr("policygrad.samplers.local.kv_cache.ROOM", 3)
+    monkeypatch.setattr("policygrad.samplers.local.kv_cache.GROWTH_TOKENS", 3)
     assert _rows(sample(sampler, prompts, 4, sampling)) == whole
 
 
-def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -> None:
+def test_decoding_continues_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -> None:
     """A prompt may end in the beginning of an answer; greedy decoding then goes on as if it had never stopped."""
     greedy = SamplingParams(temperature=0, max_tokens=12)
     whole = sample(sampler, prompts[:1], 1, greedy)[0][0].tokens
@@ -121,7 +119,7 @@ def test_restarts_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -
     assert torch.equal(rest, whole[5:])
 
 
-def test_update_copies_other_weights_and_counts_versions(random_model: Path) -> None:
+def test_update_copies_weights_and_sets_the_version(random_model: Path) -> None:
     model, other = load_model(str(random_model)), load_model(str(random_model))
     tokenizer = load_tokenizer(str(random_model), model)
     sampler = LocalSampler(model, tokenizer.end_ids, pad_token_id(tokenizer))
@@ -133,16 +131,14 @@ def test_update_copies_other_weights_and_counts_versions(random_model: Path) -> 
     assert sample(sampler, [Context(torch.tensor([1]), (0,))], 1, SamplingParams(max_tokens=1))[0][0].version == 5
 
 
-def test_weights_of_another_model_are_refused(random_model: Path) -> None:
+def test_weights_of_another_model_are_refused_by_name(random_model: Path) -> None:
     model = load_model(str(random_model))
     sampler = LocalSampler.from_tokenizer(model, load_tokenizer(str(random_model), model))
     with pytest.raises(EngineError, match=r"publishes 'head\.bias', which this LlamaForCausalLM does not have"):
         asyncio.run(sampler.update(PublishedWeights(1, {"head.bias": torch.zeros(1)})))
 
 
-def test_what_is_over_is_told_once_with_the_tokens_that_are_returned(
-    sampler: LocalSampler, prompts: list[Context]
-) -> None:
+def test_each_completion_is_reported_once_with_its_tokens(sampler: LocalSampler, prompts: list[Context]) -> None:
     """Whoever looks in changes nothing, and does so after every token, also when nothing is over."""
     sampling = SamplingParams(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are filled again
     told: list[list[tuple[tuple[int, ...], list[int]]]] = []
@@ -159,7 +155,7 @@ def test_what_is_over_is_told_once_with_the_tokens_that_are_returned(
     assert sum(map(bool, told)) >= 3  # or the test shows nothing of rows that leave before others
 
 
-def test_what_is_raised_by_who_looks_in_ends_the_sampling(sampler: LocalSampler, prompts: list[Context]) -> None:
+def test_callback_error_ends_sampling(sampler: LocalSampler, prompts: list[Context]) -> None:
     def refuse(over: object) -> None:
         raise OSError("enough")
 

@@ -66,7 +66,7 @@ def whole(model: nn.Module, request: Request, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rows", [512, 6, 1])
 @pytest.mark.parametrize("name", SHARING)
-def test_log_probabilities_are_those_of_whole_sequences(name: str, rows: int) -> None:
+def test_shared_prefix_logprobs_equal_full_sequences(name: str, rows: int) -> None:
     model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=rows)
     assert supports_shared_prefix(model, 0)
     requests = asked(GROUPS, sampling)
@@ -77,7 +77,7 @@ def test_log_probabilities_are_those_of_whole_sequences(name: str, rows: int) ->
 
 
 @pytest.mark.parametrize("rows", [512, 7, 1])
-def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_unused_columns_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """As in half precision: beyond a multiple of 32, after moves, with rows that come later, whatever the memory held before."""
     model, sampling = built("qwen3"), SamplingParams(max_tokens=90, decode_rows=rows)
     requests = [
@@ -85,7 +85,7 @@ def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.M
     ]
     never = torch.tensor([-1])
     plain = DecodeLoop(requests, never, 0, None).run(SharedPrefixCache(model, 0), 0)
-    monkeypatch.setattr(shared_prefix, "even", lambda keys: 32)
+    monkeypatch.setattr(shared_prefix, "column_alignment", lambda keys: 32)
     empty = Tensor.new_empty
 
     def dirty(x: Tensor, *size: Any, **how: Any) -> Tensor:
@@ -100,7 +100,7 @@ def test_columns_that_nobody_has_filled_yet_change_nothing(monkeypatch: pytest.M
         assert torch.allclose(x.logp, y.logp, rtol=0, atol=1e-6)
 
 
-def test_log_probabilities_in_float64_are_exact() -> None:
+def test_shared_prefix_logits_are_exact_in_float64() -> None:
     """What is handed back is float32; the logits behind it are compared here."""
     model = built("qwen3")
     memory, contexts = SharedPrefixCache(model, 0), [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8])]
@@ -117,7 +117,7 @@ def test_log_probabilities_in_float64_are_exact() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_plain_memory_draws_the_same(name: str) -> None:
+def test_plain_cache_samples_the_same(name: str) -> None:
     model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=6)
     model = model if name in SHARING else model.float()  # transformers' eager attention has no float64 for padded rows
     requests = asked(GROUPS, sampling)
@@ -134,11 +134,11 @@ def test_the_plain_memory_draws_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SHARING])
-def test_models_that_keep_something_else_are_found_out(name: str) -> None:
+def test_models_with_other_caches_are_detected(name: str) -> None:
     assert not supports_shared_prefix(built(name), 0)
 
 
-def test_attention_that_is_not_sdpa_is_found_out() -> None:
+def test_attention_other_than_sdpa_is_detected() -> None:
     config = CONFIGS["qwen3"]()
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def passes(model: nn.Module, memory: DecodeCache, requests: list[Request]) -> li
     return sizes
 
 
-def test_time_follows_the_sum_of_lengths() -> None:
+def test_forward_passes_follow_the_sum_of_lengths() -> None:
     """Nothing ends by itself; lengths 1 to 64 in four slots, first by rounds, then refilled."""
     model, sampling = built("qwen3"), SamplingParams(max_tokens=64, decode_rows=4)
     g = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ MOE: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", [PlainDecodeCache, SharedPrefixCache])
-def test_experts_are_recorded_while_slots_are_refilled(kind: type[PlainDecodeCache] | type[SharedPrefixCache]) -> None:
+def test_experts_are_recorded_when_slots_are_refilled(kind: type[PlainDecodeCache] | type[SharedPrefixCache]) -> None:
     torch.manual_seed(0)
     config = MOE["qwen3"]()
     config._experts_implementation = "eager"  # the grouped product has no float64
@@ -206,7 +206,7 @@ def test_experts_are_recorded_while_slots_are_refilled(kind: type[PlainDecodeCac
 
 @pytest.mark.parametrize("gqa", [False, True])
 @pytest.mark.parametrize("owner", [[0, 0, 1, 1], [0, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
-def test_attention_is_that_over_both_parts(owner: list[int], gqa: bool) -> None:
+def test_shared_attention_equals_plain_attention(owner: list[int], gqa: bool) -> None:
     """Against `scaled_dot_product_attention` over the context's keys and the row's own, one after the other."""
     g = torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, 2, 2, 5, 4, generator=g, dtype=torch.float64)  # two contexts of 5, two heads
@@ -230,16 +230,16 @@ def test_attention_is_that_over_both_parts(owner: list[int], gqa: bool) -> None:
         assert torch.equal(again, got)
 
 
-def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
+def test_shared_keys_refuse_other_operations() -> None:
     x = torch.randn(1, 1, 3, 2)
     layer = SharedPrefixLayer(x, x, 1, PrefixLayout(None, 1, 1, torch.zeros(1, 1, 1, 4), 3))
     k, v = layer.update(x[:, :, :1], x[:, :, :1])
-    with pytest.raises(UnsupportedError, match="on keys that are shared"):
+    with pytest.raises(UnsupportedError, match="on shared keys"):
         _ = x @ k.transpose(2, 3)
-    with pytest.raises(UnsupportedError, match="not the one that was handed in"):
+    with pytest.raises(UnsupportedError, match="another mask than the given one"):
         F.scaled_dot_product_attention(x[:, :, :1], k, v)
     mask, part = torch.ones(1, 1, 1, 1, dtype=torch.bool), k[:, :, None, :, :]
-    with pytest.raises(UnsupportedError, match="written out in part"):
+    with pytest.raises(UnsupportedError, match="partly repeated heads"):
         F.scaled_dot_product_attention(x[:, :, :1], part, v, attn_mask=mask)
     for wrong in (
         lambda: part + 1,
@@ -247,14 +247,18 @@ def test_keys_that_are_shared_are_not_taken_for_all_keys() -> None:
         lambda: k[:, :, 0],
         lambda: part.reshape(1, 1, 1, 2),
     ):
-        with pytest.raises(UnsupportedError, match="on keys that are shared"):
+        with pytest.raises(UnsupportedError, match="on shared keys"):
             wrong()
 
 
-def test_memory_that_grows_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_memory_growth_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = built("qwen3"), asked(GROUPS, SamplingParams(max_tokens=24, decode_rows=6))
     before = decoded(SharedPrefixCache(model, 0), requests)
-    for name, value in (("shared_prefix._FIRST", 1), ("kv_cache.ROOM", 1), ("shared_prefix._AHEAD", 1)):
+    for name, value in (
+        ("shared_prefix._FIRST_TOKENS", 1),
+        ("kv_cache.GROWTH_TOKENS", 1),
+        ("shared_prefix._MASK_TOKENS", 1),
+    ):
         monkeypatch.setattr(f"policygrad.samplers.local.{name}", value)
     after = decoded(SharedPrefixCache(model, 0), requests)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(before, after, strict=True))

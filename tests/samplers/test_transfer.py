@@ -17,26 +17,26 @@ import torch
 from torch import nn
 
 from doubles.engine import Bigram
-from doubles.wires import SglangTaking, Taking, VllmTaking, Wires
+from doubles.wires import SglangTaking, Taking, VllmTaking, Wires, with_groups
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import nccl_transfer
+from policygrad.samplers.engines.base import EngineSampler
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
-from policygrad.samplers.engines.nccl_transfer import NcclEngineSampler
 from policygrad.samplers.engines.sglang import SglangSampler
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.weight_sync.base import PublishedWeights
 
-KINDS: dict[str, tuple[type[NcclEngineSampler], type[Taking]]] = {
+KINDS: dict[str, tuple[type[EngineSampler], type[Taking]]] = {
     "vllm": (VllmSampler, VllmTaking),
     "sglang": (SglangSampler, SglangTaking),
 }
 both = pytest.mark.parametrize("name", KINDS)
-Made = tuple[NcclEngineSampler, list[Any], Wires]
+Made = tuple[EngineSampler, list[Any], Wires]
 
 
 class Wide(Bigram):
@@ -55,18 +55,18 @@ def tokenizer(random_model: Path) -> Tokenizer:
 
 @pytest.fixture
 def make(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., Made]:
-    def made(name: str, servers: int = 1, patience: float = 20.0, bucket: int = 30) -> Made:
+    def made(name: str, servers: int = 1, recovery_timeout: float = 20.0, bucket: int = 30) -> Made:
         sampler_class, form = KINDS[name]
         wires = Wires()
-        wired: type[NcclEngineSampler] = type(f"Wired{name}", (sampler_class,), {"opens": wires})
+        wired = with_groups(sampler_class, wires)
         model = Wide(len(tokenizer.hf))
         urls = tuple(f"http://127.0.0.1:{9000 + i}" for i in range(servers))
         config = SamplerConfig(
-            engine=name, urls=urls, recovery_timeout=patience, weight_transport="nccl", max_concurrency=4
+            engine=name, urls=urls, recovery_timeout=recovery_timeout, weight_transport="nccl", max_concurrency=4
         )
         sampler = wired(model, tokenizer, config, tmp_path / "weights")
         assert sampler.transfer is not None
-        sampler.transfer._bucket = bucket  # each of the model's tensors is a bucket of its own
+        sampler.transfer._bucket_bytes = bucket  # each of the model's tensors is a bucket of its own
         there = {url: form(model.table, tokenizer.end_ids, wires) for url in urls}
 
         async def answer(request: httpx.Request) -> httpx.Response:
@@ -84,7 +84,7 @@ def wait() -> Iterator[AsyncRunner]:
         yield waiter
 
 
-def publish(sampler: NcclEngineSampler, version: int) -> PublishedWeights:
+def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
     """Weights that are not what the servers have."""
     with torch.no_grad():
         sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
@@ -96,7 +96,7 @@ def bodies(server: Taking, path: str) -> list[Any]:
 
 
 @both
-def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
+def test_server_samples_from_the_sent_weights(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name)
     for version in (4, 5):
         told = wait(sampler.update(publish(sampler, version)))
@@ -115,7 +115,7 @@ def test_what_is_sent_is_what_the_server_draws_from(name: str, make: Callable[..
     assert not server.groups
 
 
-def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: AsyncRunner) -> None:
+def test_vllm_transfer_requests(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], _ = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
     told = ["/start_weight_update", *["/update_weights"] * 3, "/finish_weight_update"]
@@ -133,9 +133,7 @@ def test_vllm_is_asked_in_its_own_words(make: Callable[..., Made], wait: AsyncRu
     assert bodies(server, "/init_weight_transfer_engine")[0]["init_info"]["world_size"] == 2
 
 
-def test_sglang_forgets_its_prefixes_and_takes_the_version_when_the_weights_are_whole(
-    make: Callable[..., Made], wait: AsyncRunner
-) -> None:
+def test_sglang_transfer_requests(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("sglang")
     wait(sampler.update(publish(sampler, 0)))
     told = ["/init_weights_update_group", *["/update_weights_from_distributed"] * 3]
@@ -150,7 +148,7 @@ def test_sglang_forgets_its_prefixes_and_takes_the_version_when_the_weights_are_
 
 
 @both
-def test_all_weights_in_one_request_where_they_fit(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
+def test_small_weights_are_sent_in_one_request(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], _ = make(name, bucket=2**29)
     wait(sampler.update(publish(sampler, 0)))
     path = "/update_weights" if name == "vllm" else "/update_weights_from_distributed"
@@ -159,7 +157,7 @@ def test_all_weights_in_one_request_where_they_fit(name: str, make: Callable[...
 
 
 @both
-def test_the_group_has_all_processes_of_a_server(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
+def test_group_includes_all_processes_of_a_server(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name)
     server.workers = 4
     wait(sampler.update(publish(sampler, 0)))
@@ -167,7 +165,7 @@ def test_the_group_has_all_processes_of_a_server(name: str, make: Callable[..., 
 
 
 @both
-def test_a_server_that_is_lost_in_the_middle_does_not_keep_the_others(
+def test_server_lost_during_a_transfer_does_not_block_the_others(
     name: str, make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [first, second], wires = make(name, servers=2)
@@ -195,8 +193,10 @@ def test_a_server_that_is_lost_in_the_middle_does_not_keep_the_others(
 
 
 @both
-def test_one_that_never_takes_the_weights_is_given_up(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
-    sampler, [server], wires = make(name, patience=0.2)
+def test_server_that_never_receives_weights_is_given_up(
+    name: str, make: Callable[..., Made], wait: AsyncRunner
+) -> None:
+    sampler, [server], wires = make(name, recovery_timeout=0.2)
     server.hangs = True
     with pytest.raises(EngineError, match=r"no server has answered for 0.2 seconds"):
         wait(sampler.update(publish(sampler, 0)))
@@ -205,7 +205,7 @@ def test_one_that_never_takes_the_weights_is_given_up(name: str, make: Callable[
 
 
 @both
-def test_one_that_was_started_again_joins_a_new_group(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
+def test_restarted_server_joins_a_new_group(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name)
     wait(sampler.update(publish(sampler, 0)))
     server.begin()
@@ -215,12 +215,10 @@ def test_one_that_was_started_again_joins_a_new_group(name: str, make: Callable[
     assert torch.equal(server.table, sampler.model.table)  # type: ignore[arg-type]
 
 
-def test_one_in_the_middle_of_an_update_finishes_that_before_it_joins_again(
-    make: Callable[..., Made], wait: AsyncRunner
-) -> None:
+def test_interrupted_update_is_finished_before_joining_again(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
-    wires.opened[0].end()  # the learner's side of it breaks: the server is in the middle, and is there
+    wires.opened[0].abort()  # the learner's side of it breaks: the server is in the middle, and is there
     told = wait(sampler.update(publish(sampler, 1)))
     assert told["publication/probe_max"].value < 1e-5
     assert "/shutdown_weight_transfer_engine" in server.paths
@@ -228,9 +226,7 @@ def test_one_in_the_middle_of_an_update_finishes_that_before_it_joins_again(
 
 
 @both
-def test_a_transfer_that_is_broken_off_is_whole_all_the_same(
-    name: str, make: Callable[..., Made], wait: AsyncRunner
-) -> None:
+def test_cancelled_transfer_is_completed(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     """A server that waits for the rest of a broadcast waits for ever."""
     sampler, [server], _ = make(name)
     wait(sampler.update(publish(sampler, 0)))
@@ -262,10 +258,10 @@ def test_a_transfer_that_is_broken_off_is_whole_all_the_same(
     assert torch.equal(server.table, sampler.model.table)  # type: ignore[arg-type]
 
 
-def test_one_that_hangs_is_not_waited_for_by_whoever_breaks_it_off(
+def test_cancelled_transfer_does_not_wait_for_a_hanging_server(
     make: Callable[..., Made], wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_transfer, "ASKS", 0.1)
+    monkeypatch.setattr(nccl_transfer, "CONTROL_TIMEOUT", 0.1)
     sampler, [server], wires = make("sglang")
     server.hangs = True
     publication = sampler.transfer.publish(publish(sampler, 1))  # type: ignore[union-attr]
@@ -284,7 +280,7 @@ def test_one_that_hangs_is_not_waited_for_by_whoever_breaks_it_off(
     assert wires.opened[0].ended
 
 
-def test_vllm_without_its_flag_is_refused_with_it(make: Callable[..., Made], wait: AsyncRunner) -> None:
+def test_vllm_without_transfer_config_is_refused_with_the_option(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("vllm")
     server.configured = False
     with pytest.raises(
@@ -295,26 +291,24 @@ def test_vllm_without_its_flag_is_refused_with_it(make: Callable[..., Made], wai
 
 
 @pytest.mark.parametrize("many", [{"dp_size": 2}, {"pp_size": 4}])
-def test_sglang_with_other_kinds_of_processes_is_refused(
+def test_sglang_with_data_or_pipeline_parallelism_is_refused(
     many: dict[str, int], make: Callable[..., Made], wait: AsyncRunner
 ) -> None:
     sampler, [server], _ = make("sglang")
     server.many = many
     [(kind, count)] = many.items()
-    with pytest.raises(EngineError, match=rf"{kind} {count}, with which SGLang takes no weights over NCCL"):
+    with pytest.raises(EngineError, match=rf"{kind} {count}, with which SGLang loads no weights over NCCL"):
         wait(sampler.update(publish(sampler, 0)))
 
 
-def test_data_parallel_attention_of_sglang_is_among_its_tensor_parallel_processes(
-    make: Callable[..., Made], wait: AsyncRunner
-) -> None:
+def test_sglang_dp_attention_counts_as_tensor_parallel(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("sglang")
     server.many, server.workers = {"dp_size": 2, "enable_dp_attention": True}, 2
     wait(sampler.update(publish(sampler, 0)))
     assert wires.opened[0].size == 3
 
 
-def test_somebody_else_who_answers_there_is_named(make: Callable[..., Made], wait: AsyncRunner) -> None:
+def test_transfer_to_another_kind_of_server_is_refused(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], _ = make("vllm")
     server.transferred = _strange
     with pytest.raises(EngineError, match=r"is it a server of vLLM 0.32"):
@@ -325,12 +319,14 @@ async def _strange(path: str, body: Any) -> tuple[int, Any]:
     return 200, {"size": 1} if path == "/get_world_size" else None
 
 
-def test_a_tied_head_is_sent_a_second_time_to_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_tied_head_is_sent_twice_to_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = load_model(str(random_model), dtype="fp32", device="cpu")
     own = dict(model.named_parameters())
     for sampler_class, names in ((VllmSampler, [*own, "lm_head.weight"]), (SglangSampler, [*own])):
-        wired = type("Wired", (sampler_class,), {"opens": Wires()})
-        config = SamplerConfig(engine=sampler_class.__name__.lower(), urls=("http://a:1",), weight_transport="nccl")
+        wired = with_groups(sampler_class, Wires())
+        config = SamplerConfig(
+            engine=sampler_class.__name__.lower().removesuffix("sampler"), urls=("http://a:1",), weight_transport="nccl"
+        )
         sampler = wired(model, tokenizer, config, tmp_path)
         found = sampler.transfer.publish(PublishedWeights(0, own))
         sent = sampler.transfer._tensors
@@ -340,17 +336,17 @@ def test_a_tied_head_is_sent_a_second_time_to_vllm(random_model: Path, tokenizer
     assert "lm_head.weight" not in own
 
 
-def test_a_policy_on_the_cpu_is_refused_with_the_way_out(tokenizer: Tokenizer) -> None:
+def test_nccl_from_a_cpu_is_refused(tokenizer: Tokenizer) -> None:
     for name, (sampler_class, _) in KINDS.items():
         config = SamplerConfig(engine=name, urls=("http://127.0.0.1:1",), weight_transport="nccl")
         with pytest.raises(
             EngineError,
-            match=r"the policy is on the cpu: take --learner.device cuda, or .*--sampler.weight-transport folder",
+            match=r"the policy is on the cpu. Set --learner.device cuda, or .*--sampler.weight-transport folder",
         ):
             sampler_class(Wide(len(tokenizer.hf)), tokenizer, config, Path("weights"))
 
 
-def test_adapters_are_not_sent(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_adapters_are_not_sent_over_nccl(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = load_model(str(random_model), dtype="fp32", device="cpu")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
@@ -359,19 +355,21 @@ def test_adapters_are_not_sent(random_model: Path, tokenizer: Tokenizer, tmp_pat
         VllmSampler(adapted, tokenizer, config, tmp_path)
 
 
-@pytest.mark.parametrize(("engine", "said"), [("llama_cpp", "is llama_cpp"), ("local", "is local")])
-def test_other_engines_take_folders(engine: str, said: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"sampler.engine {said}: take one of these, or --sampler.weight-transport folder"
-    ):
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("llama_cpp", r"supported by vllm and sglang, not by llama_cpp.* --sampler.weight-transport folder"),
+        ("local", "is local"),
+    ],
+)
+def test_nccl_is_refused_for_other_engines(engine: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{said}"):
         SamplerConfig(engine=engine, weight_transport="nccl")
     with pytest.raises(ConfigError, match=r"sampler.weight_transport must be folder or nccl, not 'infiniband'"):
         SamplerConfig(weight_transport="infiniband")
 
 
-def test_a_group_that_breaks_while_the_server_says_nothing_is_an_absence(
-    make: Callable[..., Made], wait: AsyncRunner
-) -> None:
+def test_broken_group_means_unavailable(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("sglang")
     assert sampler.transfer is not None
     publication = sampler.transfer.publish(publish(sampler, 0))
@@ -381,13 +379,13 @@ def test_a_group_that_breaks_while_the_server_says_nothing_is_an_absence(
 
     wait(sent())
     server.hangs = True
-    wires.opened[0].end()
-    with pytest.raises(ServerUnavailableError, match=r"the group with it is broken: ended"):
+    wires.opened[0].abort()
+    with pytest.raises(ServerUnavailableError, match=r"the process group with it is broken: ended"):
         wait(sent())
 
 
-def test_the_printed_command_has_what_a_server_needs_for_it(run_command: Any) -> None:
-    code, said, _ = run_command("engine", "vllm", "--transfer", "nccl", "--print")
+def test_printed_command_enables_the_transfer(run_command: Any) -> None:
+    code, said, _ = run_command("engine", "vllm", "--weight-transport", "nccl", "--print")
     assert code == 0
     assert """--weight-transfer-config '{"backend":"nccl"}'""" in said
     assert "VLLM_SERVER_DEV_MODE=1" in said

@@ -42,11 +42,11 @@ def model() -> Any:
 @pytest.fixture
 def url(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with serving(VENV, tmp_path, transfer="nccl") as found:
+    with serving(VENV, tmp_path, weight_transport="nccl") as found:
         yield found
 
 
-def test_weights_come_over_nccl_again_and_again_and_after_a_new_group(url: str, model: Any, tmp_path: Path) -> None:
+def test_vllm_receives_weights_over_nccl(url: str, model: Any, tmp_path: Path) -> None:
     """The embedded model's head is tied. What was not taken over moves log-probabilities by more than the probe allows."""
     config = SamplerConfig(
         engine="vllm", urls=(url,), recovery_timeout=START, weight_transport="nccl", logprob_tolerance=1e-2

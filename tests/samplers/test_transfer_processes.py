@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from doubles.engine import Bigram
 from doubles.gloo import GlooGroup, GlooIdGroup
-from doubles.wires import SglangTaking, Taking, VllmTaking, WireGroup, Wires
+from doubles.wires import SglangTaking, Taking, VllmTaking, WireGroup, Wires, with_groups
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 from policygrad.samplers.config import SamplerConfig
+from policygrad.samplers.engines.base import EngineSampler
 from policygrad.samplers.engines.http import HttpClient
-from policygrad.samplers.engines.nccl_transfer import NcclEngineSampler
 from policygrad.samplers.engines.sglang import SglangSampler
 from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.utils.async_runner import AsyncRunner
@@ -76,9 +76,9 @@ def over(form: type[Taking]) -> type[Taking]:
         kills: Process | None = None
         joined: asyncio.Future[list[bytes]] | None = None
 
-        def join(self, invitation: Mapping[str, Any]) -> None:
-            self.groups[invitation.get("group_name", "one")] = WireGroup(0, 2, "")
-            self.joined = asyncio.ensure_future(self.process.ask(engine=engine, invitation=dict(invitation)))
+        def join(self, init_request: Mapping[str, Any]) -> None:
+            self.groups[init_request.get("group_name", "one")] = WireGroup(0, 2, "")
+            self.joined = asyncio.ensure_future(self.process.ask(engine=engine, init_request=dict(init_request)))
 
         async def transferred(self, path: str, body: Any) -> tuple[int, Any]:
             told: tuple[int, Any] = await super().transferred(path, body)
@@ -121,8 +121,8 @@ def same(found: Tensor, own: Tensor) -> bool:
     ("sampler_class", "form", "group"),
     [(SglangSampler, SglangTaking, GlooGroup), (VllmSampler, VllmTaking, GlooIdGroup)],
 )
-def test_another_process_has_the_weights_byte_for_byte(
-    sampler_class: type[NcclEngineSampler],
+def test_weights_arrive_byte_for_byte_in_another_process(
+    sampler_class: type[EngineSampler],
     form: type[Taking],
     group: type[GlooGroup],
     process: Process,
@@ -133,14 +133,14 @@ def test_another_process_has_the_weights_byte_for_byte(
     model.narrow = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
     model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not as it lies in memory
     config = SamplerConfig(
-        engine=sampler_class.__name__.lower(),
+        engine=sampler_class.__name__.lower().removesuffix("sampler"),
         urls=(URL,),
         recovery_timeout=60.0,
         weight_transport="nccl",
         max_concurrency=4,
     )
-    sampler = type("Over", (sampler_class,), {"opens": group})(model, tokenizer, config, tmp_path / "weights")
-    sampler.transfer._bucket = 64
+    sampler = with_groups(sampler_class, group)(model, tokenizer, config, tmp_path / "weights")
+    sampler.transfer._bucket_bytes = 64
     server: Any = over(form)(model.table, tokenizer.end_ids, Wires())
     server.process = process
     sampler.http = HttpClient(60.0, server.transport)
@@ -163,8 +163,8 @@ def test_another_process_has_the_weights_byte_for_byte(
     ("sampler_class", "form", "group"),
     [(SglangSampler, SglangTaking, GlooGroup), (VllmSampler, VllmTaking, GlooIdGroup)],
 )
-def test_a_process_that_is_killed_in_the_middle_leaves_the_learner_and_its_successor_joins(
-    sampler_class: type[NcclEngineSampler],
+def test_successor_of_a_killed_process_joins_and_the_learner_survives(
+    sampler_class: type[EngineSampler],
     form: type[Taking],
     group: type[GlooGroup],
     process: Process,
@@ -173,13 +173,13 @@ def test_a_process_that_is_killed_in_the_middle_leaves_the_learner_and_its_succe
 ) -> None:
     model: Any = Bigram(len(tokenizer.hf))
     config = SamplerConfig(
-        engine=sampler_class.__name__.lower(),
+        engine=sampler_class.__name__.lower().removesuffix("sampler"),
         urls=(URL,),
         recovery_timeout=60.0,
         weight_transport="nccl",
         max_concurrency=4,
     )
-    sampler = type("Over", (sampler_class,), {"opens": group})(model, tokenizer, config, tmp_path / "weights")
+    sampler = with_groups(sampler_class, group)(model, tokenizer, config, tmp_path / "weights")
     server: Any = over(form)(model.table, tokenizer.end_ids, Wires())
     server.process, successor = process, Process()
     sampler.http = HttpClient(60.0, server.transport)

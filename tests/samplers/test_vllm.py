@@ -54,7 +54,7 @@ def changed(model: Any, version: int, change: float) -> PublishedWeights:
     return PublishedWeights(version, dict(model.named_parameters()))
 
 
-def test_its_weights_are_replaced_and_it_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
+def test_vllm_reloads_weights_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path)
     for version in range(3):
         told = wait(sampler.update(changed(sampler.model, version, 0.02)))
@@ -66,7 +66,7 @@ def test_its_weights_are_replaced_and_it_agrees_to_1e_4_nats(url: str, tmp_path:
     wait(sampler.close())
 
 
-def test_a_reload_that_leaves_the_tied_head_as_it_was_is_seen(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
+def test_stale_tied_head_is_detected(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     """The fault of vLLM 0.32 that writing the head twice is a way around."""
     sampler = made(url, tmp_path)
     wait(sampler.update(changed(sampler.model, 0, 0.0)))
@@ -76,7 +76,7 @@ def test_a_reload_that_leaves_the_tied_head_as_it_was_is_seen(url: str, tmp_path
     wait(sampler.close())
 
 
-def test_a_run_learns(url: str, tmp_path: Path) -> None:
+def test_run_with_vllm_learns(url: str, tmp_path: Path) -> None:
     run = pg.Run(
         sampler=SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START),
         steps=5,
@@ -93,7 +93,7 @@ def test_a_run_learns(url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "words"), [("--logprobs-mode", "before the temperature"), ("--dtype", "lower precision")]
 )
-def test_what_is_left_away_is_noticed(option: str, words: str, tmp_path: Path, wait: AsyncRunner) -> None:
+def test_missing_vllm_options_are_detected(option: str, words: str, tmp_path: Path, wait: AsyncRunner) -> None:
     with serving(VENV, tmp_path, (option,)) as url:
         sampler = made(url, tmp_path)
         with pytest.raises(EngineError, match=words):

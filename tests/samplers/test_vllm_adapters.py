@@ -70,9 +70,7 @@ def adapters(url: str) -> list[str]:
     return [card["id"] for card in cards if card.get("parent")]
 
 
-def test_adapters_are_taken_over_and_it_agrees_to_1e_4_nats_after_each(
-    url: str, tmp_path: Path, wait: AsyncRunner
-) -> None:
+def test_vllm_loads_adapters_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     """The first adds nothing: the server's own weights are the learner's. Those after it change what is drawn."""
     sampler, drawn = made(url, tmp_path), list[Any]()
     asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
@@ -90,7 +88,7 @@ def test_adapters_are_taken_over_and_it_agrees_to_1e_4_nats_after_each(
     assert adapters(url) == []
 
 
-def test_greedy_answers_are_those_of_the_model_with_its_adapter(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
+def test_greedy_completions_match_the_adapted_model(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path)
     greedy, answers = SamplingParams(temperature=0.0, max_tokens=12), list[list[list[int]]]()
     asked = [Request(torch.tensor([5, 70 + i, 300, 40]), (1, i), greedy, 12) for i in range(8)]
@@ -107,16 +105,14 @@ def test_greedy_answers_are_those_of_the_model_with_its_adapter(url: str, tmp_pa
     wait(sampler.close())
 
 
-def test_a_rank_that_it_has_no_room_for_is_refused_with_the_flag(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
+def test_too_large_rank_is_refused_with_the_option(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path, rank=16)
-    with pytest.raises(EngineError, match=r"does not take the adapter: .*--max-lora-rank.*--sampler.lora-sync whole"):
+    with pytest.raises(EngineError, match=r"does not load the adapter: .*--max-lora-rank.*--sampler.lora-sync merged"):
         wait(sampler.update(learnt(sampler, 0, 0.1)))
     wait(sampler.close())
 
 
-def test_an_adapter_that_it_was_made_to_forget_is_given_to_it_again(
-    url: str, tmp_path: Path, wait: AsyncRunner
-) -> None:
+def test_unloaded_adapter_is_loaded_again(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path)
     wait(sampler.update(learnt(sampler, 5, 0.2)))
     assert sampler.published is not None
@@ -128,7 +124,7 @@ def test_an_adapter_that_it_was_made_to_forget_is_given_to_it_again(
     wait(sampler.close())
 
 
-def test_a_run_learns_its_adapter(url: str, tmp_path: Path) -> None:
+def test_run_with_vllm_adapter_learns(url: str, tmp_path: Path) -> None:
     run = pg.Run(
         sampler=SamplerConfig(engine="vllm", urls=(url,), recovery_timeout=START),
         learner=pg.LearnerConfig(lora=f"rank={RANK}"),
@@ -150,7 +146,7 @@ def test_a_run_learns_its_adapter(url: str, tmp_path: Path) -> None:
         (f"rank={RANK}", ("--enable-lora",), "--enable-lora"),
     ],
 )
-def test_what_is_left_away_for_adapters_is_named(
+def test_missing_vllm_lora_options_are_named(
     lora: str, without: tuple[str, ...], words: str, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     with serving(VENV, tmp_path, without, lora=lora) as url:

@@ -1,4 +1,4 @@
-"""Programs that mean harm, behind every wall that stands here: what each does costs itself, and the parent sees what it did."""
+"""Hostile programs in every sandbox that works here: they cost only themselves, and the parent sees what they did."""
 
 import os
 import socket
@@ -44,7 +44,7 @@ def attempt(name, what):
 
 
 def attempts(wall, source, limits=None):
-    """What became of each `attempt`, by name."""
+    """Return the outcome of each `attempt`, by name."""
     outcome = run_program(EACH + source, limits=limits, backend=wall)
     assert outcome.succeeded, outcome
     return dict(line.split(" ", 1) for line in outcome.stdout.splitlines())
@@ -52,7 +52,7 @@ def attempts(wall, source, limits=None):
 
 def test_a_sandbox_works_here():
     if not STANDING:
-        pytest.skip("no wall stands on this machine: the tests behind one do not run")
+        pytest.skip("no sandbox works on this machine")
 
 
 @behind
@@ -66,7 +66,7 @@ def test_a_program_runs_and_sees_its_input(wall):
 
 @behind
 def test_fork_bombs_and_daemons_start_nothing(wall):
-    """By every way there is, threads too: a program is one process with one thread."""
+    """Try every way, threads too: a program is one process with one thread."""
     done = attempts(
         wall,
         """
@@ -167,7 +167,7 @@ time.sleep(60)
     "hold", ["held = file", "held = mmap.mmap(file.fileno(), 4096); file.close()"], ids=["open", "mapped"]
 )
 def test_deleted_open_files_count_as_written(wall, hold):
-    """No folder has them, but the disk has."""
+    """They are in no folder, but on disk."""
     outcome = run_program(HOLDS.replace("HOLD", hold), limits=Limits(files=16 << 20), backend=wall)
     assert outcome.stop_reason == "files" or outcome.stderr.strip().endswith("No space left on device")
 
@@ -180,7 +180,7 @@ def test_a_few_deleted_open_files_are_allowed(wall):
 
 
 def test_a_process_that_hides_its_files_is_killed():
-    """Without rights, a parent does not see into a child that is not to be dumped; where it has them, it does."""
+    """An unprivileged parent cannot inspect a child that is not dumpable; a privileged one can."""
     if "landlock" not in STANDING:
         pytest.skip("Landlock does not stand here")
     source = "import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + HOLDS.replace("HOLD", "held = file")
@@ -189,7 +189,7 @@ def test_a_process_that_hides_its_files_is_killed():
 
 @behind
 def test_file_notifications_and_files_in_messages_are_denied(wall):
-    """inotify tells the names of what others create in a folder that may not be listed; a file in a message counts nowhere."""
+    """inotify reports the names of files created in a folder that cannot be listed; a file in a message is not counted."""
     done = attempts(
         wall,
         """
@@ -510,7 +510,7 @@ def test_nothing_runs_without_a_sandbox(monkeypatch):
 
 
 def test_a_broken_sandbox_is_an_error(monkeypatch, tmp_path):
-    """A bwrap that fails is found out when it is tried, and said."""
+    """A failing bwrap is detected when it is tried, and reported."""
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The parts of a sandbox: the filter instruction by instruction, values there and back, names, lines, the tool."""
+"""Parts of the sandbox: the seccomp filter, encoded values, names, compared output, Landlock, the Python tool."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def stands():
     return True
 
 
-needs_wall = pytest.mark.skipif(not stands(), reason="no wall stands on this machine")
+needs_wall = pytest.mark.skipif(not stands(), reason="no sandbox works on this machine")
 
 
 def decide(code, machine, number, first=0):

@@ -132,7 +132,7 @@ def test_python_takes_a_dataset_and_a_function(run: pg.Run, tmp_path: Path) -> N
     data = datasets.Dataset.from_list(plain)
     given = replace(run, task=data, row_map=text, steps=1, output=str(tmp_path / "run"))
     found = pg.train(given, display=record).output
-    assert "task and map given as objects" in record.said
+    assert "task and row_map given as objects" in record.said
     assert rows(found / "completions.jsonl")[0]["prompt"].endswith(" + 1")
     with pytest.raises(ConfigError, match=r"'(task|map)' was a .* object given in Python"):
         pg.train(resume=found, allow_code=("/",), display=False)
@@ -148,7 +148,7 @@ def test_fine_tuning_on_parquet_refuses_another_file(run: pg.Run, tmp_path: Path
     pg.train_sft(config, stop_after=1, display=False)
     pg.train_sft(config, resume=config.output, stop_after=1, display=False)
     write(shown[1:])
-    with pytest.raises(RunError, match=r"d\.parquet \(or the held-out file\) is not what"):
+    with pytest.raises(RunError, match=r"d\.parquet \(or the evaluation data\) is not what"):
         pg.train_sft(config, resume=config.output, display=False)
     broken = write_rows(tmp_path / "d.jsonl", [*shown, {"prompt": "1 ="}])
     with pytest.warns(UserWarning, match="1 of 41 rows skipped"):

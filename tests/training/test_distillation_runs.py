@@ -40,7 +40,7 @@ def test_distillation_needs_no_rewards(small: Run, tmp_path: Path) -> None:
     run = replace(run, evaluation=pg.EvaluationConfig(problems=8))
     result = train(run, display=record)
     assert result.before is result.after is None
-    assert "no reward" in record.info.facts["held out"]
+    assert "no reward" in record.info.facts["eval data"]
     measured = rows(result.output / "metrics.jsonl")
     assert all(row["updates/taken"] == 1 for row in measured if "step" in row and "teacher/kl" in row)
     assert not {"reward", "reward_std", "frac_reward_zero_std"} & set().union(*measured)

@@ -94,7 +94,7 @@ def test_consecutive_failed_steps_end_the_run(run: pg.Run, tmp_path: Path) -> No
 def test_a_failed_first_evaluation_ends_the_run(run: pg.Run, tmp_path: Path) -> None:
     measured = pg.EvaluationConfig(problems=3, samples_per_prompt=2)
     with pytest.raises(
-        pg.RewardError, match=r"no sample of the first evaluation .*the judge is away.*--resume .* goes on"
+        pg.RewardError, match=r"no sample of the first evaluation .*the judge is away.*--resume .* resumes"
     ):
         pg.train(named(run, "broken", evaluation=measured), display=False)
     (tmp_path / "mended").touch()
@@ -135,7 +135,7 @@ class Phases(pg.Tracker):
 def test_the_display_shows_what_is_waited_for(run: pg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "REPORT_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(
-        pool, "_EVERY", 0.0
+        pool, "_REPORT_INTERVAL", 0.0
     )  # a worker may be slow to load, and then the reward is lost within a second
     display = Phases()
     with pytest.raises(pg.RewardError):

@@ -190,7 +190,7 @@ def test_an_environment_with_inconsistent_prompts_is_refused(run: pg.Run) -> Non
 def test_an_environment_has_no_prefix_values(run: pg.Run) -> None:
     vine = replace(pg.VINEPPO, advantage=(pg.PrefixValue(2),))
     with pytest.raises(
-        pg.ConfigError, match="the reasoning steps of an answer, and an episode of an environment has turns"
+        pg.ConfigError, match="the reasoning steps of a completion, and an environment's episodes consist of turns"
     ):
         pg.collect(replace(run, algorithm=vine, step_end="[a-z ]"), environment=lambda example: pg.SingleTurn(example))
 
@@ -222,7 +222,7 @@ def test_a_filter_gets_the_fields_it_needs(run: pg.Run) -> None:
 
 
 def test_objects_without_required_methods_are_refused(run: pg.Run) -> None:
-    with pytest.raises(pg.ConfigError, match=r"sampler is .*: give an object with `async generate\(requests\)`"):
+    with pytest.raises(pg.ConfigError, match=r"sampler is .*: pass an object with `async generate\(requests\)`"):
         pg.train(run, sampler=3, display=False)  # type: ignore[arg-type]
     with pytest.raises(pg.ConfigError, match=r"learner is .*: give a function of \(model, run\)"):
         pg.train(run, learner=3, display=False)  # type: ignore[arg-type]

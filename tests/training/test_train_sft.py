@@ -162,7 +162,7 @@ def test_the_loss_is_independent_of_micro_batches(config: SFTConfig) -> None:
     measured = objective.evaluate(learner, lambda done, total: None)  # too few rows to hold any out: these
     assert measured["eval/loss"] == pytest.approx((total / tokens).item(), abs=1e-5)
     assert measured["eval/perplexity"] == pytest.approx(math.exp((total / tokens).item()), rel=1e-4)
-    assert "too few prompts" in objective.run_facts["held out"]
+    assert "too few to hold any out" in objective.run_facts["eval data"]
 
 
 # --- a run
@@ -214,7 +214,7 @@ def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> 
     data = write_rows(tmp_path / "data.jsonl", ROWS)
     pg.train_sft(replace(config, data=data, output=str(tmp_path / "run")), stop_after=1)
     write_rows(Path(data), ROWS[1:])
-    with pytest.raises(RunError, match=r"is not what the run in .* started with: put the old file back"):
+    with pytest.raises(RunError, match=r"is not what the run in .* started with: restore the old file"):
         pg.train_sft(resume=tmp_path / "run")
     with pytest.raises(RunError, match=r"no run of `policygrad reward-model`.*`policygrad sft --resume"):
         pg.train_reward_model(resume=tmp_path / "run")

@@ -38,7 +38,7 @@ def test_a_configuration_of_the_largest_size_is_read(tmp_path: Path) -> None:
 @pipes
 def test_a_pipe_as_configuration_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.toml")
-    with pytest.raises(ConfigError, match="a pipe that nobody writes to"):
+    with pytest.raises(ConfigError, match="a pipe without a writer"):
         load_config(tmp_path / "config.toml", UncheckedRun())
     reader, writer = os.pipe()  # as a shell's <(…)
     with os.fdopen(reader):
@@ -54,5 +54,5 @@ def test_data_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "endless.jsonl").symlink_to("/dev/zero")
     (tmp_path / "packed.jsonl.gz").symlink_to("/dev/zero")
     for name in ("pipe.jsonl", "endless.jsonl", "packed.jsonl.gz"):
-        with pytest.raises(DataError, match=f"{name} is no regular file"):
+        with pytest.raises(DataError, match=f"{name} is not a regular file"):
             read_examples(str(tmp_path / name))

@@ -61,7 +61,7 @@ def source() -> Source:
     return Source(lambda name: torch.full((SIZES[name],), float(ord(name))), likes)
 
 
-def test_names_and_shapes_are_known_before_anything_is_gathered() -> None:
+def test_lazy_state_dict_knows_specs_without_gathering() -> None:
     found = source()
     assert list(found.tensors) == list(SIZES)
     assert split_by_bytes(found.tensors, 4000) == [["a", "b"], ["c", "d"], ["e"], ["f"]]
@@ -70,7 +70,7 @@ def test_names_and_shapes_are_known_before_anything_is_gathered() -> None:
         found.tensors["z"]
 
 
-def test_no_more_than_a_bucket_is_held() -> None:
+def test_only_one_bucket_is_in_memory() -> None:
     """4000 bytes, or the one tensor that has more, 8000."""
     found, names = source(), list[str]()
     for bucket in iter_buckets(found.tensors, 4000):
@@ -80,7 +80,7 @@ def test_no_more_than_a_bucket_is_held() -> None:
     assert found.most == 8000
 
 
-def test_no_more_than_a_file_is_held_while_it_is_written(tmp_path: Path) -> None:
+def test_only_one_file_is_in_memory_while_writing(tmp_path: Path) -> None:
     """Of what is gathered one tensor; of what is written copies."""
     found = source()
     write_safetensors(found.tensors, tmp_path, 4000)
@@ -92,7 +92,7 @@ def test_no_more_than_a_file_is_held_while_it_is_written(tmp_path: Path) -> None
     assert {name: (len(x), float(x[0])) for name, x in together.items()} == {n: (s, ord(n)) for n, s in SIZES.items()}
 
 
-def test_another_name_is_gathered_too() -> None:
+def test_alias_is_gathered() -> None:
     found = source()
     two = with_alias(found.tensors, "head", "b")
     assert [*two] == [*SIZES, "head"]
@@ -110,7 +110,7 @@ def gathered(model: nn.Module) -> LazyStateDict:
     return LazyStateDict({name: p.detach() for name, p in model.named_parameters()}, lambda name: held[name].clone())
 
 
-def test_a_folder_of_several_files_loads(random_model: Path, tmp_path: Path) -> None:
+def test_sharded_safetensors_load(random_model: Path, tmp_path: Path) -> None:
     expected, model = load_model(str(random_model)), load_model(str(random_model))
     tensors = gathered(model)
     make_safetensors_writer(model, load_tokenizer(str(random_model), model).hf)(tensors, tmp_path)
@@ -125,7 +125,7 @@ def test_a_folder_of_several_files_loads(random_model: Path, tmp_path: Path) -> 
             assert torch.equal(loaded.get_parameter(name), parameter)
 
 
-def test_adapters_are_merged_one_by_one_and_written_alone(random_model: Path, tmp_path: Path) -> None:
+def test_lazy_adapters_are_merged_and_written_alone(random_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
 
     def adapted() -> nn.Module:
@@ -152,9 +152,9 @@ def test_adapters_are_merged_one_by_one_and_written_alone(random_model: Path, tm
     assert adapter_configs(model)
 
 
-def test_a_model_without_room_takes_no_weights() -> None:
+def test_meta_model_refuses_weights() -> None:
     layer = nn.Linear(2, 2)
     tensors = dict(nn.Linear(2, 2).named_parameters())
     move_to_meta(layer)
-    with pytest.raises(pg.EngineError, match=r"weight is spread over the processes.*one by one"):
+    with pytest.raises(pg.EngineError, match=r"weight is sharded over the learner's processes.*one by one"):
         copy_weights_(tensors, layer)

@@ -58,7 +58,7 @@ class Library:
         return 2 if name in self.fails else 0
 
 
-def test_a_communicator_is_joined_as_rank_0_sent_over_and_aborted() -> None:
+def test_communicator_is_joined_used_and_aborted() -> None:
     library = Library()
     nccl = Nccl(library.load)
     assert nccl.unique_id() == b"\7" * 128
@@ -76,7 +76,7 @@ def test_a_communicator_is_joined_as_rank_0_sent_over_and_aborted() -> None:
     assert library.calls[4] == ("ncclCommAbort", 4711)
 
 
-def test_the_signatures_are_set_before_anything_is_called() -> None:
+def test_signatures_are_set_before_calls() -> None:
     library = Library()
     Nccl(library.load)
     for name in ("ncclCommInitRank", "ncclBroadcast", "ncclAllReduce", "ncclCommAbort", "ncclGetUniqueId"):
@@ -85,12 +85,12 @@ def test_the_signatures_are_set_before_anything_is_called() -> None:
     assert ctypes.sizeof(library.functions.ncclCommInitRank.argtypes[2]) == 128  # by value
 
 
-def test_what_nccl_refuses_is_said_in_its_words() -> None:
+def test_nccl_errors_are_reported() -> None:
     with pytest.raises(GroupError, match="ncclCommInitRank: unhandled system error"):
         Nccl(Library("ncclCommInitRank").load).join(b"\0" * 128, 2)
 
 
-def test_without_the_library_there_is_a_way_out() -> None:
+def test_missing_library_is_reported_with_the_alternative() -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -98,12 +98,12 @@ def test_without_the_library_there_is_a_way_out() -> None:
         Nccl(missing)
 
 
-def test_a_type_that_nccl_does_not_have_is_refused() -> None:
+def test_unsupported_dtype_is_refused() -> None:
     with pytest.raises(EngineError, match=r"NCCL sends no torch.complex64"):
         Nccl(Library().load).broadcast(1, torch.zeros(2, dtype=torch.complex64), 0)
 
 
-def test_vllm_is_told_the_id_in_base64() -> None:
+def test_vllm_receives_the_id_in_base64() -> None:
     group = UniqueIdGroup(3, torch.device("cuda", 0), Nccl(Library().load))
     told = group.init_request()
     assert told["nccl_unique_id_b64"] == "BwcH" * 42 + "Bwc="  # 128 bytes of 7
@@ -111,7 +111,7 @@ def test_vllm_is_told_the_id_in_base64() -> None:
     group.abort()  # nothing was joined
 
 
-def test_sglang_finds_the_id_where_torchs_process_group_of_that_name_looks() -> None:
+def test_sglang_finds_the_id_in_the_process_groups_store() -> None:
     library = Library()
     group = StoreGroup(2, "127.0.0.1", "policygrad-1", torch.device("cuda", 0), Nccl(library.load))
     told = dict(group.init_request())
@@ -130,21 +130,21 @@ def test_sglang_finds_the_id_where_torchs_process_group_of_that_name_looks() -> 
     assert [call[0] for call in library.calls] == ["ncclGetUniqueId"]
 
 
-def test_this_machines_address_is_the_one_that_a_server_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_address_is_reachable_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_local_address("http://127.0.0.1:8000") == "127.0.0.1"
 
     def nowhere(*asked: Any, **options: Any) -> Any:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
-    with pytest.raises(GroupError, match="there is no way to http://"):
+    with pytest.raises(GroupError, match="no route to http://"):
         find_local_address("http://nowhere:1")
 
 
-def test_a_machine_with_one_gpu_has_none_for_a_server(tmp_path: Path) -> None:
+def test_single_gpu_machine_has_none_for_a_server(tmp_path: Path) -> None:
     cuda, here = torch.device("cuda", 0), ["http://127.0.0.1:8000"]
     (tmp_path / "0000:01:00.0").mkdir()
-    with pytest.raises(EngineError, match=r"the server at http://127.0.0.1:8000, and this machine has one: .*folder"):
+    with pytest.raises(EngineError, match=r"the server at http://127.0.0.1:8000, and this machine has one. .*folder"):
         check_device(cuda, here, str(tmp_path))
     check_device(cuda, ["http://192.0.2.1:8000"], str(tmp_path))  # a server elsewhere has its own
     (tmp_path / "0000:02:00.0").mkdir()

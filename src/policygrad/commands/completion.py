@@ -24,7 +24,8 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.lab.report import EXPERIMENTS
 from policygrad.planning.hardware import DEVICES
 from policygrad.rewards import list_rewards
-from policygrad.samplers.config import ADAPTER, AUTO, BY_FOLDER, ENGINES, LOCAL, NCCL, WHOLE
+from policygrad.samplers.config import LOCAL, LORA_SYNCS, WEIGHT_TRANSPORTS
+from policygrad.samplers.engines.registry import ENGINES
 from policygrad.tasks import EMBEDDED
 from policygrad.trackers.services import SERVICES
 from policygrad.training.config.serialization import list_parts
@@ -168,8 +169,8 @@ def _list_values() -> dict[str, list[str]]:
         "--optimizer.schedule": ["constant", "linear", "cosine"],
         "--sampler.engine": [LOCAL, *ENGINES],
         "--cluster": list(ADDRESSES),
-        "--sampler.lora-sync": [AUTO, WHOLE, ADAPTER],
-        "--sampler.weight-transport|--weight-transport": [BY_FOLDER, NCCL],
+        "--sampler.lora-sync": [*LORA_SYNCS],
+        "--sampler.weight-transport|--weight-transport": [*WEIGHT_TRANSPORTS],
     }
 
 

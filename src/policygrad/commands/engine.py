@@ -1,4 +1,4 @@
-"""`policygrad engine`: how a server has to be started, and whether one that runs draws from a model."""
+"""`policygrad engine`: start a server of an engine, show how it is started, or check a running one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from policygrad.commands.render import wrap_paragraphs
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import adapter_base, parse_lora, read_lora
-from policygrad.samplers.config import TAKE_ADAPTERS, SamplerConfig
+from policygrad.samplers.config import FOLDER, NCCL, WEIGHT_TRANSPORTS, SamplerConfig
+from policygrad.samplers.engines.registry import (
+    ENGINES,
+    build_engine_sampler,
+    detect_engine,
+    list_engines,
+    load_engine_class,
+)
 
+CHECK = "check"
 HELP = (
-    "A server that completions are drawn by: ENGINE is llama_cpp, vllm or sglang, whose program is started here, or with --print "
-    "shown; check is for one that runs already.",
-    "policygrad engine vllm --model M --print  says the environment and the words that a server has to be started with",
-    "policygrad engine check URL --model M  compares what a server draws with the model's own distribution",
+    f"Start a server of an engine ({', '.join(ENGINES)}), or with --print show the command; check compares a running server with a "
+    "model.",
+    "policygrad engine vllm --model M --print  shows the environment and the command that start a server",
+    "policygrad engine check URL --model M  compares what a server samples with the model's distribution",
 )
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -31,111 +39,107 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 class EngineOptions:
     """Options of `policygrad engine`."""
 
-    target: Annotated[
-        tyro.conf.Positional[Literal["llama_cpp", "vllm", "sglang", "check"]], tyro.conf.arg(metavar="ENGINE|check")
-    ]
-    """Which engine; or check, for the server at URL."""
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENGINE|check")]
+    """The engine; or check, for the server at URL."""
     url: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[URL]")] = None
     """check: the server, http://host:port."""
     model: Annotated[str, tyro.conf.arg(metavar="ID|DIR")] = "tiny"
-    """Directory or hub id; tiny = the base model inside the package; a run's folder = the model it trained."""
+    """Directory or hub id; tiny = the embedded base model; a run's folder = the model that it trained."""
     print: bool = False
-    """Only say how it is started."""
+    """Show the command instead of running it."""
     folder: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """llama_cpp: the folder that the server follows, the run's --sampler.folder."""
+    """llama_cpp: the folder of weights that the server follows, the run's --sampler.folder."""
     host: str = "127.0.0.1"
-    """Where it listens; whoever reaches it can give it weights."""
+    """Address to listen at; anyone who can reach it can replace the weights."""
     port: int = 8000
-    """At which port."""
+    """Port to listen at."""
     dtype: str = "fp32"
     """fp32 or bf16: the learner's precision."""
     context_length: int = 4096
-    """Tokens of a prompt and its completion, at most as many as the model reads."""
+    """Maximum tokens of prompt and completion, up to the model's limit."""
     max_concurrency: int = 16
-    """Requests at a time: --sampler.max-concurrency."""
+    """Maximum concurrent requests: --sampler.max-concurrency."""
     lora: Annotated[str, tyro.conf.arg(metavar="rank=…")] = ""
-    """vllm, sglang: the run's --learner.lora, whose adapter is sent alone; empty = whole weights are."""
+    """The run's --learner.lora, whose adapter is sent alone; empty = all weights are sent."""
     threads: int = 0
-    """llama_cpp: threads; 0 = as many as there are cores."""
-    weight_transport: Literal["folder", "nccl"] = "folder"
-    """vllm: how the run sends weights: --sampler.weight-transport."""
+    """llama_cpp: threads; 0 = one per core."""
+    weight_transport: Annotated[str, tyro.conf.arg(metavar="|".join(WEIGHT_TRANSPORTS))] = FOLDER
+    """The run's --sampler.weight-transport."""
     temperature: float = 1.0
-    """check: the run's."""
+    """check: the run's temperature."""
     logprob_tolerance: float = 0.0
-    """check: nats by which log-probabilities may differ; 0 = 1e-4 in fp32, 0.2 in bf16."""
+    """check: largest accepted difference of log-probabilities in nats; 0 = 1e-4 in fp32, 0.2 in bf16."""
 
     def __post_init__(self) -> None:
+        if self.target not in (*ENGINES, CHECK):
+            raise ConfigError(f"ENGINE must be one of {', '.join(ENGINES)}, or {CHECK}, not {self.target!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype must be fp32 or bf16, not {self.dtype!r}")
-        if (self.target == "check") is not (self.url is not None):
+        if self.weight_transport not in WEIGHT_TRANSPORTS:
+            raise ConfigError(f"--weight-transport must be {FOLDER} or {NCCL}, not {self.weight_transport!r}")
+        if (self.target == CHECK) is not (self.url is not None):
             raise ConfigError(
-                "a server's address is for check: policygrad engine check http://127.0.0.1:8000 --model M"
+                "a server's address belongs to check: policygrad engine check http://127.0.0.1:8000 --model M"
             )
-        if self.weight_transport == "nccl" and self.target == "llama_cpp":
-            raise ConfigError(
-                "a server of llama.cpp takes no weights over NCCL: leave --transfer away, or take vllm or sglang"
-            )
-        if self.lora and self.target not in TAKE_ADAPTERS:
-            raise ConfigError(f"--lora is for servers of {' and '.join(TAKE_ADAPTERS)}: leave it out for {self.target}")
         if (lora := parse_lora(self.lora)) is not None and lora.bits is not None:
             raise ConfigError(
-                "--lora: bits are the learner's, and a server's weights are as its own options say: leave bits out"
+                "--lora: bits are the learner's; the precision of a server's weights is set by its own options. Leave bits out."
             )
-        if self.target == "llama_cpp" and self.folder is None:
-            raise ConfigError(
-                "a server of llama.cpp follows a folder of weights: --folder DIR, and DIR for --sampler.folder of the run"
-            )
+        engine = None if self.target == CHECK else load_engine_class(self.target)
+        if self.lora and (engine is None or not engine.supports_lora):
+            supported = " and ".join(list_engines(lambda e: e.supports_lora))
+            raise ConfigError(f"--lora is for servers of {supported}. Leave it out for {self.target}.")
+        if self.weight_transport == NCCL and engine is not None and engine.transfer_class is None:
+            raise ConfigError(f"a server of {engine.name} loads no weights over NCCL. Leave --weight-transport out.")
 
 
 def engine(args: list[str]) -> int:
-    """`policygrad engine ENGINE|check …`."""
+    """Run `policygrad engine ENGINE|check …`."""
     options = tyro.cli(
         EngineOptions, args=args, prog="policygrad engine", description=wrap_paragraphs(*HELP), config=_CONFIG
     )
-    if options.target == "check":
+    if options.target == CHECK:
         return _check(options)
-    environment, words = build_launch_command(options)
+    environment, argv = build_launch_command(options)
     if options.print:
-        print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)]))
+        print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(argv)]))
         return 0
-    os.environ |= environment | {
-        "PYTHONSAFEPATH": "1"
-    }  # for the server's own processes too, whose Python may be another
+    # PYTHONSAFEPATH: for processes that the server starts too, whose Python may be another one
+    os.environ |= environment | {"PYTHONSAFEPATH": "1"}
     try:
-        os.execvp(words[0], words)
+        os.execvp(argv[0], argv)
     except OSError as error:
-        raise EngineError(f"{words[0]} cannot be started ({error}): install the engine, or run it elsewhere") from error
+        raise EngineError(f"{argv[0]} cannot be started ({error}). Install the engine, or run it elsewhere.") from error
 
 
 def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[str]]:
-    """The environment and the words that start a server."""
+    """Return the environment variables and the argv that start a server."""
     from policygrad.models.loading import resolve_model
-    from policygrad.samplers.engines.launch import COMMANDS, LaunchOptions
+    from policygrad.samplers.engines.base import LaunchOptions
 
+    engine = load_engine_class(options.target)
     model, lora = resolve_model(options.model), parse_lora(options.lora)
     base = adapter_base(model)
-    if (
-        base is not None and options.target in TAKE_ADAPTERS
-    ):  # an adapter's folder, and servers begin with what it adapts
+    if base is not None and engine.supports_lora:  # the folder of an adapter: servers start with its base model
         model, lora = base, lora or read_lora(model)
-    context = min(options.context_length, _reads(model) or options.context_length)
-    start = LaunchOptions(
-        model=model,
-        folder=str(Path(options.folder or ".").expanduser().resolve()),
-        host=options.host,
-        port=options.port,
-        dtype=DTYPES[options.dtype],
-        context_length=context,
-        max_concurrency=options.max_concurrency,
-        threads=options.threads or os.cpu_count() or 1,
-        nccl=options.weight_transport == "nccl",
-        lora=lora,
+    return engine.launch_command(
+        LaunchOptions(
+            model=model,
+            folder=options.folder,
+            host=options.host,
+            port=options.port,
+            dtype=DTYPES[options.dtype],
+            context_length=min(options.context_length, _get_max_positions(model) or options.context_length),
+            max_concurrency=options.max_concurrency,
+            threads=options.threads or os.cpu_count() or 1,
+            weight_transport=options.weight_transport,
+            lora=lora,
+        )
     )
-    return COMMANDS[options.target](start)
 
 
-def _reads(model: str) -> int | None:
-    """Tokens that a model reads at most, as its configuration says."""
+def _get_max_positions(model: str) -> int | None:
+    """Return the maximum tokens that a model reads; None if its configuration does not tell."""
     from transformers import AutoConfig
 
     from policygrad.models.loading import load_error, pretrained_kwargs, read_config
@@ -151,28 +155,29 @@ def _reads(model: str) -> int | None:
 def _check(options: EngineOptions) -> int:
     from policygrad.models.loading import load_model, resolve_model
     from policygrad.models.tokenizer import load_tokenizer
-    from policygrad.samplers.engines.registry import build_engine_sampler, detect_engine
 
     url = str(options.url).rstrip("/")
-    name = asyncio.run(detect_engine(url))
     config = SamplerConfig(
-        engine=name, urls=(url,), max_concurrency=options.max_concurrency, logprob_tolerance=options.logprob_tolerance
+        engine=asyncio.run(detect_engine(url)),
+        urls=(url,),
+        max_concurrency=options.max_concurrency,
+        logprob_tolerance=options.logprob_tolerance,
     )
-    named = (
+    name = (
         adapter_base(resolve_model(options.model)) or options.model
-    )  # an adapter is sent to it, beside what it draws from now
-    model = load_model(named, dtype=options.dtype)
+    )  # a server samples from the base until an adapter is loaded
+    model = load_model(name, dtype=options.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = load_tokenizer(named, model)
+        tokenizer = load_tokenizer(name, model)
         sampler = build_engine_sampler(config, model, tokenizer, Path(folder) / "weights", options.temperature)
 
-        async def probed() -> str:
+        async def probe() -> str:
             try:
                 await sampler.handshake(url)
-                found = await sampler.probe(url)
+                result = await sampler.probe(url)
             finally:
                 await sampler.close()
-            return f"{found.tokens} tokens, log-probabilities within {found.difference:.2g} nats of the model's own"
+            return f"{result.tokens} tokens, log-probabilities within {result.difference:.2g} nats of the model's own"
 
-        print(f"{sampler.name} at {url} draws from {named}: {asyncio.run(probed())}")
+        print(f"{sampler.name} at {url} samples from {name}: {asyncio.run(probe())}")
     return 0

@@ -60,8 +60,8 @@ def resolve_environment(option: Any, argument: EnvironmentFactory | None = None)
 
 def split_environment_name(name: str) -> tuple[str, str] | None:
     """Split `family:name` for the families of other libraries; None for any other name."""
-    family, _, rest = name.partition(":")
-    return (family, rest) if family in FAMILIES and rest else None
+    family, _, target = name.partition(":")
+    return (family, target) if family in FAMILIES and target else None
 
 
 def code_references(name: str) -> list[str]:
@@ -73,12 +73,12 @@ def code_references(name: str) -> list[str]:
     parts = split_environment_name(name)
     if parts is None:
         return [name.rpartition(":")[0] or name]
-    family, rest = parts
+    family, target = parts
     if family == "openenv":
-        return [to_http_url(rest)]
+        return [to_http_url(target)]
     if family == "verifiers":
-        return [taskset_module(rest)]
-    return [rest.partition(":")[0]] if family == "gymnasium" and ":" in rest else []
+        return [taskset_module(target)]
+    return [target.partition(":")[0]] if family == "gymnasium" and ":" in target else []
 
 
 def to_http_url(address: str) -> str:

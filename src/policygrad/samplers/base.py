@@ -1,4 +1,4 @@
-"""What a sampler is: requests in, generations out, token ids both ways. An engine is one file that does this."""
+"""The interface of a sampler: requests in, generations out, token ids in both directions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policygrad.weight_sync.base import PublishedWeights
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The distribution completions are drawn from. The policy *is* this distribution: log-probabilities are taken under it."""
+    """The distribution that completions are sampled from. It is the policy: log-probabilities are taken under it."""
 
     temperature: float = 1.0
     """Divides the logits; 0 = greedy."""
@@ -26,13 +26,13 @@ class SamplingParams:
     top_k: int = 0
     """Keep the k most probable tokens; 0 = all."""
     max_tokens: int = 32
-    """Generation budget, sampled tokens per completion."""
+    """Maximum sampled tokens per completion."""
     decode_rows: int = 512
-    """Completions decoded at a time: fewer take less memory, more are faster; the draws are the same."""
+    """Completions decoded at a time: fewer use less memory, more are faster. The samples do not depend on it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"sampling.temperature must be at least 0 and finite, not {self.temperature}")
+            raise ConfigError(f"sampling.temperature must be finite and at least 0, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling.top_p must be in (0, 1], not {self.top_p}")
         if self.top_k < 0:
@@ -44,81 +44,82 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens of the policy can never be drawn."""
+        """True if top-k or top-p gives some tokens probability 0."""
         return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion to draw. Requests that share their `tokens` (the same tensor) are read once by a sampler that can."""
+    """One completion to sample. A sampler may read a prompt once for all requests that share the same `prompt_ids` tensor."""
 
     prompt_ids: Tensor
-    """[P] int64, at least one: everything before what is to be drawn."""
+    """[P] int64, P ≥ 1: everything before the completion."""
     key: tuple[int, ...]
-    """Names its random numbers: the same key and weights draw the same, whatever else is asked beside it."""
+    """Seeds the random numbers: the same key and weights give the same completion, whatever else is in the batch."""
     sampling: SamplingParams
     max_tokens: int
-    """Tokens that may be drawn, at least one."""
+    """Maximum tokens to sample, at least 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """What was drawn for a request."""
+    """The completion of one request."""
 
     tokens: Tensor
-    """[n] int64, the end token included where it was sampled."""
+    """[n] int64, including the end token if it was sampled."""
     logp: Tensor
-    """[n] nats, under the distribution that was really sampled from."""
+    """[n] nats, under the distribution that was actually sampled from."""
     finish_reason: Literal["stop", "length"]
-    """stop: the policy ended it; length: the budget did."""
+    """stop: the policy sampled an end token; length: `max_tokens` was reached."""
     version: int | Tensor
-    """Of the weights that drew it; [n] int64 where they changed on the way."""
+    """Version of the weights; [n] int64 if they changed during the completion."""
     routed_experts: Tensor | None = None
-    """[P + n, layers, k] int16; the experts that each token of the request and of the answer was sent to, -1 where it was not
-    read (the last one). None = a model without experts, or nobody asked."""
+    """[P + n, layers, k] int16: the experts that each token of prompt and completion was routed to, -1 for a token that was not
+    read (the last one). None = no experts, or not recorded."""
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Draws completions under some version of the policy."""
+    """Samples completions from some version of the policy."""
 
     async def generate(self, requests: Sequence[Request]) -> Sequence[Generation]:
-        """One generation per request, in their order."""
+        """Return one generation per request, in order."""
         ...
 
     async def update(self, weights: PublishedWeights) -> Metrics | None:
-        """Returns when what is drawn from now on is drawn with these weights, and its version says so.
+        """Load these weights; everything sampled after the return is sampled with them and has their version.
 
-        What it returns are metrics of the step, if any.
+        Returns:
+            Metrics of the step, if any.
         """
         ...
 
 
 @runtime_checkable
 class AsyncCloseable(Protocol):
-    """A sampler that has something to end with the run: connections, servers."""
+    """A sampler that holds resources until the run ends: connections, servers."""
 
     async def close(self) -> None:
-        """Ends it."""
+        """Release them."""
         ...
 
 
 @runtime_checkable
 class SupportsInFlightUpdates(Sampler, Protocol):
-    """A sampler that may be given weights while it generates, where it says so: what is drawn from then on is drawn with them, and
-    each token says its version."""
+    """A sampler whose weights may be updated while it generates, if `in_flight` is true. Later tokens are sampled with the new
+    weights, and each token has its own version."""
 
     in_flight: bool
 
 
 CompletionCallback = Callable[[Sequence[tuple[Request, Tensor]]], None]
-"""Looks in after every token of a batch, with the requests that are over with it, be they none, and their tokens [n] int64."""
+"""Called with the completions finished since the last call, [(request, tokens [n] int64)], and from time to time with none."""
 
 
 @runtime_checkable
 class SupportsStreaming(Sampler, Protocol):
-    """A sampler that says what is over while it goes on with others, so that it can be judged meanwhile. None need be one."""
+    """A sampler that reports completions as they finish, so that they can be scored while others are still being sampled."""
 
     def on_completion(self, callback: CompletionCallback) -> AbstractContextManager[object]:
-        """What is generated inside is told to `watch`; what it raises ends the generating."""
+        """Call `callback` while the context is active. An exception raised by it ends `generate`."""
         ...

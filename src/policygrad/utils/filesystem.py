@@ -1,4 +1,4 @@
-"""Files that are on the disk, and that others may read: what checkpoints and published weights share."""
+"""Files and folders: durable and atomic writes, bounded reads of files that others may have written, and locks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from typing import IO, Any
 
 from policygrad.errors import RunError
 
+# Durable and atomic writes.
+
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk. Raises OSError."""
+    """Flush a file, or the names in a directory, to the disk. Raises OSError."""
     if path.is_dir() and os.name == "nt":  # Windows cannot open a directory; NTFS journals its names itself
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -36,164 +38,23 @@ def fsync_path(path: Path) -> None:
 
 
 def apply_default_permissions(folder: Path) -> None:
-    """Gives every file below a folder the mode that any new file gets there: safetensors makes its own 0600, whatever the umask.
-
-    Raises OSError.
-    """
+    """Give every file in a folder the mode of a new file there: safetensors makes its own 0600, whatever the umask. Raises
+    OSError."""
     probe = folder / ".tmp-mode"
-    probe.touch()  # the only way to learn the umask that changes it for no other thread, and a folder's default ACL with it
+    probe.touch()  # reads the umask without changing it for other threads, and applies the folder's default ACL
     mode = stat.S_IMODE(probe.stat().st_mode)
     probe.unlink()
     for path in folder.rglob("*"):
         if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
-            with contextlib.suppress(
-                PermissionError
-            ):  # a mount that has modes and lets nobody change them: no reason to lose a file
+            with contextlib.suppress(PermissionError):  # some mounts do not allow it, which is no reason to lose a file
                 path.chmod(mode)
 
 
-# Reads files that somebody else may have written: bounded in size, depth and range of numbers, and without waiting for anybody.
-
-MAX_CONFIG_BYTES = 2**20
-"""Bytes of a configuration: a hundred times a run's, and what is parsed in no time."""
-MAX_LINE_BYTES = 2**26
-"""Bytes of one JSON line, a completion of millions of tokens among them."""
-MAX_DEPTH = 100
-"""Brackets in brackets: a run's files have six, and Python's own parsers and writers fail near 1,000."""
-_LONG_NUMBER = re.compile(rb"\d{100}|[eE]\+?\d{3}")
-"""Without one of these a number is below 1e200; inside of text it means nothing, and the numbers are looked at one by one."""
-
-
-class UnusableDataError(ValueError):
-    """A file that is well formed and cannot be used: nested too deeply, or with a number that no float holds."""
-
-
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: it cannot be read, or is a pipe, a device or a folder, which might be waited for, or read, without an end.
-    """
-    descriptor = _open(path)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def read_text_bounded(path: Path, largest: int = MAX_CONFIG_BYTES) -> str:
-    """Read the text of a file, or of a pipe such as a shell's `<(…)`.
-
-    Raises:
-        OSError: it cannot be read, is larger than `largest`, as a device without an end is, or is a pipe that nobody writes to.
-        UnicodeDecodeError: it is not UTF-8.
-    """
-    descriptor = _open(path)
-    with os.fdopen(descriptor, "rb") as file:
-        if hasattr(os, "O_NONBLOCK"):
-            os.set_blocking(descriptor, True)
-        data = file.read(largest + 1)
-        if len(data) > largest:
-            raise OSError(errno.EFBIG, f"it is larger than {largest >> 20} MiB; is it the right file?")
-        if not data and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EPIPE, "it is a pipe that nobody writes to")
-    return data.decode("utf-8-sig")
-
-
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file. Raises OSError: it cannot be read, is no regular file, or see `iter_lines`."""
-    with open_regular(path) as file:
-        yield from iter_lines(file)
-
-
-def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines from here on. Raises OSError for a line of more than `MAX_LINE_BYTES` bytes."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            raise OSError(errno.EFBIG, f"a line of it is longer than {MAX_LINE_BYTES >> 20} MiB; is it the right file?")
-        yield line
-
-
-def read_json(path: Path, largest: int = MAX_LINE_BYTES) -> Any:
-    """Parse a file that holds one JSON value.
-
-    Raises:
-        OSError: as `read_text_bounded`.
-        ValueError: it is not UTF-8 or no JSON. Unusable: see `parse_json`.
-    """
-    return parse_json(read_text_bounded(path, largest))
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON that other programs can hold too.
-
-    Raises:
-        ValueError: no JSON. Unusable: NaN, an infinity, a number that no float holds, or brackets nested deeper than `MAX_DEPTH`.
-    """
-    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-    hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _number} if _LONG_NUMBER.search(data) else {}
-    try:
-        value = json.loads(text, parse_constant=_number, **hooks)
-    except RecursionError:
-        raise UnusableDataError(f"brackets in brackets, deeper than {MAX_DEPTH}") from None
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
-    return value
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        OSError, UnicodeDecodeError: as `read_text_bounded`. tomllib.TOMLDecodeError: no TOML.
-        ValueError: an integer of thousands of digits. Unusable: tables or brackets nested deeper than `MAX_DEPTH`.
-    """
-    try:
-        data = tomllib.loads(read_text_bounded(path))
-    except RecursionError:
-        raise UnusableDataError("brackets in brackets, too deep") from None
-    _check_depth(data)
-    return data
-
-
-def _open(path: Path) -> int:
-    # a named pipe would be waited for until somebody writes to it
-    try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except ValueError as error:
-        raise OSError(errno.EINVAL, "its name holds a NUL character") from error
-
-
-def _integer(text: str) -> int:
-    _number(text)
-    return int(text)
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        shown = text if len(text) <= 20 else f"{text[:20]}… ({len(text)} digits)"
-        raise UnusableDataError(f"{shown} is no finite number, or none that a float holds")
-    return value
-
-
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise UnusableDataError(f"brackets in brackets, deeper than {MAX_DEPTH}")
-        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
-
-
-# Files and folders that are whole on the disk, or as they were.
-
-
 def install_folder(temporary: Path, final: Path) -> Path:
-    """Rename a folder into place. One of the same name is first moved to `.old`, which loads just as well; its path."""
+    """Rename a folder into place. An existing one is first renamed to `.old`, which can be loaded as well; return that path."""
     old = final.with_name(final.name + ".old")
     if final.exists():
-        shutil.rmtree(old, ignore_errors=True)  # of a process killed before it could delete it
+        shutil.rmtree(old, ignore_errors=True)  # left by a process that was killed before it could delete it
         os.replace(final, old)
     try:
         os.replace(temporary, final)
@@ -205,14 +66,8 @@ def install_folder(temporary: Path, final: Path) -> Path:
     return old
 
 
-def is_disk_full(error: Exception) -> bool:
-    """Whether it was for want of space that something could not be written; safetensors wraps the OSError in its own."""
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    return full or re.search(r"os error (28|122)\b", str(error)) is not None
-
-
 def write_atomically(path: Path, text: str) -> None:
-    """The file whole, or as it was. Raises RunError with the file's name."""
+    """Write a file completely, or leave it as it was. Raises RunError with the file's name."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -220,46 +75,193 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except (OSError, UnicodeError) as error:  # the second: half a character, which a command line may hold
+    except (OSError, UnicodeError) as error:  # UnicodeError: a lone surrogate, which a command line may contain
         temporary.unlink(missing_ok=True)
         raise RunError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
 
 
-# A file that one process at a time holds, for as long as it lives: the operating system lets go of it, however a process ends.
+def is_disk_full(error: Exception) -> bool:
+    """Return True if a write failed for lack of space; safetensors wraps the OSError in its own error."""
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return full or re.search(r"os error (28|122)\b", str(error)) is not None
+
+
+# Reads of files that others may have written: bounded in size, depth and range of numbers, and never blocking.
+
+MAX_CONFIG_BYTES = 2**20
+"""Maximum size of a configuration: a hundred times a run's, and fast to parse."""
+MAX_LINE_BYTES = 2**26
+"""Maximum size of one JSON line, enough for a completion of millions of tokens."""
+MAX_DEPTH = 100
+"""Maximum nesting of brackets: a run's files have six, and Python's own parsers and writers fail near 1,000."""
+_LONG_NUMBER = re.compile(rb"\d{100}|[eE]\+?\d{3}")
+"""A number without such a part is below 1e200. Inside a string a match means nothing; it only makes parsing check every number."""
+
+
+class UnusableDataError(ValueError):
+    """Well-formed data that cannot be used: nested too deeply, or with a number outside the range of a float."""
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: It cannot be read, or is a pipe, a device or a folder, which could block or never end.
+    """
+    descriptor = _open_nonblocking(path)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text_bounded(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
+    """Read the text of a file, or of a pipe such as a shell's `<(…)`.
+
+    Raises:
+        OSError: It cannot be read, is larger than `max_bytes` (as an endless device is), or is a pipe without a writer.
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    descriptor = _open_nonblocking(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if hasattr(os, "O_NONBLOCK"):
+            os.set_blocking(descriptor, True)
+        data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB; is it the right file?")
+        if not data and stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EPIPE, "it is a pipe without a writer")
+    return data.decode("utf-8-sig")
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file. Raises OSError as `open_regular` and `iter_lines`."""
+    with open_regular(path) as file:
+        yield from iter_lines(file)
+
+
+def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the remaining lines. Raises OSError for a line of more than `MAX_LINE_BYTES`."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"it has a line longer than {MAX_LINE_BYTES >> 20} MiB; is it the right file?")
+        yield line
+
+
+def read_json(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Any:
+    """Parse a file with one JSON value.
+
+    Raises:
+        OSError: As in `read_text_bounded`.
+        ValueError: It is not UTF-8, or not JSON. UnusableDataError as in `parse_json`.
+    """
+    return parse_json(read_text_bounded(path, max_bytes))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that other programs can represent too.
+
+    Raises:
+        ValueError: It is not JSON.
+        UnusableDataError: NaN, an infinity, a number outside the range of a float, or brackets nested deeper than `MAX_DEPTH`.
+    """
+    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+
+    def parse_int(number: str) -> int:
+        _parse_float(number)  # raises if it is out of range
+        return int(number)
+
+    hooks: dict[str, Any] = {"parse_int": parse_int, "parse_float": _parse_float} if _LONG_NUMBER.search(data) else {}
+    try:
+        value = json.loads(text, parse_constant=_parse_float, **hooks)
+    except RecursionError:
+        raise UnusableDataError(f"brackets nested deeper than {MAX_DEPTH}") from None
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        OSError, UnicodeDecodeError: As in `read_text_bounded`.
+        ValueError: It is not TOML (tomllib.TOMLDecodeError), or has an integer of thousands of digits.
+        UnusableDataError: Tables or brackets nested deeper than `MAX_DEPTH`.
+    """
+    try:
+        data = tomllib.loads(read_text_bounded(path))
+    except RecursionError:
+        raise UnusableDataError(f"brackets nested deeper than {MAX_DEPTH}") from None
+    _check_depth(data)
+    return data
+
+
+def _open_nonblocking(path: Path) -> int:
+    # a blocking open of a named pipe waits for a writer
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "its name contains a NUL character") from error
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        shown = text if len(text) <= 20 else f"{text[:20]}… ({len(text)} digits)"
+        raise UnusableDataError(f"{shown} is not a finite number, or outside the range of a float")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise UnusableDataError(f"brackets nested deeper than {MAX_DEPTH}")
+        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
+
+
+# A lock on a file, held as long as the process lives: the operating system releases it, however the process ends.
+#
+# The package filelock does not fit: it hides the descriptor, to which the owner is written and which a comparison's runs inherit,
+# and on file systems without locks it makes a marker file that outlives a killed process.
 
 try:
     import fcntl
-except ImportError:  # not a Unix: what the file says is then nobody's promise, and nobody is refused
+except ImportError:  # not Unix: no process is refused
     fcntl = None  # type: ignore[assignment]
 
 HAS_FILE_LOCKS = fcntl is not None
-"""Whether this system has such locks."""
+"""True if the operating system has such locks."""
 LOCK_POLL_SECONDS = 0.2
-"""Seconds between tries for a lock that is waited for."""
+"""Seconds between attempts to acquire a lock."""
 MAX_SHOWN_COMMAND = 200
-"""Characters of another process's command that are shown."""
+"""Characters of another process's command in a message."""
 WAIT_HINT = "wait for it, or stop it; two would do everything twice"
-_LARGEST = 2**20
-"""Bytes of a lock's file that are read: a command line has as many at most."""
-_NONE_HERE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def hold_lock(path: Path, *, hint: str = WAIT_HINT, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
-    """Holds the file, for which it waits as long as `wait` says so. A child that is given the descriptor holds it too.
+    """Hold a lock during the context. A child process that inherits the descriptor holds it too.
+
+    Args:
+        hint: How to proceed, for the error message.
+        wait: Returns True as long as the lock is to be waited for.
 
     Raises:
-        RunError: another process holds it, or it cannot be opened or written.
+        RunError: Another process holds it, or the file cannot be opened or written.
     """
     try:
         file = acquire_lock(path, hint=hint, wait=wait)
     except OSError as error:
-        raise RunError(f"{path} cannot be locked: {error.strerror}; see to it, or delete it") from error
+        raise RunError(f"{path} cannot be locked: {error.strerror}. Check its permissions, or delete it.") from error
     with file:
         try:
             write_lock_owner(file)
         except OSError as error:
-            raise RunError(f"{path} cannot be written: {error.strerror}; see to it") from error
+            raise RunError(f"{path} cannot be written: {error.strerror}") from error
         yield file
 
 
@@ -270,73 +272,70 @@ def acquire_lock(
     wait: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda text: None,
 ) -> IO[bytes]:
-    """The open file, held until it is closed. note: hears that a file system (some NFS) has no locks; one goes on.
+    """Return the open file, whose lock is held until it is closed.
+
+    Args:
+        hint, wait: As in `hold_lock`.
+        note: Called with a warning if the file system has no locks (some NFS); the file is then returned unlocked.
 
     Raises:
-        RunError: another process holds it, named as far as it is known, with the way out; or it is no file that can be held.
-        OSError: the file cannot be opened or written.
+        RunError: Another process holds it (the message has its pid, host, start and command), or it is no regular file.
+        OSError: The file cannot be opened or written.
     """
     while True:
         if path.exists() and not path.is_file():
-            raise RunError(f"{path} is no regular file, and a lock has to be one: move it elsewhere, or delete it")
-        file = path.open("a+b", buffering=0)  # nothing is left to write when it is closed, on a full disk say
+            raise RunError(f"{path} is not a regular file, which a lock has to be: move it elsewhere, or delete it")
+        file = path.open("a+b", buffering=0)  # nothing is left to write when it is closed, for example on a full disk
         try:
-            while not _taken(file, path, note):
+            while not _try_lock(file, path, note):
                 if not wait():
-                    raise RunError(f"another process is at work on {path.parent}{_words(file)}: {hint}")
+                    raise RunError(f"another process is at work on {path.parent}{_describe_owner(file)}: {hint}")
                 time.sleep(LOCK_POLL_SECONDS)
-            if _is(file, path):
-                return file
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
         except BaseException:
             file.close()
             raise
-        file.close()  # whoever held it has deleted it with its folder
+        file.close()  # the previous owner has deleted it with its folder
 
 
-def _taken(file: IO[bytes], path: Path, note: Callable[[str], None]) -> bool:
+def _try_lock(file: IO[bytes], path: Path, note: Callable[[str], None]) -> bool:
     if not HAS_FILE_LOCKS:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # the second: as some file systems of a network say it
+    except (BlockingIOError, PermissionError):  # PermissionError: some network file systems
         return False
     except OSError as error:
-        if error.errno not in _NONE_HERE:
+        if error.errno not in _UNSUPPORTED:
             raise
-        note(f"{path} cannot be locked ({error.strerror}): nothing keeps a second process out of {path.parent}")
+        note(f"{path} cannot be locked ({error.strerror}): a second process in {path.parent} would not be noticed")
     return True
 
 
-def _is(file: IO[bytes], path: Path) -> bool:
-    """Whether the name still stands for the file that is open."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def write_lock_owner(file: IO[bytes]) -> None:
-    """Writes who holds it, for others to read; it means nothing once this process is gone. Raises OSError."""
+    """Write this process's pid, host, time and command for others to read. Raises OSError."""
     program = Path(sys.argv[0])
     command = shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]])
-    who = {
+    owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command,
     }
     file.truncate(0)
-    file.write(json.dumps(who).encode() + b"\n")
+    file.write(json.dumps(owner).encode() + b"\n")
     file.flush()
 
 
-def _words(file: IO[bytes]) -> str:
-    """Who holds it, in brackets; nothing where the file does not say (it is being written, say)."""
+def _describe_owner(file: IO[bytes]) -> str:
+    """Return the owner in parentheses; empty if the file does not tell (it may be being written)."""
     file.seek(0)
     try:
-        who = parse_json(file.read(_LARGEST))
-        command = str(who["command"])
+        owner = parse_json(file.read(MAX_CONFIG_BYTES))
+        command = str(owner["command"])
         command = command if len(command) <= MAX_SHOWN_COMMAND else f"{command[:MAX_SHOWN_COMMAND]} …"
-        return f" (pid {who['pid']} on {who['host']}, since {who['since']}: {command})"
+        return f" (pid {owner['pid']} on {owner['host']}, since {owner['since']}: {command})"
     except (ValueError, KeyError, TypeError):
         return ""

@@ -1,10 +1,11 @@
-"""The callback by which the program reports its progress."""
+"""The callback by which long operations report their progress. It stands below all rooms because rewards, samplers and training
+report through it."""
 
 from collections.abc import Callable
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with what happens now, the number of results so far, and their total; an empty text clears it."""
+"""(description, done, total); an empty description ends the report."""
 
 
-def ignore_progress(text: str, done: int, total: int) -> None:
-    """Report nothing."""
+def ignore_progress(description: str, done: int, total: int) -> None:
+    """Do nothing."""

@@ -1,4 +1,4 @@
-"""The signals that ask a process to end, and who handles them."""
+"""The signals that ask a process to stop, and their handlers."""
 
 from __future__ import annotations
 
@@ -7,91 +7,127 @@ import sys
 import threading
 import time
 from _thread import interrupt_main, start_new_thread
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Ctrl-C, a scheduler's word, a terminal that has gone; as many of them as the system has."""
+"""Ctrl-C, the signal of a scheduler, and that of a closed terminal, as far as the system has them."""
 DUPLICATE_WINDOW_SECONDS = 0.5
-"""Seconds in which signals are one: `timeout`, shells, terminals and torchrun send theirs to a process and to its group."""
-_LOOKS = 0.01
-"""Seconds between looks at whether an import is over."""
+"""Signals within this time count as one: `timeout`, shells, terminals and torchrun signal both a process and its group."""
+_POLL_SECONDS = 0.01
 
 
 class SignalHandlers:
-    """A context in which these signals call `handler`, which may raise, in the main thread; outside of that it changes nothing.
-    What handled them before does so again afterwards. A SIGHUP that is ignored (nohup) stays ignored.
+    """A context manager in which `handler`, which may raise, handles these signals in the main thread; in other threads it changes
+    nothing. Previous handlers are restored at the end. An ignored SIGHUP (nohup) stays ignored.
 
-    A signal that lands in an import waits until that is over: what is raised in the midst of one may be lost with its lock, be made
-    into another error (of a class's descriptor, of a package that imports its parts when they are asked for) or leave half a module
-    behind. Imports that were under way at the beginning do not count: a program that is itself imported can be stopped, too. And an
-    import may take long that runs somebody's program: the same signal once more is not kept waiting.
+    A signal during an import is delivered after it: an exception inside one may be lost with the import lock, be replaced by
+    another error (by a class's descriptor, or a package that imports its parts lazily), or leave a half-imported module. Imports
+    that were running when the context started do not count, so that a program that is itself imported can be stopped. As an
+    import that runs a user's program may take long, a second signal is delivered at once.
     """
 
     def __init__(
         self, handler: Callable[[int, FrameType | None], Any], numbers: Sequence[signal.Signals] = SIGNALS
     ) -> None:
         self._handler, self._numbers = handler, numbers
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
         self._imports = 0
-        self._waiting: dict[int, float] = {}
-        """Since when, of signals that wait for an import."""
-        self._lock = threading.Lock()  # so that none is sent to who no longer handles it, which would end the process
+        self._deferred: dict[int, float] = {}
+        """Signals that wait for an import, and since when."""
+        self._lock = (
+            threading.Lock()
+        )  # so that none is sent after the handlers are restored, which would kill the process
 
     def __enter__(self) -> Self:
-        self._imports = _imports(sys._getframe())
-        hung_up = getattr(signal, "SIGHUP", None)
+        self._imports = _count_imports(sys._getframe())
+        sighup = getattr(signal, "SIGHUP", None)
         with suppress(ValueError):  # not the main thread
             for number in self._numbers:
-                if number != hung_up or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._come)
+                if number != sighup or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
-            while self._before:
-                number, handler = self._before.popitem()
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by other than Python
+            while self._previous:
+                number, handler = self._previous.popitem()
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
 
     @property
     def active(self) -> bool:
-        """Whether it handles anything."""
-        return bool(self._before)
+        """True if it handles any signal."""
+        return bool(self._previous)
 
     def send(self, number: signal.Signals) -> None:
-        """From any thread to the main one, which it wakes if that is waiting (not on Windows); nothing once the context is over."""
+        """Send a signal to the main thread from any thread, and wake it if it waits (not on Windows). Does nothing outside of the
+        context."""
         main = threading.main_thread().ident
         with self._lock:
-            if number not in self._before or main is None:
+            if number not in self._previous or main is None:
                 return
             if hasattr(signal, "pthread_kill"):
                 signal.pthread_kill(main, number)
             else:
                 interrupt_main(number)
 
-    def _come(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if _imports(frame) <= self._imports or now - self._waiting.get(number, now) > DUPLICATE_WINDOW_SECONDS:
-            self._waiting.pop(number, None)
+        is_repeated = now - self._deferred.get(number, now) > DUPLICATE_WINDOW_SECONDS
+        if _count_imports(frame) <= self._imports or is_repeated:
+            self._deferred.pop(number, None)
             self._handler(number, frame)
-        elif number not in self._waiting:
-            self._waiting[number] = now
-            start_new_thread(self._wait, (signal.Signals(number),))  # no Thread: its lock may be what was interrupted
+        elif number not in self._deferred:
+            self._deferred[number] = now
+            # no threading.Thread: the interrupted code may hold its lock
+            start_new_thread(self._deliver_after_import, (signal.Signals(number),))
 
-    def _wait(self, number: signal.Signals) -> None:
+    def _deliver_after_import(self, number: signal.Signals) -> None:
         main = threading.main_thread().ident or 0
-        while _imports(sys._current_frames().get(main)) > self._imports:
-            time.sleep(_LOOKS)
-        if self._waiting.pop(number, None) is not None:  # None: it did not wait
+        while _count_imports(sys._current_frames().get(main)) > self._imports:
+            time.sleep(_POLL_SECONDS)
+        if self._deferred.pop(number, None) is not None:  # None: delivered already
             self.send(number)
 
 
-def _imports(frame: FrameType | None) -> int:
-    """How many frames of Python's own importing are on this stack."""
+def _count_imports(frame: FrameType | None) -> int:
+    """Count the frames of Python's import system on a stack."""
     count = 0
     while frame is not None:
         count += frame.f_code.co_filename.startswith("<frozen importlib._bootstrap")
         frame = frame.f_back
     return count
+
+
+@contextmanager
+def defer_signals() -> Iterator[None]:
+    """Deliver signals after the context, for a collective operation of several processes that must not be left halfway. A second
+    signal, unless it is a duplicate, raises KeyboardInterrupt at once. Only the main thread is affected."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[tuple[int, float]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if received and time.monotonic() - received[0][1] > DUPLICATE_WINDOW_SECONDS:
+            raise KeyboardInterrupt
+        received.append((number, time.monotonic()))
+
+    previous = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    try:
+        for number in previous:
+            signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0][0])
+
+
+def ignore_signals() -> None:
+    """Ignore the signals from now on, in a process that another one stops: terminals and torchrun signal all of them."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What a user wrote and names here: `module:NAME`, or `path/to/file.py:NAME`; loaded, and written so that it is found again."""
+"""Code that a user names as `module:NAME` or `path/to/file.py:NAME`: loading it, and finding its name and place again."""
 
 from __future__ import annotations
 
@@ -19,66 +19,76 @@ from policygrad.errors import ConfigError
 
 
 def is_user_reference(name: str) -> bool:
-    """Whether a name is one of a module or a file, not of policygrad."""
+    """Return True for a name in a module or a file, False for one of policygrad's own."""
     return ":" in name or name.endswith(".py")
 
 
 def load_object(name: str, what: str, kind: type | tuple[type, ...] | None = None) -> Any:
-    """The object called `name`.
+    """Return the object that `module:NAME` or `path/to/file.py:NAME` names.
 
-    what: begins the message of a refusal. kind: what is looked for; it says which names are near, the caller checks what it gets.
+    Args:
+        what: Starts error messages.
+        kind: The expected type, by which an error message chooses similar names. The caller checks the result.
 
     Raises:
-        ConfigError: no such file, module or attribute, or one that raises when loaded, with file, line and near names.
+        ConfigError: There is no such file, module or attribute, or loading it raises; with file, line and similar names.
     """
     path, colon, attribute = name.rpartition(":")
     if not colon or not attribute:
-        _no_attribute(load_module(path or name, what), path or name, "", what, kind)
+        _raise_no_attribute(load_module(path or name, what), path or name, "", what, kind)
     module = load_module(path, what)
-    found: Any = module
-    for word in attribute.split("."):
-        if not hasattr(found, word):
-            _no_attribute(module, path, attribute, what, kind)
-        found = getattr(found, word)
-    return found
+    result: Any = module
+    for part in attribute.split("."):
+        if not hasattr(result, part):
+            _raise_no_attribute(module, path, attribute, what, kind)
+        result = getattr(result, part)
+    return result
 
 
 def load_module(path: str, what: str) -> Any:
-    """The module of a name or of a file; one in the current folder counts, as it would for a script there.
+    """Import a module by its name or file. Modules in the current folder are found, as by a script there.
 
     Raises:
-        ConfigError: as `load_object`.
+        ConfigError: As in `load_object`.
     """
-
     if path.endswith(".py"):
         file = Path(path).expanduser().resolve()
         if not file.is_file():
-            here = [str(p.relative_to(file.parent)) for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-            raise ConfigError(f"{what}: there is no file {file}: {_nearest(file.name, here, 'its folder has')}")
+            siblings = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+            raise ConfigError(f"{what}: there is no file {file}: {_suggest(file.name, siblings, 'its folder has')}")
         module = load_file(str(file), what)
-        _check_neighbours(file, what)
+        _check_sibling_modules(file, what)
         return module
     add_cwd_to_path(path)
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name and f"{path}.".startswith(f"{error.name}."):
-            near = _nearest(path, [p.stem for p in Path.cwd().glob("*.py")], "the current folder has")
+            hint = _suggest(path, [p.stem for p in Path.cwd().glob("*.py")], "the current folder has")
             raise ConfigError(
-                f"{what}: there is no module {error.name!r}: {near}; a file elsewhere is path/to/file.py:NAME"
+                f"{what}: there is no module {error.name!r}: {hint}; a file elsewhere is path/to/file.py:NAME"
             ) from error
         raise ConfigError(f"{what}: {path} needs the module {error.name!r}: install it") from error
     except (Exception, SystemExit) as error:
-        origin = _file_of(error, path)
-        said = describe_exception(error, origin)
-        raise ConfigError(f"{what}: importing {origin or path} raised {said}; fix that first") from error
-    _check_which(module, path, what)
+        origin = error.filename if isinstance(error, SyntaxError) else None
+        try:
+            spec = importlib.util.find_spec(path)
+            origin = spec.origin if spec else None
+        except (ImportError, ValueError):
+            pass
+        reason = describe_exception(error, origin)
+        raise ConfigError(f"{what}: importing {origin or path} raised {reason}; fix that first") from error
+    local, loaded = Path.cwd() / (path.replace(".", "/") + ".py"), getattr(module, "__file__", None)
+    if local.is_file() and (loaded is None or Path(loaded).resolve() != local.resolve()):
+        raise ConfigError(
+            f"{what}: {path!r} is {loaded or 'a module of Python'}, not {local}, which has the same name: write the file, "
+            f"{local.relative_to(Path.cwd())}:NAME"
+        )
     return module
 
 
 def import_path(kind: type) -> str:
-    """`module:Class`, or `/path/to/file.py:Class` of a file that was loaded as such: what `load_object` finds again."""
-
+    """Return `module:Class`, or `/path/to/file.py:Class` if it was loaded from a file, for `load_object`."""
     name = kind.__module__
     if name.startswith(FILE_MODULE):
         name = str(sys.modules[name].__file__)
@@ -86,115 +96,92 @@ def import_path(kind: type) -> str:
 
 
 def find_definition(thing: Any) -> str:
-    """`path/to/file.py:12` of a class or a function, from the current folder where it is below it; "" where there is no source."""
+    """Return `path/to/file.py:12` of a class or a function, relative to the current folder if below it; "" without a source."""
     try:
         file, (rows, line) = inspect.getsourcefile(thing), inspect.getsourcelines(thing)
     except (OSError, TypeError):
         return ""
     decorators = next((i for i, row in enumerate(rows) if row.lstrip().startswith(("class ", "def "))), 0)
-    return f"{_shown(Path(file or ''))}:{line + decorators}"
+    return f"{_relative(Path(file or ''))}:{line + decorators}"
 
 
 def find_assignment(name: str) -> str:
-    """`path/to/file.py:12` of the line that gives a module's `NAME = …`; of the file alone where no line does."""
+    """Return `path/to/file.py:12` of the line with a module's `NAME = …`, or the file alone if there is no such line."""
     path, _, attribute = name.rpartition(":")
     file = getattr(load_module(path, name), "__file__", None)
     if not file:
         return path
-    shown = _shown(Path(file))
-    lines = [node.lineno for node in _assignments(Path(file)) if attribute in _targets(node)]
-    return f"{shown}:{lines[-1]}" if lines else str(shown)
+    lines = []
+    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            lines += [node.lineno for target in targets if isinstance(target, ast.Name) and target.id == attribute]
+    return f"{_relative(Path(file))}:{lines[-1]}" if lines else str(_relative(Path(file)))
 
 
-def _shown(file: Path) -> Path:
-    """From the current folder where it is below it."""
+def _relative(file: Path) -> Path:
     return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
 
 
-def _assignments(file: Path) -> list[ast.Assign | ast.AnnAssign]:
-    nodes = ast.parse(file.read_text(encoding="utf-8")).body
-    return [node for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign))]
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _check_which(module: Any, path: str, what: str) -> None:
-    """A module of the current folder that another one of its name hides would be taken for it in silence."""
-    here, loaded = Path.cwd() / (path.replace(".", "/") + ".py"), getattr(module, "__file__", None)
-    if here.is_file() and (loaded is None or Path(loaded).resolve() != here.resolve()):
-        raise ConfigError(
-            f"{what}: {path!r} is {loaded or 'a module of Python'}, not {here}, which has the same name: write the file, "
-            f"{here.relative_to(Path.cwd())}:NAME"
-        )
-
-
-def _check_neighbours(file: Path, what: str) -> None:
-    """A file imports its neighbours by plain names, of which a process has one each: another folder's would be taken in silence."""
+def _check_sibling_modules(file: Path, what: str) -> None:
+    """Refuse a file that imports a sibling whose plain name another folder's module has taken in this process."""
     nodes = list(ast.walk(ast.parse(file.read_bytes())))
     names = {name.name.partition(".")[0] for node in nodes if isinstance(node, ast.Import) for name in node.names}
     names |= {(node.module or "").partition(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
     for name in sorted(names & {path.stem for path in file.parent.glob("*.py")}):
-        taken = getattr(sys.modules.get(name), "__file__", None)
-        if taken is not None and Path(taken).resolve() != file.parent / f"{name}.py":
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is not None and Path(loaded).resolve() != file.parent / f"{name}.py":
             raise ConfigError(
-                f"{what}: {file} imports {name!r}, and {name!r} is {taken} in this process, not {file.parent / name}.py: give one "
-                "of the two another name"
+                f"{what}: {file} imports {name!r}, and in this process {name!r} is {loaded}, not {file.parent / name}.py. Rename "
+                "one of the two."
             )
 
 
-def _file_of(error: BaseException, path: str) -> str | None:
-    """The file that was being imported: the module's own where a frame or the syntax error says so."""
-    spec = None
-    try:
-        spec = importlib.util.find_spec(path)
-    except (ImportError, ValueError):
-        return error.filename if isinstance(error, SyntaxError) else None
-    return spec.origin if spec else None
-
-
-def _no_attribute(module: Any, path: str, attribute: str, what: str, kind: type | tuple[type, ...] | None) -> NoReturn:
-    names = [n for n, value in vars(module).items() if not n.startswith("_") and _is(value, kind, module)]
-    file = getattr(module, "__file__", None) or path
+def _raise_no_attribute(
+    module: Any, path: str, attribute: str, what: str, kind: type | tuple[type, ...] | None
+) -> NoReturn:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and isinstance(value, kind or type)
+        and getattr(value, "__module__", "") in (module.__name__, type(value).__module__)  # a class that it defines
+    ]
     if not attribute:
-        known = f"it has {', '.join(names)}" if names else "it has none"
-        raise ConfigError(f"{what}: {path} is a whole file: write {path}:NAME; {known}")
-    raise ConfigError(f"{what}: there is no {attribute!r} in {file}: {_nearest(attribute, names, 'it has')}")
+        candidates = f"it has {', '.join(names)}" if names else "it has none"
+        raise ConfigError(f"{what}: {path} is a module: write {path}:NAME; {candidates}")
+    file = getattr(module, "__file__", None) or path
+    raise ConfigError(f"{what}: there is no {attribute!r} in {file}: {_suggest(attribute, names, 'it has')}")
 
 
-def _is(value: Any, kind: type | tuple[type, ...] | None, module: Any) -> bool:
-    """Whether a module's member may be what was meant: of the kind, and a class that is defined there."""
-    return isinstance(value, kind or type) and getattr(value, "__module__", "") in (
-        module.__name__,
-        type(value).__module__,
-    )
+def _suggest(name: str, names: Iterable[str], prefix: str, cutoff: float = 0.5) -> str:
+    """Return `did you mean 'x'?`, or the prefix and the first names."""
+    names = sorted(names)
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return f"did you mean {similar[0]!r}?" if similar else f"{prefix} {', '.join(names[:8]) or 'none'}"
 
 
-def _nearest(name: str, known: Iterable[str], has: str) -> str:
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"{has} {', '.join(known[:8]) or 'none'}"
-
-
-# Code of a user's own: a function by its dotted path, or in a file that no import path leads to.
+# Functions by dotted path, or in a file that is not on the import path.
 
 FILE_MODULE = "policygrad_file_"
-"""Begins the names of modules that are files which no import path leads to."""
+"""Prefix of the names of modules that are loaded from a file."""
 
 
 def add_cwd_to_path(module_name: str) -> None:
-    """Puts the current folder on the import path if it holds the module, as it would be for a script there."""
-    top, here = module_name.partition(".")[0], Path.cwd()
-    if top in sys.modules or str(here) in sys.path:
+    """Add the current folder to the import path if it contains the module, as for a script there."""
+    top, folder = module_name.partition(".")[0], Path.cwd()
+    if top in sys.modules or str(folder) in sys.path:
         return
-    if (here / f"{top}.py").exists() or (here / top).is_dir():
-        sys.path.append(str(here))
+    if (folder / f"{top}.py").exists() or (folder / top).is_dir():
+        sys.path.append(str(folder))
 
 
 def import_function(dotted: str) -> Callable[..., Any]:
-    """A function by its dotted path; a module in the current folder counts, as it would for a script there."""
+    """Import a reward function by its dotted path. Modules in the current folder are found, as by a script there.
+
+    Raises:
+        ConfigError: There is no such module or function, or importing it raises.
+    """
     module_name, _, function = dotted.rpartition(".")
     add_cwd_to_path(module_name)
     try:
@@ -202,7 +189,7 @@ def import_function(dotted: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ConfigError(
-                f"reward {dotted!r}: there is no module {error.name!r}; install it, run from the folder that holds it, "
+                f"reward {dotted!r}: there is no module {error.name!r}; install it, run from the folder that has it, "
                 "or write path/to/file.py:function"
             ) from error
         raise ConfigError(f"reward {dotted!r}: {module_name} needs the module {error.name!r}; install it") from error
@@ -211,25 +198,25 @@ def import_function(dotted: str) -> Callable[..., Any]:
         raise ConfigError(
             f"reward {dotted!r}: importing {module_name} raised {kind}: {error}; fix that first"
         ) from error
-    return _member(module, function, module_name)
+    return _get_function(module, function, module_name)
 
 
-def _member(module: Any, name: str, where: str) -> Callable[..., Any]:
+def _get_function(module: Any, name: str, where: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if callable(function):
-        found: Callable[..., Any] = function
-        return found
+        result: Callable[..., Any] = function
+        return result
     if function is not None:
         raise ConfigError(f"reward: {name!r} in {where} is {type(function).__name__}, not a function")
     names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names[:8]) or 'no functions'}"
-    raise ConfigError(f"reward: there is no function {name!r} in {where}; {hint}")
+    raise ConfigError(
+        f"reward: there is no function {name!r} in {where}; {_suggest(name, names, 'it has', cutoff=0.4)}"
+    )
 
 
 @dataclass(frozen=True)
 class FileFunction:
-    """A function of a file that no import path leads to. A worker gets path and name, and loads the file itself."""
+    """A function in a file that is not on the import path. A worker receives path and name, and loads the file itself."""
 
     path: str
     name: str
@@ -255,14 +242,18 @@ class FileFunction:
 
     @classmethod
     def load(cls, path: str, name: str) -> FileFunction:
-        """Execute the file (once per process) and take the function; the file's folder joins the import path."""
-        return cls(path, name, _member(load_file(path), name, path))
+        """Execute the file, once per process, and return the function. The file's folder is added to the import path."""
+        return cls(path, name, _get_function(load_file(path), name, path))
 
 
 def load_file(path: str, what: str = "reward") -> Any:
-    """The module of a Python file, executed once per process under a name of its own: two files of one name are two modules.
+    """Execute a Python file, once per process, and return its module, under a name that is unique to the path.
 
-    what: begins the message of a refusal. Raises ConfigError: no such file, or one that raises, with its line.
+    Args:
+        what: Starts error messages.
+
+    Raises:
+        ConfigError: There is no such file, or executing it raises; with the line.
     """
     module_name = FILE_MODULE + hashlib.sha256(path.encode()).hexdigest()[:12]
     if module_name in sys.modules:
@@ -284,9 +275,9 @@ def load_file(path: str, what: str = "reward") -> Any:
 
 
 def describe_exception(error: BaseException, path: str | None) -> str:
-    """`KeyError: 'x' (line 7)`: what code of a user's raised, and where in the file it did."""
+    """Return `KeyError: 'x' (line 7)`, with the line in the user's file."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:
         lines = [error.lineno]
-    said = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {said}" + (f" (line {lines[-1]})" if lines else "")
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}" + (f" (line {lines[-1]})" if lines else "")

@@ -1,4 +1,4 @@
-"""What a learner publishes and a sampler takes over: a policy's weights, with their version."""
+"""Published weights: what a learner publishes and a sampler loads, with their version."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from policygrad.models.adapters import PEFT_PREFIX, iter_peft_modules, unwrap_la
 
 
 class StaleWeightsError(EngineError):
-    """Weights that were published and nobody has kept: the learner has gone on. They are there again with the next publication."""
+    """Published weights that are no longer available because the learner has moved on. The next version will be."""
 
 
 @dataclass(frozen=True, eq=False)
 class PublishedWeights:
-    """A policy's parameters by name, and how many updates made them."""
+    """A policy's parameters by name."""
 
     version: int
+    """Number of updates that made them."""
     tensors: Mapping[str, Tensor]
     """In memory, or gathered one by one (`LazyStateDict`)."""
     logits: Callable[[Tensor], Tensor] | None = None
-    """From ids [b, L] to the policy's logits [b, L, V], where no process has it as a whole; None = any model with these tensors
-    gives them. Raises StaleWeightsError."""
+    """From ids [b, L] to the policy's logits [b, L, V], if the policy is sharded; None = a model with these tensors gives them.
+    Raises StaleWeightsError."""
 
 
-# Weights of which no process has the whole: each tensor is gathered when it is asked for, and is then only the caller's.
+# Sharded policies: a tensor is gathered when it is accessed, and belongs to the caller alone.
 
 
 @dataclass(frozen=True, eq=False)
 class LazyStateDict(Mapping[str, Tensor]):
-    """Tensors by name. Names, types and shapes are known without gathering; the tensors are gathered anew whenever asked for."""
+    """Tensors by name. Names, dtypes and shapes are known without gathering; a tensor is gathered at every access."""
 
     specs: Mapping[str, Tensor]
     """On the meta device."""
@@ -56,52 +57,49 @@ class LazyStateDict(Mapping[str, Tensor]):
 
 
 def tensor_specs(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Of the same shapes and types, in the same order; nothing is gathered."""
+    """Return tensors with the same names, shapes and dtypes, in the same order, without gathering any."""
     return tensors.specs if isinstance(tensors, LazyStateDict) else tensors
 
 
-def with_alias(tensors: Mapping[str, Tensor], name: str, other: str) -> Mapping[str, Tensor]:
-    """One more name, at the end, for the tensor of another; as they are where they have it."""
-    if name in tensors:
+def with_alias(tensors: Mapping[str, Tensor], alias: str, name: str) -> Mapping[str, Tensor]:
+    """Add a second name for a tensor at the end, unless the mapping has that name."""
+    if alias in tensors:
         return tensors
     if not isinstance(tensors, LazyStateDict):
-        return {**tensors, name: tensors[other]}
+        return {**tensors, alias: tensors[name]}
     gather = tensors.gather
-    return LazyStateDict({**tensors.specs, name: tensors.specs[other]}, lambda n: gather(other if n == name else n))
-
-
-# Weights from one model to another in this process, parameter by parameter.
+    return LazyStateDict({**tensors.specs, alias: tensors.specs[name]}, lambda n: gather(name if n == alias else n))
 
 
 @torch.no_grad()
 def copy_weights_(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Puts the named tensors into the model's parameters, except where they already are its own memory.
+    """Copy the named tensors into the model's parameters, except those that are the parameters' own memory.
 
     Raises:
-        EngineError: a name that the model does not have, or a model without memory for it.
+        EngineError: The model has no parameter of a name, or no memory for it.
     """
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name in tensors:
-        if name not in own:
+        if name not in parameters:
             raise EngineError(
-                f"the learner publishes {name!r}, which this {type(model).__name__} does not have: let publish() name its "
-                "parameters"
+                f"the learner publishes {name!r}, which this {type(model).__name__} does not have. publish() must use its "
+                "parameter names."
             )
-        if own[name].is_meta:
+        if parameters[name].is_meta:
             raise EngineError(
-                f"{name} is spread over the processes that learn, and no model here has room for it: take published.tensors[name] "
-                "one by one, or let the processes draw themselves, --sampler.engine local"
+                f"{name} is sharded over the learner's processes, and no model here has memory for it. Read "
+                "published.tensors[name] one by one, or let the learner's processes sample: --sampler.engine local"
             )
         tensor = tensors[name]
-        if own[name].data_ptr() != tensor.data_ptr():
-            own[name].copy_(tensor)
+        if parameters[name].data_ptr() != tensor.data_ptr():
+            parameters[name].copy_(tensor)
 
 
 def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module | Callable[[Tensor], Tensor]:
-    """Puts published weights into the model, and is it; where no process has them as a whole, what asks for their logits.
+    """Copy published weights into the model and return it; for a sharded policy, return the function that computes its logits.
 
     Raises:
-        EngineError: as `copy_weights_`.
+        EngineError: As in `copy_weights_`.
     """
     if weights.logits is not None:
         return weights.logits
@@ -109,63 +107,69 @@ def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module 
     return model
 
 
-# Adapters in the weights that they adapt, W + (α/r)·B·A for W, where neither is anywhere as a whole: one layer's at a time.
+# Merging LoRA adapters of a sharded policy, W + (α/r)·B·A, one module at a time.
 
 
 def merge_adapters_lazily(model: nn.Module, tensors: LazyStateDict) -> LazyStateDict:
-    """What `iter_merged_tensors` gives, of a model on the meta device whose parameters are gathered.
+    """Return what `iter_merged_tensors` returns, for a model on the meta device whose parameters are gathered.
 
     Raises:
-        ModelError: when one is gathered: a sum that is not finite.
+        ModelError: On access, if a sum is not finite.
     """
-    inside = {id(module) for module in iter_peft_modules(model)}
-    found = [(name, module) for name, module in model.named_modules() if id(module) in inside]
-    beside = {id(p) for _, module in found for p in module.parameters()}
+    adapted_ids = {id(module) for module in iter_peft_modules(model)}
+    adapted = [(name, module) for name, module in model.named_modules() if id(module) in adapted_ids]
+    adapted_parameters = {id(p) for _, module in adapted for p in module.parameters()}
     names = {id(p): name for name, p in model.named_parameters()}
-    made: dict[str, Callable[[], Tensor]] = {}
-    likes: dict[str, Tensor] = {}
+    getters: dict[str, Callable[[], Tensor]] = {}
+    specs: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in beside:
-            likes[name.removeprefix(PEFT_PREFIX)] = tensors.specs[name]
-            made[name.removeprefix(PEFT_PREFIX)] = partial(tensors.gather, name)
-    for name, module in found:
-        own = {key: names[id(p)] for key, p in module.named_parameters(remove_duplicate=False)}
+        if id(parameter) not in adapted_parameters:
+            specs[name.removeprefix(PEFT_PREFIX)] = tensors.specs[name]
+            getters[name.removeprefix(PEFT_PREFIX)] = partial(tensors.gather, name)
+    for name, module in adapted:
+        published = {key: names[id(p)] for key, p in module.named_parameters(remove_duplicate=False)}
         base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else None
-        kept = module.modules_to_save[module.active_adapters[0]] if base is None else base
-        for key, parameter in kept.named_parameters():
-            whole = f"{name}.{key}".removeprefix(PEFT_PREFIX)
-            likes[whole] = tensors.specs[names[id(parameter)]]
-            made[whole] = partial(_merged, tensors, module, name, own, key)
-    return LazyStateDict(likes, lambda name: made[name]())
+        result = module.modules_to_save[module.active_adapters[0]] if base is None else base
+        for key, parameter in result.named_parameters():
+            merged_name = f"{name}.{key}".removeprefix(PEFT_PREFIX)
+            specs[merged_name] = tensors.specs[names[id(parameter)]]
+            getters[merged_name] = partial(_merge_parameter, tensors, module, name, published, key)
+    return LazyStateDict(specs, lambda name: getters[name]())
 
 
-def _merged(tensors: LazyStateDict, module: nn.Module, name: str, own: dict[str, str], key: str) -> Tensor:
-    """A parameter of the module without PEFT. own: what the model calls the module's parameters."""
-    copied = copy.deepcopy(module)
-    for place, published in own.items():
-        above, _, last = place.rpartition(".")
-        copied.get_submodule(above)._parameters[last] = nn.Parameter(tensors.gather(published), requires_grad=False)
-    return unwrap_layer(copied, name).get_parameter(key).detach()
+def _merge_parameter(
+    tensors: LazyStateDict, module: nn.Module, name: str, published: dict[str, str], key: str
+) -> Tensor:
+    """Return a parameter of the module without PEFT.
+
+    Args:
+        published: The module's parameter names to the model's.
+    """
+    module_copy = copy.deepcopy(module)
+    for path, published_name in published.items():
+        parent, _, attribute = path.rpartition(".")
+        parameter = nn.Parameter(tensors.gather(published_name), requires_grad=False)
+        module_copy.get_submodule(parent)._parameters[attribute] = parameter
+    return unwrap_layer(module_copy, name).get_parameter(key).detach()
 
 
-# A policy's weights in portions that servers take one by one, and files hold, so that nobody holds the policy twice.
+# Weights in buckets of limited size, so that no process or file needs memory for a second copy of the policy.
 
 BUCKET_BYTES = 2**29
-"""Bytes of a portion, unless one tensor has more."""
+"""Maximum bytes of a bucket, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Some of the weights, in the order in which they are sent."""
+    """Consecutive tensors of the policy."""
 
     names: Sequence[str]
     tensors: Sequence[Tensor]
     is_last: bool
-    """Whether the policy is whole with these."""
 
     @property
     def dtypes(self) -> list[str]:
-        """As torch names them, without its own name."""
+        """Such as `float32`."""
         return [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors]
 
     @property
@@ -173,20 +177,21 @@ class Bucket:
         return [list(tensor.shape) for tensor in self.tensors]
 
 
-def split_by_bytes(tensors: Mapping[str, Tensor], most: int = BUCKET_BYTES) -> list[list[str]]:
-    """Names, in the mapping's order, of tensors of at most `most` bytes together; a larger one is alone. Nothing is gathered."""
-    found, size = [list[str]()], 0
+def split_by_bytes(tensors: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+    """Split names, in order, into lists of at most `max_bytes`; a larger tensor is alone. Nothing is gathered."""
+    parts, size = [list[str]()], 0
     for name, tensor in tensor_specs(tensors).items():
-        if found[-1] and size + tensor.nbytes > most:
-            found.append([])
+        if parts[-1] and size + tensor.nbytes > max_bytes:
+            parts.append([])
             size = 0
-        found[-1].append(name)
+        parts[-1].append(name)
         size += tensor.nbytes
-    return found
+    return parts
 
 
-def iter_buckets(tensors: Mapping[str, Tensor], most: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """The portions, each gathered when its turn comes: whoever lets go of one before the next holds no more than one."""
-    parts = split_by_bytes(tensors, most)
+def iter_buckets(tensors: Mapping[str, Tensor], max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Yield the policy bucket by bucket, each gathered when it is reached; a caller that releases one before the next holds only
+    one."""
+    parts = split_by_bytes(tensors, max_bytes)
     for i, names in enumerate(parts, 1):
         yield Bucket(names, [tensors[name] for name in names], is_last=i == len(parts))

@@ -1,6 +1,6 @@
-"""Weights for servers: one folder per version, whole or not there, with a file beside them that names the one to serve.
+"""Weights for servers in a folder: one subfolder per version, which is complete or absent, and a file that names the current one.
 
-One folder per version, because a server that reads the same path again may read what it has read before.
+Every version has its own path because a server that reads the same path again may serve what it has cached.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,92 +34,89 @@ from policygrad.weight_sync.base import (
 )
 
 CURRENT_FILE = "current.json"
-"""Names the version to serve: {"name": …, "version": …}; servers that watch the folder read it."""
+"""Names the version to serve, {"name": …, "version": …}, for servers that watch the folder."""
 SERVER_LOG = "server.log"
-"""What a server that was started here has said."""
-_NAME = re.compile(r"(\.tmp-)?v\d{8,}-[0-9a-f]{8}")
+"""Output of a server that was started here."""
+_VERSION_NAME = re.compile(r"(\.tmp-)?v\d{8,}-[0-9a-f]{8}")
 WeightWriter = Callable[[Mapping[str, Tensor], Path], None]
-"""Puts a policy's parameters into an empty folder, as an engine reads them."""
+"""Writes a policy's parameters into an empty folder, in an engine's format."""
 
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """One version as it lies on the disk."""
+    """One published version."""
 
     name: str
-    """Of its folder: the version, and what no other run's publication has."""
+    """Name of its folder: the version, and a suffix that no other run has."""
     version: int
     path: Path
     bytes: int
 
 
 class VersionFolder:
-    """The folder that servers read from; they see it under the same path."""
+    """The folder that servers read from. They must see it under the same path."""
 
     def __init__(self, root: Path, write: WeightWriter) -> None:
         self.root, self.write = root, write
 
     def publish(self, weights: PublishedWeights) -> WeightVersion:
-        """Writes a version and names it as the current one; older ones stay until `sweep`.
+        """Write a version and make it the current one; older ones stay until `remove_old_versions`.
 
         Raises:
-            EngineError: a disk that is full, say.
+            EngineError: It cannot be written, for example because the disk is full.
         """
         name = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}"
         temporary, final = self.root / f".tmp-{name}", self.root / name
         try:
             temporary.mkdir(parents=True)
             self.write(weights.tensors, temporary)
-            apply_default_permissions(temporary)  # a server may be another user's
-            for file in _files(temporary):  # before its name is
+            apply_default_permissions(temporary)  # a server may run as another user
+            for file in _list_files(temporary):  # before the rename
                 fsync_path(file)
             os.replace(temporary, final)
-            _replace(self.root / CURRENT_FILE, json.dumps({"name": name, "version": weights.version}))
+            current = self.root / f".{CURRENT_FILE}.tmp"
+            current.write_text(json.dumps({"name": name, "version": weights.version}), encoding="utf-8")
+            os.replace(current, self.root / CURRENT_FILE)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise EngineError(
-                f"{final}: the weights for the engine cannot be written: {error}. See to it, or put them elsewhere, "
+                f"{final}: the weights for the engine cannot be written: {error}. Make room, or choose another place: "
                 "--sampler.folder DIR"
             ) from error
-        return WeightVersion(name, weights.version, final, sum(file.stat().st_size for file in _files(final)))
+        return WeightVersion(name, weights.version, final, sum(file.stat().st_size for file in _list_files(final)))
 
     def remove_old_versions(self, current: WeightVersion) -> None:
-        """Removes every version but this one, and what a killed process has left."""
-        for path in self._versions():
+        """Remove every version but this one, and what a killed process has left."""
+        for path in self._list_versions():
             if path.name != current.name:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
-        """All that was published, and the folder where nothing else is in it: the run is over, and its model saved elsewhere."""
-        for path in self._versions():
+        """Remove all versions, and the folder if nothing else is in it. Called when the run is over; its model is saved
+        elsewhere."""
+        for path in self._list_versions():
             shutil.rmtree(path, ignore_errors=True)
         for name in (CURRENT_FILE, SERVER_LOG):
             (self.root / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.root.rmdir()
 
-    def _versions(self) -> list[Path]:
-        """Folders that `publish` has made; what else is there is somebody's."""
-        return [path for path in self.root.glob("*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    def _list_versions(self) -> list[Path]:
+        """Return the folders that `publish` makes; the folder may contain other files."""
+        return [path for path in self.root.glob("*") if path.is_dir() and _VERSION_NAME.fullmatch(path.name)]
 
 
-def _files(folder: Path) -> list[Path]:
-    """Below it too: a tokenizer with several chat templates has a folder for them."""
+def _list_files(folder: Path) -> list[Path]:
+    """List subfolders too: a tokenizer with several chat templates has one for them."""
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-# An adapter alone, as PEFT saves one: adapter_config.json and adapter_model.safetensors, which vLLM and SGLang load by a name.
+# An adapter alone, as PEFT saves it: adapter_config.json and adapter_model.safetensors, which vLLM and SGLang load by name.
 #
 # Names and fields: vllm-project/vllm 0.32, vllm/lora/{peft_helper,lora_model,utils}.py; sgl-project/sglang 0.5,
-# python/sglang/srt/lora/{lora_config,lora}.py. Both take B·A times lora_alpha / r, without DoRA, trained biases or whole modules.
+# python/sglang/srt/lora/{lora_config,lora}.py. Both compute B·A times lora_alpha / r, without DoRA, trained biases or full modules.
 
-_ODD = (
+_UNSUPPORTED_FIELDS = (
     "modules_to_save",
     "bias",
     "use_dora",
@@ -131,85 +128,85 @@ _ODD = (
     "layer_replication",
     "lora_bias",
 )
-"""Fields of PEFT's LoraConfig that make of an adapter more than B·A times lora_alpha / r for each module."""
+"""Fields of PEFT's LoraConfig that make an adapter more than B·A times lora_alpha / r for each module."""
 
 
 def explain_unsupported_adapter(model: nn.Module) -> str:
-    """Why no adapter of the model's can be given to an engine alone; "" = one can."""
+    """Return the reason why servers cannot load the model's adapter by itself; empty if they can."""
     configs = adapter_configs(model)
     if not configs:
-        return "the model has no adapters, which --learner.lora puts in"
+        return "the model has no adapter (--learner.lora adds one)"
     if len(configs) > 1:
-        return f"the model has {len(configs)} adapters, and an engine draws with one"
+        return f"the model has {len(configs)} adapters, and an engine samples with one"
     [config] = configs.values()
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        return f"the model's adapters are of the kind {kind}, and engines serve LORA"
-    odd = [name for name in _ODD if getattr(config, name, None) not in (None, False, "none", {}, [], ())]
-    return f"the model's adapters have {', '.join(odd)}, which not every engine serves" if odd else ""
+        return f"the model's adapter is of type {kind}, and engines serve LORA"
+    fields = [
+        name for name in _UNSUPPORTED_FIELDS if getattr(config, name, None) not in (None, False, "none", {}, [], ())
+    ]
+    return f"the model's adapter has {', '.join(fields)}, which not every engine serves" if fields else ""
 
 
 def make_adapter_writer(model: nn.Module) -> WeightWriter:
-    """model: with one adapter that is fit; what is written are its tensors among those that are published.
+    """Return what writes the adapter of a model that has exactly one, from the published tensors.
 
-    Raises:
-        EngineError: when it writes, for a learner that publishes no adapter.
+    The writer raises EngineError if the learner publishes no adapter.
     """
     [(adapter, config)] = adapter_configs(model).items()
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         from safetensors.torch import save_file
 
-        found = {
-            _name(name, adapter): tensors[name].detach().to("cpu", copy=True).contiguous()
+        # PEFT's files have …q_proj.lora_A.weight for …q_proj.lora_A.default.weight
+        suffix = re.compile(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)")
+        saved = {
+            PEFT_PREFIX + suffix.sub(r"\1", name.removeprefix(PEFT_PREFIX)): tensors[name]
+            .detach()
+            .to("cpu", copy=True)
+            .contiguous()
             for name in tensors
             if ".lora_" in name
         }
-        if not found:
+        if not saved:
             raise EngineError(
-                "the learner publishes no adapter: let publish() name its parameters, or take --sampler.lora-sync whole"
+                "the learner publishes no adapter. publish() must use its parameter names, or set --sampler.lora-sync merged"
             )
-        save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        (folder / ADAPTER_FILE).write_text(json.dumps(_described(config, found), indent=2), encoding="utf-8")
+        save_file(saved, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        described = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": config.base_model_name_or_path or "",
+            "r": config.r,
+            "lora_alpha": config.lora_alpha,
+            # by name, as in the file: not every engine reads a pattern or all-linear
+            "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved}),
+            "bias": "none",
+            "use_dora": False,
+            "use_rslora": False,
+            "modules_to_save": None,
+            "inference_mode": True,
+        }
+        (folder / ADAPTER_FILE).write_text(json.dumps(described, indent=2), encoding="utf-8")
 
     return write
 
 
-def _name(name: str, adapter: str) -> str:
-    """In PEFT's file: …q_proj.lora_A.weight for …q_proj.lora_A.default.weight."""
-    plain = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name.removeprefix(PEFT_PREFIX))
-    return PEFT_PREFIX + plain
-
-
-def _described(config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """adapter_config.json. Modules are named as they are in the file: a pattern, or all-linear, is not for every engine."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.base_model_name_or_path or "",
-        "r": config.r,
-        "lora_alpha": config.lora_alpha,
-        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names}),
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
-
-
-# Weights as transformers reads and writes them: config.json, tokenizer, model.safetensors. vLLM and SGLang load it.
+# Full weights in transformers' format, which vLLM and SGLang read: config.json, tokenizer, model.safetensors.
 
 MODEL_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 def make_safetensors_writer(model: Any, tokenizer: Any, *, write_tied_head: bool = False) -> WeightWriter:
-    """model: transformers' own, whose configuration is written, with the weights that are published; tokenizer: transformers' own.
-    head_too: write an output head that is tied to the embeddings a second time, under its own name.
+    """Return what writes a model, with the published weights.
+
+    Args:
+        model, tokenizer: transformers' own; the model gives the configuration.
+        write_tied_head: Write an output head tied to the embeddings a second time, under its own name.
 
     Raises:
-        EngineError: a model without a configuration, or one in four bits.
+        EngineError: The model has no configuration, or is quantized to four bits.
     """
     check_exportable(model)
     head = find_tied_head(model) if write_tied_head else None
@@ -217,34 +214,36 @@ def make_safetensors_writer(model: Any, tokenizer: Any, *, write_tied_head: bool
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        every = merge_adapters(model, tensors)
-        write_safetensors(every if head is None else with_alias(every, *head), folder)
+        merged = merge_adapters(model, tensors)
+        write_safetensors(merged if head is None else with_alias(merged, *head), folder)
 
     return write
 
 
-def write_safetensors(tensors: Mapping[str, Tensor], folder: Path, most: int = BUCKET_BYTES) -> None:
-    """One file of safetensors, or where they are more than `most` bytes several and their index, as transformers names them. No
-    more than a file's are held at a time."""
+def write_safetensors(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int = BUCKET_BYTES) -> None:
+    """Write one safetensors file, or several of at most `max_bytes` with an index, named as transformers does. Only one file's
+    tensors are in memory at a time."""
     from safetensors.torch import save_file
 
-    parts = split_by_bytes(tensors, most)
-    single = len(parts) == 1
-    files = [MODEL_FILE if single else f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    parts = split_by_bytes(tensors, max_bytes)
+    is_single = len(parts) == 1
+    files = [
+        MODEL_FILE if is_single else f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)
+    ]
     for file, names in zip(files, parts, strict=True):
-        own = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
-        save_file(own, folder / file, metadata={"format": "pt"})
-        del own  # before the next are gathered
-    if single:
+        part = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        del part  # before the next one is gathered
+    if is_single:
         return
-    size = sum(tensor.nbytes for tensor in tensor_specs(tensors).values())
-    places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
-    index = {"metadata": {"total_size": size}, "weight_map": places}
+    size = sum(spec.nbytes for spec in tensor_specs(tensors).values())
+    weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def save_lazy_model(model: Any, tensors: LazyStateDict, folder: Path) -> None:
-    """As `model.save_pretrained(folder)`, of a model without numbers: of one with adapters these alone, any other by its files."""
+    """Save a model on the meta device as `model.save_pretrained(folder)` would: only the adapters if it has any."""
     if adapter_configs(model):
         for module_name, module in model.named_modules():
             for key, p in module._parameters.items():
@@ -255,14 +254,14 @@ def save_lazy_model(model: Any, tensors: LazyStateDict, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
-    for about in (model.config, getattr(model, "generation_config", None)):
-        if about is not None:
-            about.save_pretrained(folder)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.save_pretrained(folder)
     write_safetensors(tensors, folder)
 
 
 def find_tied_head(model: Any) -> tuple[str, str] | None:
-    """(the head's name, that of the embeddings whose tensor it is); None where it has one of its own."""
+    """Return the name of the output head's weight and that of the embeddings it is tied to; None if it is not tied."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embeddings is None or head.weight is not embeddings.weight:
         return None
@@ -271,8 +270,8 @@ def find_tied_head(model: Any) -> tuple[str, str] | None:
 
 
 def merge_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The whole model's by name; where it has adapters, W + (α/r)·B·A for W, of the model's own tensors, which are those that are
-    published, or of such as are gathered."""
+    """Return the full model's tensors by name, with adapters merged, W + (α/r)·B·A. The published tensors must be the model's
+    own, or gathered."""
     if not adapter_configs(model):
         return tensors
     return (
@@ -283,15 +282,14 @@ def merge_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Te
 
 
 def check_exportable(model: Any) -> None:
-    """Raises EngineError for a model whose weights an engine cannot be given."""
+    """Raise EngineError for a model whose full weights an engine cannot be given."""
     if getattr(model, "is_quantized", False):
         raise EngineError(
-            "weights in four bits cannot be published whole, as what is trained is not rounded like them: train without bits=4, "
-            "send the adapter alone to a server that has the same weights, --sampler.lora-sync adapter, or take --sampler.engine "
-            "local"
+            "weights in four bits cannot be published in full, because the trained part is not rounded like them. Train without "
+            "bits=4, send the adapter alone to a server with the same weights (--sampler.lora-sync adapter), or set "
+            "--sampler.engine local"
         )
     if not hasattr(model, "config") or not isinstance(model, torch.nn.Module):
         raise EngineError(
-            f"{type(model).__name__} has no configuration that an engine could be given: take a transformers model, or "
-            "--sampler.engine local"
+            f"{type(model).__name__} has no configuration for an engine. Use a transformers model, or --sampler.engine local"
         )

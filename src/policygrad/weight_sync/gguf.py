@@ -1,4 +1,4 @@
-"""Weights for a server of llama.cpp, in float32, with as much of a vocabulary as token ids need."""
+"""Models as GGUF files: weights in float32 for a llama.cpp server, and complete files with vocabulary and chat template."""
 
 from __future__ import annotations
 
@@ -21,98 +21,57 @@ from policygrad.models.tokenizer import Tokenizer
 from policygrad.weight_sync.base import LazyStateDict
 from policygrad.weight_sync.folder import WeightWriter, check_exportable, merge_adapters
 
-# A model's shape and weights as GGUF, which llama.cpp reads.
+# Shape and weights of a model.
 #
-# Names and metadata: ggml-org/ggml, docs/gguf.md, and the package `gguf`. llama.cpp turns neighbouring pairs (x₀, x₁) in a
-# `llama`, transformers the halves (x_i, x_{i + d/2}): the rows of its q and k are put in that order; `qwen2` and `qwen3` turn
-# halves in both.
+# Names and metadata: ggml-org/ggml, docs/gguf.md, and the package `gguf`. llama.cpp rotates neighbouring pairs (x₀, x₁) in a
+# `llama`, transformers the halves (x_i, x_{i + d/2}), so the rows of its q and k are reordered; `qwen2` and `qwen3` rotate halves
+# in both.
 
-_KINDS = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """transformers' model_type to the architecture's name in `gguf`."""
-_PAIRS = ("LLAMA",)
-"""Architectures that turn neighbouring pairs."""
+_ROTATES_PAIRS = ("LLAMA",)
 
 
 def explain_unsupported_model(model: Any) -> str:
-    """Why a model of transformers' cannot be written; "" = it can."""
+    """Return the reason why a transformers model cannot be written; empty if it can."""
     config = model.config
-    if config.model_type not in _KINDS:
-        return f"llama.cpp is given models of the kinds {', '.join(_KINDS)}, and this one is a {config.model_type}"
+    if config.model_type not in _ARCHITECTURES:
+        return f"llama.cpp is given models of type {', '.join(_ARCHITECTURES)}, and this one is a {config.model_type}"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "the model's attention has a sliding window, which is not exported"
-    kind = _rope(config).get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        return f"the model stretches its positions by {kind!r}, which is not exported for llama.cpp"
+    rope_type = _get_rope(config).get("rope_type", "default")
+    if rope_type not in ("default", "llama3"):
+        return f"the model scales its positions by {rope_type!r}, which is not exported for llama.cpp"
     return ""
 
 
 def import_gguf() -> Any:
-    """The package `gguf`. Raises EngineError where it is missing."""
+    """Import the package `gguf`. Raises EngineError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
-        raise EngineError(f"llama.cpp takes its weights as GGUF: {install_command('llama-cpp')}") from error
+        raise EngineError(f"llama.cpp reads weights as GGUF: {install_command('llama-cpp')}") from error
     return gguf
 
 
 def count_embedding_rows(model: Any) -> int:
-    """Ids that the model reads."""
+    """Return the number of ids that the model reads."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 @contextmanager
 def open_gguf_writer(path: Path, model: Any, file_type: int = 0, *, spooled: bool = False) -> Iterator[Any]:
-    """A writer that knows the model's shape; the file is written when the context ends, with what was put in meanwhile.
+    """Open a writer with the model's metadata; the file is written when the context ends.
 
-    file_type: of the weights, by `gguf.LlamaFileType`; 0 = float32. spooled: what was put in waits in a temporary file, not in
-    memory.
+    Args:
+        file_type: Of the weights, a `gguf.LlamaFileType`; 0 = float32.
+        spooled: Collect tensors in a temporary file instead of in memory.
     """
     gguf, config = import_gguf(), model.config
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[_KINDS[config.model_type]]], spooled)
-    _metadata(writer, config, count_embedding_rows(model), file_type)
-    yield writer
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_weights(writer: Any, model: Any, tensors: Mapping[str, Tensor], *, bf16: bool = False) -> None:
-    """The parameters by transformers' names. bf16: matrices are rounded to it; vectors stay in float32, as llama.cpp has them.
-
-    Raises:
-        EngineError: a parameter that the architecture has no place for.
-    """
-    gguf, config = import_gguf(), model.config
-    kind = _KINDS[config.model_type]
-    if (scaling := _rope_factors(config)) is not None:
-        writer.add_tensor("rope_freqs.weight", scaling)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind], config.num_hidden_layers)
-    for name, tensor in tensors.items():
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise EngineError(f"llama.cpp's {kind.lower()} has no place for the parameter {name!r}")
-        array = _array(name, tensor, config, kind)
-        if bf16 and array.ndim > 1:
-            rounded = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(found, gguf.quants.quantize(array, rounded), raw_dtype=rounded)
-        else:
-            writer.add_tensor(found, array)
-
-
-def _array(name: str, tensor: Tensor, config: Any, kind: str) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    count = next((n for part, n in heads.items() if f".{part}." in name), 0)
-    if count and kind in _PAIRS:
-        halves = found.reshape(count, 2, -1, *found.shape[1:])
-        found = halves.swapaxes(1, 2).reshape(found.shape)
-    return np.ascontiguousarray(found)
-
-
-def _metadata(writer: Any, config: Any, size: int, file_type: int) -> None:
-    width = _head_width(config)
-    writer.add_vocab_size(size)
+    architecture = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]]
+    writer = gguf.GGUFWriter(path, architecture, spooled)
+    width = _get_head_width(config)
+    writer.add_vocab_size(count_embedding_rows(model))
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -122,54 +81,96 @@ def _metadata(writer: Any, config: Any, size: int, file_type: int) -> None:
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(float(_rope(config).get("rope_theta", 10000.0)))
+    writer.add_rope_freq_base(float(_get_rope(config).get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_file_type(file_type)
+    yield writer
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def _head_width(config: Any) -> int:
+def add_weights(writer: Any, model: Any, tensors: Mapping[str, Tensor], *, bf16: bool = False) -> None:
+    """Add the parameters under llama.cpp's names.
+
+    Args:
+        bf16: Round matrices to bfloat16; vectors stay in float32, as llama.cpp expects.
+
+    Raises:
+        EngineError: The architecture has no such parameter.
+    """
+    gguf, config = import_gguf(), model.config
+    architecture = _ARCHITECTURES[config.model_type]
+    if (factors := _compute_rope_factors(config)) is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in tensors.items():
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
+            raise EngineError(f"llama.cpp's {architecture.lower()} has no parameter for {name!r}")
+        array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+        num_heads = next((n for part, n in heads.items() if f".{part}." in name), 0)
+        if num_heads and architecture in _ROTATES_PAIRS:
+            halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
+        array = np.ascontiguousarray(array)
+        if bf16 and array.ndim > 1:
+            dtype = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(gguf_name, gguf.quants.quantize(array, dtype), raw_dtype=dtype)
+        else:
+            writer.add_tensor(gguf_name, array)
+
+
+def _get_head_width(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    found = getattr(config, "rope_parameters", None) or {}
-    return dict(found)
+def _get_rope(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "rope_parameters", None) or {})
 
 
-def _rope_factors(config: Any) -> NDArray[np.float32] | None:
-    """What divides each frequency [head width / 2]; None = 1. Llama 3's, as transformers' modeling_rope_utils computes them."""
-    rope, width = _rope(config), _head_width(config)
+def _compute_rope_factors(config: Any) -> NDArray[np.float32] | None:
+    """Return the divisor of each frequency [head width / 2]; None = 1. Llama 3's, as in transformers' modeling_rope_utils."""
+    rope, width = _get_rope(config), _get_head_width(config)
     if rope.get("rope_type", "default") == "default":
         return None
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    old = rope["original_max_position_embeddings"]
-    found = []
+    original = rope["original_max_position_embeddings"]
+    factors = []
     for i in range(0, width, 2):
-        length = 2 * math.pi * rope["rope_theta"] ** (i / width)
-        smooth = (old / length - low) / (high - low)
-        if length < old / high:
-            found.append(1.0)
-        elif length > old / low:
-            found.append(float(factor))
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / width)
+        smooth = (original / wavelength - low) / (high - low)
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(float(factor))
         else:
-            found.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(found, dtype=np.float32)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)
 
+
+# A version for a server: weights, and a vocabulary that is just sufficient for token ids.
 
 GGUF_FILE = "model.gguf"
-_ENDS = ("eos", "eot", "eom")
-"""End tokens that a vocabulary can name; a client cuts at any others."""
+_END_KINDS = ("eos", "eot", "eom")
+"""End tokens that a vocabulary can name; the client cuts completions at any others."""
 
 
 def make_gguf_writer(model: Any, end: frozenset[int]) -> WeightWriter:
-    """model: transformers' own. end: ids that end a completion.
+    """Return what writes versions for llama.cpp.
+
+    Args:
+        model: transformers' own.
+        end: Ids that end a completion.
 
     Raises:
-        EngineError: an architecture that is not written here, or the package `gguf` is missing.
+        EngineError: The architecture is not supported, or the package `gguf` is not installed.
     """
     check_exportable(model)
     if reason := explain_unsupported_model(model):
-        raise EngineError(f"{reason}: take --sampler.engine vllm, or local")
+        raise EngineError(f"{reason}. Choose --sampler.engine vllm, or local")
     import_gguf()
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -181,139 +182,198 @@ def make_gguf_writer(model: Any, end: frozenset[int]) -> WeightWriter:
 
 
 def _write_placeholder_vocabulary(writer: Any, size: int, end: frozenset[int]) -> None:
-    """Every token is called by its number: a server that is asked for ids says nothing of a token whose text is no whole UTF-8."""
+    """Name every token by its number: a server omits a token from its reply if its text is not complete UTF-8."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"<{i}>" for i in range(size)])
     writer.add_token_types([import_gguf().TokenType.NORMAL] * size)
-    writer.add_token_merges(["< 0"])  # a list that is empty is refused
+    writer.add_token_merges(["< 0"])  # an empty list is refused
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
-    for name, token in zip(_ENDS, sorted(end), strict=False):
-        getattr(writer, f"add_{name}_token_id")(token)
+    for kind, token in zip(_END_KINDS, sorted(end), strict=False):
+        getattr(writer, f"add_{kind}_token_id")(token)
 
 
-# A byte-level BPE tokenizer in the terms of llama.cpp: tokens with their kinds, merges, and the name of what cuts a text first.
+# A complete file, for llama.cpp and programs built on it: weights, vocabulary and chat template.
+
+_FILE_TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}
+"""A precision to its name in `gguf.LlamaFileType`."""
+
+
+def write_gguf(final: Path, model: Any, vocabulary: BytePairVocabulary, *, name: str, dtype: str) -> None:
+    """Write a complete file, atomically.
+
+    Args:
+        model: transformers' own, in float32.
+        name: The model's name.
+        dtype: fp32 or bf16.
+
+    Raises:
+        EngineError: The architecture has no such parameter, or the package `gguf` is not installed.
+        OSError: The file cannot be written.
+    """
+    temporary = final.with_name(f".tmp-{final.name}")
+    try:
+        with open_gguf_writer(temporary, model, int(import_gguf().LlamaFileType[_FILE_TYPES[dtype]])) as writer:
+            writer.add_name(name)
+            vocabulary.write(writer)
+            add_weights(writer, model, dict(model.named_parameters()), bf16=dtype == "bf16")
+        os.replace(temporary, final)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# A byte-level BPE tokenizer in llama.cpp's terms: tokens with their kinds, merges, and the name of the pre-tokenizer.
 #
 # Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`llm_tokenizer_bpe`: the expressions; `load`: what else a name stands for) and
-# conversion/base.py (`get_vocab_base`: the kinds of tokens). A file names its pre-tokenizer and cannot bring its own expression, so
-# what has no name there cannot be written.
+# conversion/base.py (`get_vocab_base`: the kinds of tokens). A file names its pre-tokenizer and cannot contain an expression, so a
+# pre-tokenizer that llama.cpp has no name for cannot be written.
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Kinds of tokens: text in the letters that stand for bytes; what a template writes; a word that is never cut; nothing."""
+"""Kinds of tokens: text in the letters that stand for bytes; control tokens of a template; words that are never split; unused
+ids."""
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 QWEN, LLAMA = rf"{_WORDS}\p{{N}}{_END}", rf"{_WORDS}\p{{N}}{{1,3}}{_END}"
 EMBEDDED = r"\d|\n|(?<=\p{L})-|</?answer>"
-"""Of the embedded model. llama.cpp has no name for it, and where `_spared` holds it need not have one."""
+"""The embedded model's. llama.cpp has no name for it, and needs none where `_has_no_split_merge` holds."""
 _BYTES, _GPT2, _DIGITS = "bytes", "bytes by GPT-2's expression", "digits"
-_NAMES: Mapping[tuple[tuple[str, ...], bool], str] = {
+_PRE_TOKENIZERS: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGITS, _GPT2), False): "smollm",
     ((QWEN, _BYTES), False): "qwen2",
     ((LLAMA, _BYTES), True): "llama-bpe",
     ((LLAMA, _BYTES), False): "dbrx",
 }
-"""(steps of the pre-tokenizer, whether a word that is a token is taken whole) to llama.cpp's name for both."""
-_NEVER = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
-"""Letters of bytes that no UTF-8 holds (RFC 3629), which a tokenizer need not know."""
-_RARE = frozenset(chr(byte + 256) for byte in range(32) if chr(byte) not in "\t\n\v\f\r") | frozenset(
+"""(steps of the pre-tokenizer, True if a word that is a token is never merged) to llama.cpp's name for both."""
+_INVALID_BYTES = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
+"""Letters of bytes that never occur in UTF-8 (RFC 3629), which a tokenizer need not have."""
+_RARE_BYTES = frozenset(chr(byte + 256) for byte in range(32) if chr(byte) not in "\t\n\v\f\r") | frozenset(
     map(chr, (0xF1, 0xF2, 0xF3, 0xF4))
 )
-"""Letters of control characters, and of bytes that begin characters above U+3FFFF, which a vocabulary may lack (SmolLM2's lacks
-eight): the tokenizer and llama.cpp both leave such a byte out. They may differ in the merges beside it, within a run of
-punctuation."""
-_UNCUT = "superbpe"
-"""Cuts at digits alone."""
-_SPARED = re.compile(r"(?:Ġ-?|[!-,./:-~])+")
-"""Tokens across which `EMBEDDED_MODEL` never cuts: no digit, no line's end, and a hyphen only behind a space."""
+"""Letters of control characters, and of bytes that start characters above U+3FFFF, which a vocabulary may lack (SmolLM2's lacks
+eight): tokenizer and llama.cpp both omit such a byte. They may differ in the merges next to it, within a run of punctuation."""
+_DIGITS_ONLY = "superbpe"
+"""llama.cpp's pre-tokenizer that splits at digits only."""
+_UNSPLIT_TOKEN = re.compile(r"(?:Ġ-?|[!-,./:-~])+")
+"""Tokens that `EMBEDDED` never splits: no digit, no line end, and a hyphen only after a space."""
 
 
 @dataclass(frozen=True)
 class BytePairVocabulary:
-    """What llama.cpp is told of a tokenizer."""
+    """A tokenizer in llama.cpp's terms."""
 
     tokens: tuple[str, ...]
-    """By their ids, as many as the model reads."""
+    """By id, as many as the model reads."""
     kinds: tuple[int, ...]
     merges: tuple[str, ...]
-    """`LEFT RIGHT`, the first one first."""
+    """`LEFT RIGHT`, in order of priority."""
     pre_tokenizer: str
-    """The pre-tokenizer's name."""
+    """Its name in llama.cpp."""
     adds_bos_eos: tuple[bool, bool]
-    """Whether the token that begins, and the one that ends, are put around a text."""
+    """True if a text gets the first token, and the last one."""
     special: Mapping[str, int]
-    """bos, eos, eot, eom, pad, unk: ids of those that there are."""
+    """Ids of bos, eos, eot, eom, pad and unk, as far as they exist."""
     template: Any = None
     """The chat template; or several, each a dict with name and template."""
 
+    def write(self, writer: Any) -> None:
+        """Add the vocabulary to a GGUF writer."""
+        writer.add_tokenizer_model("gpt2")  # byte-level BPE
+        writer.add_tokenizer_pre(self.pre_tokenizer)
+        writer.add_token_list(list(self.tokens))
+        writer.add_token_types(list(self.kinds))
+        writer.add_token_merges(list(self.merges) or ["< 0"])  # an empty list is refused
+        writer.add_add_bos_token(self.adds_bos_eos[0])
+        writer.add_add_eos_token(self.adds_bos_eos[1])
+        for name, token in self.special.items():
+            getattr(writer, f"add_{name}_token_id")(token)
+        if self.template:
+            writer.add_chat_template(self.template)
+
 
 def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
-    """The tokenizer of a model that reads `size` ids.
+    """Return the tokenizer of a model that reads `size` ids.
 
     Raises:
-        ModelError: anything that llama.cpp would cut, merge or normalise otherwise; more tokens than the model reads.
+        ModelError: llama.cpp would split, merge or normalise text differently, or there are more tokens than ids.
     """
     hf = tokenizer.hf
     backend = getattr(hf, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(f"the tokenizer {tokenizer.name!r} is a {type(hf).__name__}, which has no tokenizer.json")
     parts = json.loads(backend.to_str())
-    if reason := _other(parts):
+    if reason := _explain_unsupported_tokenizer(parts):
         raise ModelError(f"the tokenizer {tokenizer.name!r} {reason}")
     merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in parts["model"]["merges"])
-    cut = _cut(parts, merges)
-    if cut is None:
+    pre_tokenizer = _name_pre_tokenizer(parts, merges)
+    if pre_tokenizer is None:
         raise ModelError(
-            f"the tokenizer {tokenizer.name!r} cuts text before it merges in none of the ways that are written here, and that "
-            "llama.cpp has names for: GPT-2's, SmolLM's, Qwen 2's and 3's, Llama 3's"
+            f"the tokenizer {tokenizer.name!r} splits text before merging in a way that llama.cpp has no name for, or that is not "
+            "supported here. Supported are GPT-2's, SmolLM's, Qwen 2's and 3's, Llama 3's."
         )
-    added, special = parts["added_tokens"], _special(tokenizer)
-    adds = _around(tokenizer, special)
-    tokens, kinds = _by_id(parts["model"]["vocab"], added, size, tokenizer.name)
-    return BytePairVocabulary(tokens, kinds, merges, cut, adds, special, _template(hf))
+
+    texts = {number: (text, NORMAL) for text, number in parts["model"]["vocab"].items()}
+    for token in parts["added_tokens"]:  # matched before the text is split
+        texts[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
+    if max(texts) >= size:
+        raise ModelError(f"the tokenizer {tokenizer.name!r} has tokens up to {max(texts)}, and the model reads {size}")
+    rows = [texts.get(number, (f"[PAD{number}]", UNUSED)) for number in range(size)]
+
+    # the tokenizer's own end token is the first of the ends; llama.cpp knows further ones by their text
+    eos = hf.eos_token_id if hf.eos_token_id in tokenizer.end_ids else min(tokenizer.end_ids)
+    ids = {"bos": hf.bos_token_id, **dict(zip(_END_KINDS, [eos, *sorted(tokenizer.end_ids - {eos})], strict=False))}
+    ids |= {"pad": hf.pad_token_id, "unk": hf.unk_token_id}
+    special = {name: int(number) for name, number in ids.items() if number is not None}
+
+    template = getattr(hf, "chat_template", None)
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    return BytePairVocabulary(
+        tuple(text for text, _ in rows),
+        tuple(kind for _, kind in rows),
+        merges,
+        pre_tokenizer,
+        _find_added_tokens(tokenizer, special),
+        special,
+        template,
+    )
 
 
-def _other(parts: Mapping[str, Any]) -> str:
-    """Why a tokenizer is no byte-level BPE as llama.cpp has it; "" = it is one."""
-    model, normalizer = parts["model"], parts.get("normalizer")
-    if model["type"] != "BPE" or model.get("byte_fallback") or _ends_with(parts.get("decoder")) != "ByteLevel":
+def _explain_unsupported_tokenizer(parts: Mapping[str, Any]) -> str:
+    """Return the reason why a tokenizer is not byte-level BPE as in llama.cpp; empty if it is."""
+    model, normalizer, decoder = parts["model"], parts.get("normalizer"), parts.get("decoder") or {"type": ""}
+    while decoder.get("decoders"):
+        decoder = decoder["decoders"][-1]
+    if model["type"] != "BPE" or model.get("byte_fallback") or decoder["type"] != "ByteLevel":
         return f"is no byte-level BPE ({model['type']})"
     if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return "merges at random, or marks the beginnings or ends of words"
+        return "merges at random, or marks the start or end of words"
     if normalizer is not None and normalizer["type"] != "NFC":
-        return f"rewrites text before it reads it ({normalizer['type']})"
+        return f"rewrites text before reading it ({normalizer['type']})"
     from tokenizers.pre_tokenizers import ByteLevel
 
-    missing = set(ByteLevel.alphabet()) - _NEVER - set(model["vocab"])
-    if missing - (frozenset() if model.get("unk_token") else _RARE):
-        return f"has no token for {len(missing)} of the bytes that text is made of"
-    greedy = [t["content"] for t in parts["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]
-    return f"has tokens that take the space beside them along ({greedy[0]!r})" if greedy else ""
+    missing = set(ByteLevel.alphabet()) - _INVALID_BYTES - set(model["vocab"])
+    if missing - (frozenset() if model.get("unk_token") else _RARE_BYTES):
+        return f"has no token for {len(missing)} of the bytes that text consists of"
+    stripping = [t["content"] for t in parts["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]
+    return f"has tokens that consume the space next to them ({stripping[0]!r})" if stripping else ""
 
 
-def _ends_with(part: Mapping[str, Any] | None) -> str:
-    """The kind of a part, or of the last of a sequence."""
-    if part is None:
-        return ""
-    inner = part.get("decoders")
-    return _ends_with(inner[-1]) if inner else str(part["type"])
+def _name_pre_tokenizer(parts: Mapping[str, Any], merges: Sequence[str]) -> str | None:
+    """Return llama.cpp's name of the pre-tokenizer, or None if there is none."""
+    steps = _list_steps(parts.get("pre_tokenizer"))
+    ignores_merges = bool(parts["model"].get("ignore_merges"))
+    if steps == (EMBEDDED, _BYTES) and not ignores_merges and _has_no_split_merge(parts["added_tokens"], merges):
+        return _DIGITS_ONLY
+    return _PRE_TOKENIZERS.get((steps, ignores_merges))
 
 
-def _cut(parts: Mapping[str, Any], merges: Sequence[str]) -> str | None:
-    """The name of how text is cut; None = llama.cpp has none."""
-    steps = _steps(parts.get("pre_tokenizer"))
-    whole = bool(parts["model"].get("ignore_merges"))
-    if steps == (EMBEDDED, _BYTES) and not whole and _spared(parts["added_tokens"], merges):
-        return _UNCUT
-    return _NAMES.get((steps, whole))
-
-
-def _steps(part: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _list_steps(part: Mapping[str, Any] | None) -> tuple[str, ...]:
     if part is None:
         return ()
     if part["type"] == "Sequence":
-        return tuple(step for inner in part["pretokenizers"] for step in _steps(inner))
+        return tuple(step for inner in part["pretokenizers"] for step in _list_steps(inner))
     if part["type"] == "ByteLevel" and not part.get("add_prefix_space"):
         return (_GPT2 if part.get("use_regex", True) else _BYTES,)
     if part["type"] == "Digits" and part.get("individual_digits"):
@@ -323,90 +383,27 @@ def _steps(part: Mapping[str, Any] | None) -> tuple[str, ...]:
     return (f"unknown: {part['type']}",)
 
 
-def _spared(added: Sequence[Mapping[str, Any]], merges: Sequence[str]) -> bool:
-    """Whether no merged token could lie across a cut, so that the same is merged without any."""
-    words = {token["content"] for token in added}
-    return {"<answer>", "</answer>"} <= words and all(_SPARED.fullmatch(pair.replace(" ", "", 1)) for pair in merges)
-
-
-def _by_id(
-    vocabulary: Mapping[str, int], added: Sequence[Mapping[str, Any]], size: int, name: str
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """(tokens, kinds). What a template writes is found in a text before it is cut, as are added words."""
-    known = {number: (text, NORMAL) for text, number in vocabulary.items()}
-    known |= {token["id"]: (token["content"], CONTROL if token["special"] else USER_DEFINED) for token in added}
-    if max(known) >= size:
-        raise ModelError(f"the tokenizer {name!r} has tokens up to {max(known)}, and the model reads {size}")
-    rows = [known.get(number, (f"[PAD{number}]", UNUSED)) for number in range(size)]
-    return tuple(text for text, _ in rows), tuple(kind for _, kind in rows)
-
-
-def _special(tokenizer: Tokenizer) -> dict[str, int]:
-    """The tokenizer's own end is the first of the ends; llama.cpp knows further ones by their texts."""
-    hf = tokenizer.hf
-    own = hf.eos_token_id if hf.eos_token_id in tokenizer.end_ids else min(tokenizer.end_ids)
-    ends = [own, *sorted(tokenizer.end_ids - {own})]
-    found = {"bos": hf.bos_token_id, **dict(zip(("eos", "eot", "eom"), ends, strict=False))}
-    found |= {"pad": hf.pad_token_id, "unk": hf.unk_token_id}
-    return {name: int(number) for name, number in found.items() if number is not None}
-
-
-def _around(tokenizer: Tokenizer, special: Mapping[str, int]) -> tuple[bool, bool]:
-    """Whether a text gets the token that begins, and the one that ends.
-
-    Raises:
-        ModelError: others are put around it.
-    """
-    bare, whole = ([*tokenizer.hf("a", add_special_tokens=some)["input_ids"]] for some in (False, True))
-    for before in (False, True):
-        for behind in (False, True):
-            first = [special[name] for name in ("bos",) if before and name in special]
-            last = [special["eos"]] if behind else []
-            if whole == [*first, *bare, *last] and (bool(first), bool(last)) == (before, behind):
-                return before, behind
-    raise ModelError(
-        f"the tokenizer {tokenizer.name!r} puts more around a text than a token that begins and one that ends"
+def _has_no_split_merge(added: Sequence[Mapping[str, Any]], merges: Sequence[str]) -> bool:
+    """Return True if no merged token could lie across a split of `EMBEDDED`, so that merging without splits gives the same."""
+    contents = {token["content"] for token in added}
+    return {"<answer>", "</answer>"} <= contents and all(
+        _UNSPLIT_TOKEN.fullmatch(pair.replace(" ", "", 1)) for pair in merges
     )
 
 
-def _template(hf: Any) -> Any:
-    found = getattr(hf, "chat_template", None)
-    return [{"name": k, "template": v} for k, v in found.items()] if isinstance(found, dict) else found
-
-
-# A model as one GGUF file for people: its weights, its own words and its chat template, for llama.cpp and what is built on it.
-
-_TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}
-"""A precision to its name among `gguf.LlamaFileType`."""
-
-
-def write_gguf(final: Path, model: Any, words: BytePairVocabulary, *, name: str, dtype: str) -> None:
-    """The file, whole or not there. model: transformers' own, in float32. name: what the model is called. dtype: fp32 or bf16.
+def _find_added_tokens(tokenizer: Tokenizer, special: Mapping[str, int]) -> tuple[bool, bool]:
+    """Return whether a text gets the bos token, and the eos token.
 
     Raises:
-        EngineError: a parameter that the architecture has no place for, or the package `gguf` is missing; OSError: a full disk.
+        ModelError: It gets other tokens.
     """
-    temporary = final.with_name(f".tmp-{final.name}")
-    try:
-        with open_gguf_writer(temporary, model, int(import_gguf().LlamaFileType[_TYPES[dtype]])) as writer:
-            writer.add_name(name)
-            _write_byte_pair_vocabulary(writer, words)
-            add_weights(writer, model, dict(model.named_parameters()), bf16=dtype == "bf16")
-        os.replace(temporary, final)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_byte_pair_vocabulary(writer: Any, words: BytePairVocabulary) -> None:
-    writer.add_tokenizer_model("gpt2")  # byte-level BPE
-    writer.add_tokenizer_pre(words.pre_tokenizer)
-    writer.add_token_list(list(words.tokens))
-    writer.add_token_types(list(words.kinds))
-    writer.add_token_merges(list(words.merges) or ["< 0"])  # a list that is empty is refused
-    begins, ends = words.adds_bos_eos
-    writer.add_add_bos_token(begins)
-    writer.add_add_eos_token(ends)
-    for name, token in words.special.items():
-        getattr(writer, f"add_{name}_token_id")(token)
-    if words.template:
-        writer.add_chat_template(words.template)
+    bare, full = ([*tokenizer.hf("a", add_special_tokens=add)["input_ids"]] for add in (False, True))
+    for adds_bos in (False, True):
+        for adds_eos in (False, True):
+            first = [special[name] for name in ("bos",) if adds_bos and name in special]
+            last = [special["eos"]] if adds_eos else []
+            if full == [*first, *bare, *last] and (bool(first), bool(last)) == (adds_bos, adds_eos):
+                return adds_bos, adds_eos
+    raise ModelError(
+        f"the tokenizer {tokenizer.name!r} adds more to a text than one token at the start and one at the end"
+    )

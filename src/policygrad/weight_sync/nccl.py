@@ -1,9 +1,9 @@
-"""Weights from a GPU of this process into a server's: a group of 1 + n processes with each server, n its GPUs, and this one rank 0.
+"""Broadcast weights from a GPU of this process into a server's: one process group per server, with this process as rank 0.
 
-A group per server, not one for all: a group is as alive as the least of its processes, and servers go and come back one by one. The
-price is that the weights leave this machine once for each server.
+A group is only as alive as its least reliable process, and servers come and go one by one, so each has its own. The price is that
+the weights leave this machine once per server.
 
-vLLM's processes are given NCCL's unique id; SGLang's are torch process groups, which look for it in a store that rank 0 keeps.
+vLLM's processes are given NCCL's unique id; SGLang's are torch process groups, which read it from a store that rank 0 provides.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from policygrad.errors import EngineError
 
-# NVIDIA's NCCL through its C interface, from the library that torch brings along. This process is rank 0 of what it makes.
+# NVIDIA's NCCL through its C interface, from the library that torch installs. Source: NVIDIA/nccl, src/nccl.h.in, version 2.
 #
-# Source: NVIDIA/nccl, src/nccl.h.in, version 2. Not by `torch.distributed`, whose watchdog ends the whole process when a peer of a
-# group dies (TORCH_NCCL_ASYNC_ERROR_HANDLING): a learner outlives its servers.
+# Not through `torch.distributed`, whose watchdog kills the process when a peer of a group dies (TORCH_NCCL_ASYNC_ERROR_HANDLING): a
+# learner must outlive its servers.
 
 LIBRARY = "libnccl.so.2"
-UNIQUE_ID = 128
-"""Bytes of `ncclUniqueId`: where rank 0 is found."""
-TYPES = {
+UNIQUE_ID_BYTES = 128
+"""Size of `ncclUniqueId`, which tells processes how to reach rank 0."""
+DTYPES = {
     torch.int8: 0,
     torch.uint8: 1,
     torch.int32: 2,
@@ -41,44 +41,47 @@ TYPES = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""torch's types to `ncclDataType_t`."""
+"""torch's dtypes to `ncclDataType_t`."""
 _SUM = 0  # ncclRedOp_t
+_USE_FOLDER = "Set --sampler.weight-transport folder"
 
 
 class GroupError(Exception):
-    """A group of processes cannot be formed, or goes on no longer. Never reaches a user."""
+    """A process group cannot be formed, or is broken. Never reaches the user."""
 
 
 class _UniqueId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_byte * UNIQUE_ID)]
+    _fields_ = [("internal", ctypes.c_byte * UNIQUE_ID_BYTES)]
 
 
-_SENDS: list[Any] = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
-_OVER: list[Any] = [ctypes.c_void_p, ctypes.c_void_p]  # the communicator, the stream
+_BUFFERS: list[Any] = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+_TARGET: list[Any] = [ctypes.c_void_p, ctypes.c_void_p]  # the communicator, the stream
 _SIGNATURES: dict[str, list[Any]] = {
     "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
     "ncclCommInitRank": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int],
-    "ncclBroadcast": [*_SENDS, *_OVER],
-    "ncclAllReduce": [*_SENDS, *_OVER],
+    "ncclBroadcast": [*_BUFFERS, *_TARGET],
+    "ncclAllReduce": [*_BUFFERS, *_TARGET],
     "ncclCommAbort": [ctypes.c_void_p],
 }
-"""Of the functions that are called, which all return `ncclResult_t`; 0 = done."""
+"""Argument types of the functions used here. All return `ncclResult_t`, 0 for success."""
 
 
 class Nccl:
-    """The library. Its calls block as NCCL's do, and raise GroupError where it says that one failed. A communicator is a number."""
+    """The NCCL library. Its calls block as NCCL's do, and raise GroupError if one fails. A communicator is a number."""
 
     def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
-        """load: from the library's name to its functions.
+        """
+        Args:
+            load: Loads a library by name.
 
         Raises:
-            EngineError: there is no such library.
+            EngineError: The library is not installed.
         """
         try:
             self._library = load(LIBRARY)
         except OSError as error:
             raise EngineError(
-                f"NCCL is not here ({error}): it comes with torch for CUDA on Linux. Publish by a folder, --sampler.weight-transport folder"
+                f"NCCL is not installed ({error}); it comes with torch for CUDA on Linux. {_USE_FOLDER}"
             ) from error
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
@@ -87,30 +90,32 @@ class Nccl:
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
 
     def unique_id(self) -> bytes:
-        """Of a communicator that is yet to be made; from now on this process listens for its other ranks."""
-        found = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(found))
-        return bytes(found)
+        """Return the id of a new communicator; this process listens for its other ranks from now on."""
+        unique_id = _UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
-    def join(self, unique_id: bytes, size: int) -> int:
-        """The communicator of `size` processes; returns when all of them ask for it."""
-        found = ctypes.c_void_p()
-        self._call("ncclCommInitRank", ctypes.byref(found), size, _UniqueId.from_buffer_copy(unique_id), 0)
-        assert found.value is not None
-        return found.value
+    def join(self, unique_id: bytes, world_size: int) -> int:
+        """Join a communicator as rank 0; return once all processes have joined."""
+        communicator = ctypes.c_void_p()
+        argument = _UniqueId.from_buffer_copy(unique_id)
+        self._call("ncclCommInitRank", ctypes.byref(communicator), world_size, argument, 0)
+        assert communicator.value is not None
+        return communicator.value
 
     def broadcast(self, communicator: int, tensor: Tensor, stream: int) -> None:
-        """From this process to all others, in the order of the stream. tensor: contiguous, on the communicator's device."""
-        at, count, kind = _memory(tensor)
-        self._call("ncclBroadcast", at, at, count, kind, 0, communicator, stream)
+        """Send a tensor to all other processes, in the order of the stream. It must be contiguous and on the communicator's
+        device."""
+        address, count, dtype = _describe_memory(tensor)
+        self._call("ncclBroadcast", address, address, count, dtype, 0, communicator, stream)
 
     def all_reduce(self, communicator: int, tensor: Tensor, stream: int) -> None:
-        """The sum over all processes, in place."""
-        at, count, kind = _memory(tensor)
-        self._call("ncclAllReduce", at, at, count, kind, _SUM, communicator, stream)
+        """Sum a tensor over all processes, in place."""
+        address, count, dtype = _describe_memory(tensor)
+        self._call("ncclAllReduce", address, address, count, dtype, _SUM, communicator, stream)
 
     def abort(self, communicator: int) -> None:
-        """Ends what is under way there, and frees it."""
+        """Abort running operations and free the communicator."""
         self._call("ncclCommAbort", communicator)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -120,198 +125,199 @@ class Nccl:
             raise GroupError(f"{name}: {text.decode() if text else code}")
 
 
-def _memory(tensor: Tensor) -> tuple[int, int, int]:
-    """(address, elements, ncclDataType_t)."""
-    if tensor.dtype not in TYPES:
-        raise EngineError(f"NCCL sends no {tensor.dtype}: publish by a folder, --sampler.weight-transport folder")
-    return tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype]
-
-
-_CARDS = "/proc/driver/nvidia/gpus"
-"""The driver's list of this machine's GPUs, whatever CUDA_VISIBLE_DEVICES lets a process see."""
-_PORTS = {"http": 80, "https": 443}
+def _describe_memory(tensor: Tensor) -> tuple[int, int, int]:
+    """Return address, number of elements, and ncclDataType_t."""
+    if tensor.dtype not in DTYPES:
+        raise EngineError(f"NCCL sends no {tensor.dtype}. {_USE_FOLDER}")
+    return tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype]
 
 
 class TransferGroup(Protocol):
-    """This process and those of one server. What blocks is called in a thread of its own, and may be ended from another."""
+    """This process and those of one server. Blocking calls run in a thread, and may be aborted from another one."""
 
     def init_request(self) -> Mapping[str, Any]:
-        """What the server is told, to join."""
+        """Return what the server is sent so that it joins."""
         ...
 
     def join(self) -> None:
-        """Returns when the server may be sent weights. Raises GroupError."""
+        """Return once the server can be sent weights. Raises GroupError."""
         ...
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcasts them one after another; returns when they are sent. Raises GroupError."""
+        """Broadcast tensors one after another; return once they are sent. Raises GroupError."""
         ...
 
     def abort(self) -> None:
-        """Nobody waits in `join` or `send` any more, and what was taken is freed."""
+        """End `join` and `send` in other threads, and free all resources."""
         ...
 
 
 GroupFactory = Callable[[int, str, str], TransferGroup]
-"""(processes, this machine's address, a name that no other group has) → a group that is yet to be joined."""
+"""(world size, this machine's address, a unique name) to a group that is yet to be joined."""
 
 
 def unique_id_groups(device: torch.device, urls: Sequence[str]) -> GroupFactory:
-    """Groups with servers of vLLM. Raises EngineError where this machine cannot form any."""
+    """Return the factory of groups with vLLM servers. Raises EngineError if this machine cannot form any."""
     check_device(device, urls)
     library = Nccl()
-    return lambda size, address, name: UniqueIdGroup(size, device, library)
+    return lambda world_size, address, name: UniqueIdGroup(world_size, device, library)
 
 
 def store_groups(device: torch.device, urls: Sequence[str]) -> GroupFactory:
-    """Groups with servers of SGLang. Raises EngineError where this machine cannot form any."""
+    """Return the factory of groups with SGLang servers. Raises EngineError if this machine cannot form any."""
     check_device(device, urls)
     library = Nccl()
-    return lambda size, address, name: StoreGroup(size, address, name, device, library)
+    return lambda world_size, address, name: StoreGroup(world_size, address, name, device, library)
 
 
-class UniqueIdGroup:
-    """For vLLM: its worker makes the communicator from the id at once, and sums one number over it, so that all have to.
+class _NcclGroup:
+    """A communicator on a device of this process."""
+
+    def __init__(self, world_size: int, device: torch.device, library: Nccl) -> None:
+        self._world_size, self._device, self._library = world_size, device, library
+        self._id, self._communicator = library.unique_id(), 0
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self._device))  # on which they were written
+            with torch.cuda.stream(stream):
+                contiguous = make_contiguous(tensors, self._device)  # alive until they are sent
+                for tensor in contiguous:
+                    self._library.broadcast(self._communicator, tensor, stream.cuda_stream)
+            stream.synchronize()
+
+    def abort(self) -> None:
+        if self._communicator:
+            self._library.abort(self._communicator)
+        self._communicator = 0
+
+    def _join_communicator(self) -> None:
+        with torch.cuda.device(self._device):
+            self._communicator = self._library.join(self._id, self._world_size)
+
+
+class UniqueIdGroup(_NcclGroup):
+    """A group with vLLM, whose worker makes the communicator from the id at once and sums one number over it, so all ranks must.
 
     Source: vllm-project/vllm 0.32, vllm/distributed/weight_transfer/nccl_common.py (`nccl_unique_id_b64`).
     """
 
-    def __init__(self, size: int, device: torch.device, library: Nccl) -> None:
-        self._size, self._device, self._library = size, device, library
-        self._id, self._communicator = library.unique_id(), 0
-
     def init_request(self) -> Mapping[str, Any]:
         encoded = base64.b64encode(self._id).decode()
-        return {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": self._size, "packed": False}
+        return {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": self._world_size, "packed": False}
 
     def join(self) -> None:
+        self._join_communicator()
         with torch.cuda.device(self._device):
-            self._communicator = self._library.join(self._id, self._size)
             one = torch.zeros(1, device=self._device)
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self._device))
             self._library.all_reduce(self._communicator, one, stream.cuda_stream)
             stream.synchronize()
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        _send(self._library, self._communicator, tensors, self._device)
 
-    def abort(self) -> None:
-        _end(self._library, self._communicator)
-        self._communicator = 0
-
-
-class StoreGroup:
-    """For SGLang: its process group looks for the id in rank 0's store, when it first has to send or receive.
+class StoreGroup(_NcclGroup):
+    """A group with SGLang, whose process group reads the id from rank 0's store when it first sends or receives.
 
     Source: sgl-project/sglang 0.5, python/sglang/srt/model_executor/model_runner.py (`init_weights_update_group`), and pytorch,
     torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`broadcastUniqueNCCLID`).
     """
 
-    def __init__(self, size: int, address: str, name: str, device: torch.device, library: Nccl) -> None:
-        self._size, self._address, self._name, self._device, self._library = size, address, name, device, library
-        self._store, self._id, self._communicator = create_store(address), library.unique_id(), 0
+    def __init__(self, world_size: int, address: str, name: str, device: torch.device, library: Nccl) -> None:
+        self._address, self._name, self._store = address, name, create_store(address)
+        super().__init__(world_size, device, library)
 
     def init_request(self) -> Mapping[str, Any]:
-        return make_init_request(self._store, self._size, self._address, self._name, "nccl")
+        return make_init_request(self._store, self._world_size, self._address, self._name, "nccl")
 
     def join(self) -> None:
-        prefix_store(self._store, self._name, "cuda").set("0", self._id)  # type: ignore[arg-type]  # bytes are taken too
+        prefix_store(self._store, self._name, "cuda").set("0", self._id)  # type: ignore[arg-type]  # takes bytes too
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         if not self._communicator:
-            with torch.cuda.device(self._device):
-                self._communicator = self._library.join(self._id, self._size)
-        _send(self._library, self._communicator, tensors, self._device)
-
-    def abort(self) -> None:
-        _end(self._library, self._communicator)
-        self._communicator = 0
+            self._join_communicator()
+        super().send(tensors)
 
 
-def create_store(address: str, seconds: float = 60.0) -> TCPStore:
-    """Kept by this process, at a free port."""
-    wait = timedelta(seconds=seconds)
-    return TCPStore(address, 0, None, is_master=True, timeout=wait, wait_for_workers=False)
+def create_store(address: str, timeout: float = 60.0) -> TCPStore:
+    """Return a store that this process serves at a free port."""
+    seconds = timedelta(seconds=timeout)
+    return TCPStore(address, 0, None, is_master=True, timeout=seconds, wait_for_workers=False)
 
 
-def make_init_request(kept: TCPStore, size: int, address: str, name: str, backend: str) -> Mapping[str, Any]:
-    """What SGLang's `/init_weights_update_group` is told."""
-    there: dict[str, Any] = {"master_address": address, "master_port": kept.port}
-    return there | {"rank_offset": 1, "world_size": size, "group_name": name, "backend": backend}
+def make_init_request(store: TCPStore, world_size: int, address: str, name: str, backend: str) -> Mapping[str, Any]:
+    """Return the body of SGLang's `/init_weights_update_group`."""
+    return {
+        "master_address": address,
+        "master_port": store.port,
+        "rank_offset": 1,
+        "world_size": world_size,
+        "group_name": name,
+        "backend": backend,
+    }
 
 
-def prefix_store(kept: Store, name: str, device: str) -> Store:
-    """The part of a store in which torch's process group of this name looks: `_new_process_group_helper`, on a store that SGLang
-    has given the name already."""
-    return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, kept)))
+def prefix_store(store: Store, name: str, device: str) -> Store:
+    """Return the part of a store that torch's process group of this name reads: `_new_process_group_helper`, on a store to which
+    SGLang has added the name already."""
+    return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
 
 def make_contiguous(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """On the device, each element after the one before it: what is sent is memory. Copies where it has to."""
+    """Return the tensors on the device and contiguous in memory, copied only if necessary."""
     return [tensor.detach().to(device).contiguous() for tensor in tensors]
 
 
-def _send(library: Nccl, communicator: int, tensors: Sequence[Tensor], device: torch.device) -> None:
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))  # on which they were written
-        with torch.cuda.stream(stream):
-            held = make_contiguous(tensors, device)  # until they are sent
-            for tensor in held:
-                library.broadcast(communicator, tensor, stream.cuda_stream)
-        stream.synchronize()
-
-
-def _end(library: Nccl, communicator: int) -> None:
-    if communicator:
-        library.abort(communicator)
-
-
-def find_local_address(url: str) -> str:
-    """This machine's address as a server sees it, by the way there; nothing is sent.
-
-    Raises:
-        GroupError: there is no way there.
-    """
-    return _ends(url)[0]
-
-
-def _ends(url: str) -> tuple[str, str]:
-    """(this machine's address, the server's)."""
-    parts = urlsplit(url)
-    try:
-        family, *_, there = socket.getaddrinfo(
-            parts.hostname, parts.port or _PORTS.get(parts.scheme, 80), type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)
-            return str(probe.getsockname()[0]), str(there[0])
-    except OSError as error:
-        raise GroupError(f"there is no way to {url}: {error}") from error
+_CARDS = "/proc/driver/nvidia/gpus"
+"""The driver's list of this machine's GPUs, regardless of CUDA_VISIBLE_DEVICES."""
+_PORTS = {"http": 80, "https": 443}
 
 
 def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS) -> None:
-    """Whether this process and servers at these addresses can have a GPU each.
+    """Check that this process and servers at these addresses can each have a GPU.
 
     Raises:
-        EngineError: the weights are not on a GPU, or a server on this machine would need the only one.
+        EngineError: The weights are not on a GPU, or a server on this machine would need the only one.
     """
-    way_out = "publish by a folder, --sampler.weight-transport folder"
     if device.type != "cuda":
         raise EngineError(
-            f"NCCL sends from a GPU, and the policy is on the {device.type}: take --learner.device cuda, or {way_out}"
+            f"NCCL sends from a GPU, and the policy is on the {device.type}. Set --learner.device cuda, or "
+            "--sampler.weight-transport folder"
         )
-    found = len(os.listdir(cards)) if os.path.isdir(cards) else None
-    if found == 1 and (local := next((url for url in urls if _here(url)), None)):
+    count = len(os.listdir(cards)) if os.path.isdir(cards) else None
+    if count == 1 and (local := next((url for url in urls if _is_local(url)), None)):
         raise EngineError(
-            f"NCCL takes a GPU for this process and others for the server at {local}, and this machine has one: {way_out}"
+            f"NCCL needs one GPU for this process and another for the server at {local}, and this machine has one. {_USE_FOLDER}"
         )
 
 
-def _here(url: str) -> bool:
+def find_local_address(url: str) -> str:
+    """Return this machine's address as a server sees it, from the route to it; nothing is sent.
+
+    Raises:
+        GroupError: There is no route.
+    """
+    return _find_endpoints(url)[0]
+
+
+def _is_local(url: str) -> bool:
     try:
-        own, there = _ends(url)
+        local, remote = _find_endpoints(url)
     except GroupError:
-        return False  # it may come to be known; the group says so
-    return own == there
+        return False  # it may become reachable; otherwise the group reports it
+    return local == remote
+
+
+def _find_endpoints(url: str) -> tuple[str, str]:
+    """Return this machine's address and the server's."""
+    parts = urlsplit(url)
+    try:
+        family, *_, remote = socket.getaddrinfo(
+            parts.hostname, parts.port or _PORTS.get(parts.scheme, 80), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(remote)
+            return str(probe.getsockname()[0]), str(remote[0])
+    except OSError as error:
+        raise GroupError(f"no route to {url}: {error}") from error

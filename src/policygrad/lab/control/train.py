@@ -346,11 +346,11 @@ SUPPORTED_FIELDS = frozenset({"logp_old", "values", "returns", "truncated", "tok
 def check_control_algorithm(algorithm: Algorithm) -> None:
     """Raise ConfigError for an algorithm that classic control does not support, with the reason and a remedy."""
     check_sampling(algorithm, 1, 1.0)
-    for problem in _problems(algorithm):
+    for problem in _find_problems(algorithm):
         raise ConfigError(f"{algorithm.name}: {problem}")
 
 
-def _problems(algorithm: Algorithm) -> Iterator[str]:
+def _find_problems(algorithm: Algorithm) -> Iterator[str]:
     if missing := sorted(algorithm.needs - SUPPORTED_FIELDS):
         yield f"a part reads Batch.{missing[0]}, which episodes of an environment do not have: leave it out (shaping=(), terms=())"
     if algorithm.old_policy == "sampler":

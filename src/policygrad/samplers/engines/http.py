@@ -1,4 +1,4 @@
-"""Questions to servers over HTTP: one pool of connections, one budget of seconds per answer, and what counts as being away."""
+"""An HTTP client for engine servers: one connection pool, one timeout per request, and a clear line between "later" and "no"."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from typing import Any
 
 from policygrad.errors import EngineError, install_command
 
-_AWAY = (408, 425, 429)
-"""Answers that mean later, beside those from 500 on."""
-_SHOWN = 400
-"""Letters of what a server says that a message repeats."""
+_RETRY_STATUS = (408, 425, 429)
+"""Status codes that mean "later", besides those from 500 on."""
+_MAX_SHOWN = 400
+"""Characters of a reply that an error message repeats."""
 
 
 class ServerUnavailableError(Exception):
-    """The server did not answer, or not now: ask again, or another one. Never reaches a user."""
+    """The server did not answer, or asked to try later: retry, or use another server. Never reaches the user."""
 
 
 class HttpClient:
-    """A pool of connections to all servers. Proxies of the environment are not asked: engines stand beside the learner."""
+    """A connection pool for all servers. It ignores proxy variables of the environment, as engines run close to the learner."""
 
     def __init__(self, timeout: float, transport: Any = None) -> None:
-        """timeout: seconds for an answer. transport: httpx's, another than the network.
+        """
+        Args:
+            timeout: Seconds per request.
+            transport: An httpx transport to use instead of the network.
 
         Raises:
-            EngineError: the package httpx is missing.
+            EngineError: httpx is not installed.
         """
         try:
             import httpx
         except ImportError as error:
-            raise EngineError(f"servers are asked through httpx: {install_command('engines')}") from error
+            raise EngineError(f"engine servers need the package httpx: {install_command('engines')}") from error
         self._error = httpx.RequestError
         self._timeout = timeout
         self._client = httpx.AsyncClient(
@@ -41,45 +44,48 @@ class HttpClient:
         )
 
     async def post(self, url: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """What the server answers, read as JSON; text where it is none. timeout: seconds, another than usual.
+        """Send a request and return the reply, parsed as JSON, or as text if it is not JSON.
+
+        Args:
+            timeout: Seconds, if different from the client's.
 
         Raises:
-            ServerUnavailableError: no connection, no answer in time, or the server says later.
-            EngineError: the server refuses, with what it says.
+            ServerUnavailableError: No connection, no reply in time, or the server asks to try later.
+            EngineError: The server refuses; the message has its reply.
         """
-        return await self._ask("POST", url, body, timeout)
+        return await self._request("POST", url, body, timeout)
 
     async def get(self, url: str, timeout: float | None = None) -> Any:
-        """As `post`."""
-        return await self._ask("GET", url, None, timeout)
+        """Send a GET request, otherwise like `post`."""
+        return await self._request("GET", url, None, timeout)
 
     async def check_alive(self, url: str, timeout: float) -> None:
-        """Returns when the server has answered, whatever it has.
+        """Return once the server has replied anything at all.
 
         Raises:
-            ServerUnavailableError: as `post`.
+            ServerUnavailableError: As in `post`.
         """
         with suppress(EngineError):
-            await self.get(url, timeout)
+            await self._request("GET", url, None, timeout)
 
-    async def _ask(self, method: str, url: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def _request(self, method: str, url: str, body: dict[str, Any] | None, timeout: float | None) -> Any:
         seconds = timeout or self._timeout
         try:
-            async with asyncio.timeout(seconds):  # for all of it: httpx's own is for each piece that comes
-                answer = await self._client.request(method, url, json=body)
+            async with asyncio.timeout(seconds):  # for the full reply: httpx's own timeout is per received piece
+                reply = await self._client.request(method, url, json=body)
         except self._error as error:
             raise ServerUnavailableError(f"{type(error).__name__} {error}".strip()) from error
         except TimeoutError as error:
             raise ServerUnavailableError(f"no answer within {seconds:g} seconds") from error
-        if answer.status_code in _AWAY or answer.status_code >= 500:
-            raise ServerUnavailableError(f"{answer.status_code} {answer.text[:_SHOWN]}".strip())
-        if answer.status_code >= 300:
-            raise EngineError(f"{url} answers {answer.status_code}: {answer.text[:_SHOWN]}")
+        if reply.status_code in _RETRY_STATUS or reply.status_code >= 500:
+            raise ServerUnavailableError(f"{reply.status_code} {reply.text[:_MAX_SHOWN]}".strip())
+        if reply.status_code >= 300:
+            raise EngineError(f"{url} answers {reply.status_code}: {reply.text[:_MAX_SHOWN]}")
         try:
-            return answer.json()
+            return reply.json()
         except ValueError:
-            return answer.text
-
-    async def close(self) -> None:
-        """Ends all connections."""
-        await self._client.aclose()
+            return reply.text

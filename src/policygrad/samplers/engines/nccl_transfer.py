@@ -1,7 +1,7 @@
-"""Weights into servers over a group of processes with each: what a server is asked, and what it is sent at the same time.
+"""Weights sent to servers over a process group with each server, instead of through a folder.
 
-Stands where the folder of versions stands (`VersionFolder`), and writes nothing: what is published stays where it is, in the
-sampler's model, and a server that comes back later is sent the same. An engine's own words are a file of their own.
+`WeightTransfer` replaces `VersionFolder` and writes nothing: published weights stay in the sampler's model, and a server that comes
+back later is sent the same tensors. The requests of an engine are in its own file.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import asyncio
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from policygrad.errors import EngineError
-from policygrad.models.adapters import adapter_configs
-from policygrad.samplers.config import NCCL
-from policygrad.samplers.engines.base import EngineSampler
+from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.weight_sync.base import (
     BUCKET_BYTES,
@@ -35,184 +34,196 @@ from policygrad.weight_sync.base import (
     with_alias,
 )
 from policygrad.weight_sync.folder import VersionFolder, WeightVersion, find_tied_head
-from policygrad.weight_sync.nccl import GroupError
-
-if TYPE_CHECKING:
-    from policygrad.weight_sync.nccl import GroupFactory, TransferGroup
-
+from policygrad.weight_sync.nccl import GroupError, GroupFactory, TransferGroup, find_local_address
 
 CONTROL_TIMEOUT = 10.0
-"""Seconds for a question that needs no weights, for the end of a group, and for what is under way when somebody breaks it off."""
+"""Seconds for a request that moves no weights, for the end of a group, and for a transfer that is cancelled."""
 
 
 @dataclass(eq=False)
 class ServerGroup:
-    """A group with one server."""
+    """The process group with one server."""
 
     name: str
     group: TransferGroup = field(repr=False)
     version: str = ""
-    """What was sent over it last, whole."""
+    """Name of the last version that was sent completely."""
 
 
 class WeightTransfer(VersionFolder, ABC):
-    """What is published, and the groups that it is sent over."""
+    """The published weights, and the process groups over which they are sent. An engine implements the requests."""
 
-    def __init__(
-        self,
-        root: Path,
-        model: nn.Module,
-        timeout: float,
-        group_factory: GroupFactory,
-        address: Callable[[str], str],
-        tied_head: tuple[str, str] | None = None,
-        bucket: int = BUCKET_BYTES,
-    ) -> None:
-        """root: where an engine that is published to by a folder has it. model: the sampler's, which has the weights that are
-        published. patience: seconds for all of a server's. address: this machine's, as seen from a server's. twice: a name that is
-        sent too, and the one whose tensor it has."""
-        super().__init__(root, _nothing)
-        self._model, self._timeout, self._group_factory, self._address = model, timeout, group_factory, address
-        self._tied_head, self._bucket = tied_head, bucket
+    sends_tied_head: ClassVar[bool] = False
+    """True if an output head tied to the embeddings must be sent a second time under its own name."""
+
+    def __init__(self, root: Path, model: nn.Module, config: SamplerConfig, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """
+        Args:
+            root: The folder of versions that the engine would read otherwise.
+            model: The sampler's, which holds the published weights.
+            config: Its `recovery_timeout` limits a server's update.
+
+        Raises:
+            EngineError: No group can be formed here.
+        """
+        super().__init__(root, _write_nothing)
+        self._model, self._timeout, self._bucket_bytes = model, config.recovery_timeout, bucket_bytes
+        self._make_group = self.make_group_factory(next(model.parameters()).device, config.urls)
+        self._tied_head = find_tied_head(model) if self.sends_tied_head else None
         self._tensors: Mapping[str, Tensor] = {}
         self._groups: dict[str, ServerGroup] = {}
-        self._broken = set[str]()
-        """Servers that may be in the middle of something."""
+        self._interrupted = set[str]()
+        """Servers that may be in the middle of an update."""
 
-    # what an engine fills in
+    # Requests of the engine.
+
+    @abstractmethod
+    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
+        """Return what forms the engine's groups over NCCL.
+
+        Raises:
+            EngineError: This machine can form none.
+        """
 
     @abstractmethod
     async def get_world_size(self, http: HttpClient, url: str) -> int:
-        """Processes of a server, each with a GPU. Raises EngineError for one that cannot be sent weights."""
+        """Return the number of the server's processes, one GPU each. Raises EngineError if it cannot be sent weights."""
 
     @abstractmethod
     async def init_group(self, http: HttpClient, url: str, init_request: Mapping[str, Any]) -> None:
-        """Returns when the server has joined."""
+        """Let the server join the group."""
 
     @abstractmethod
     async def receive_bucket(self, http: HttpClient, url: str, bucket: Bucket, group: str, version: str) -> None:
-        """Has it take a bucket; returns when it has. group: its name. version: of all of them."""
+        """Let the server receive a bucket; return when it has.
+
+        Args:
+            group: Name of the group.
+            version: Name of the version that the bucket belongs to.
+        """
 
     @abstractmethod
     async def destroy_group(self, http: HttpClient, url: str, group: str) -> None:
-        """Has it forget the group."""
+        """Let the server leave the group."""
 
     async def start_update(self, http: HttpClient, url: str) -> None:
-        """Before the first bucket."""
+        """Called before the first bucket."""
 
     async def finish_update(self, http: HttpClient, url: str, version: str) -> None:
-        """After the last."""
+        """Called after the last bucket."""
 
     async def recover(self, http: HttpClient, url: str) -> None:
-        """Before a server joins that may be in the middle of something."""
+        """Called before a server that may be in the middle of an update joins a new group."""
 
-    # instead of a folder
+    # The interface of `VersionFolder`.
 
     def publish(self, weights: PublishedWeights) -> WeightVersion:
-        """From now on this is what is sent: the model's own tensors, which hold these weights, or what is gathered, a bucket at a
-        time for each server, as long as the learner has it."""
+        """Make these the weights that are sent from now on: the model's own tensors, or, for a sharded policy, tensors that are
+        gathered bucket by bucket for each server as long as the learner has them."""
         tensors = weights.tensors
         if not isinstance(tensors, LazyStateDict):
-            own = dict(self._model.named_parameters())
-            tensors = {name: own[name].detach() for name in tensors}
+            parameters = dict(self._model.named_parameters())
+            tensors = {name: parameters[name].detach() for name in tensors}
         self._tensors = tensors if self._tied_head is None else with_alias(tensors, *self._tied_head)
-        name, size = (
-            f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}",
-            sum(t.nbytes for t in tensor_specs(self._tensors).values()),
-        )
+        name = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}"
+        size = sum(spec.nbytes for spec in tensor_specs(self._tensors).values())
         return WeightVersion(name, weights.version, self.root / name, size)
 
     def remove_old_versions(self, current: WeightVersion) -> None:
-        """Of older versions nothing is anywhere."""
+        """Do nothing: older versions are stored nowhere."""
 
-    # what is sent
+    async def send(self, http: HttpClient, url: str, version: WeightVersion, server_version: object) -> None:
+        """Send all weights to a server; return when it has them. A cancelled transfer gets `CONTROL_TIMEOUT` seconds to finish,
+        because a server that waits for the rest of a broadcast waits forever.
 
-    async def send(self, http: HttpClient, url: str, publication: WeightVersion, server_version: object) -> None:
-        """Returns when the server has all of the weights. What has begun is given `CONTROL_TIMEOUT` seconds more when it is broken off, as a
-        server that waits for the rest of a broadcast waits for ever. known: the version that it says it has, None = none.
+        Args:
+            server_version: The version that the server reports; None if it reports none.
 
         Raises:
-            ServerUnavailableError: it cannot be reached, fails on the way, or takes too long: it is in no group any more.
-            EngineError: it cannot be sent weights, with what to do.
+            ServerUnavailableError: It is unreachable, fails or takes too long; it is in no group afterwards.
+            EngineError: It cannot be sent weights; the message says how to start it.
         """
-        await _to_its_end(self._send(http, url, publication, server_version))
-
-    async def close(self, http: HttpClient) -> None:
-        """Ends the groups, and has servers that are there forget them."""
-
-        async def left(url: str, joined: ServerGroup) -> None:
-            with suppress(
-                ServerUnavailableError, EngineError, TimeoutError
-            ):  # it is gone, or has forgotten it: both will do
-                async with asyncio.timeout(CONTROL_TIMEOUT):
-                    await self.destroy_group(http, url, joined.name)
-
-        found, self._groups = self._groups, {}
-        await asyncio.gather(*(left(url, joined) for url, joined in found.items()), *map(_ended, found.values()))
-
-    async def _send(self, http: HttpClient, url: str, publication: WeightVersion, known: object) -> None:
-        held = self._groups.get(url)
-        if held is not None and known not in (None, held.version):  # it was started again since, and is in no group
-            await self._drop(url)
+        task = asyncio.ensure_future(self._send(http, url, version, server_version))
         try:
-            async with asyncio.timeout(self._timeout):
-                joined = self._groups.get(url) or await self._join(http, url)
-                await self.start_update(http, url)
-                portions = iter_buckets(self._tensors, self._bucket)
-                while await self._one(http, url, joined, portions, publication.name):
-                    pass
-                await self.finish_update(http, url, publication.name)
-                joined.version = publication.name
-                self._broken.discard(url)
-        except TimeoutError as error:
-            await self._drop(url)
-            raise ServerUnavailableError(
-                f"it has not taken over the weights within {self._timeout:g} seconds"
-            ) from error
-        except GroupError as error:
-            await self._drop(url)
-            raise ServerUnavailableError(f"the group with it is broken: {error}") from error
-        except StaleWeightsError as error:
-            await self._drop(url)
-            raise ServerUnavailableError(f"it is sent the next weights: {error}") from error
-        except BaseException:
-            await self._drop(url)
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task], timeout=CONTROL_TIMEOUT)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             raise
 
-    async def _one(
-        self, http: HttpClient, url: str, joined: ServerGroup, portions: Iterator[Bucket], version: str
+    async def close(self, http: HttpClient) -> None:
+        """Destroy all groups, on this side and on the servers that are available."""
+
+        async def leave(url: str, group: ServerGroup) -> None:
+            with suppress(ServerUnavailableError, EngineError, TimeoutError):  # it is gone, or has left already
+                async with asyncio.timeout(CONTROL_TIMEOUT):
+                    await self.destroy_group(http, url, group.name)
+
+        groups, self._groups = self._groups, {}
+        await asyncio.gather(*(leave(url, group) for url, group in groups.items()), *map(_abort, groups.values()))
+
+    async def _send(self, http: HttpClient, url: str, version: WeightVersion, server_version: object) -> None:
+        previous = self._groups.get(url)
+        if previous is not None and server_version not in (None, previous.version):  # it restarted, and is in no group
+            await self._drop_group(url)
+        try:
+            async with asyncio.timeout(self._timeout):
+                group = self._groups.get(url) or await self._form_group(http, url)
+                await self.start_update(http, url)
+                buckets = iter_buckets(self._tensors, self._bucket_bytes)
+                while await self._send_bucket(http, url, group, buckets, version.name):
+                    pass
+                await self.finish_update(http, url, version.name)
+                group.version = version.name
+                self._interrupted.discard(url)
+        except TimeoutError as error:
+            await self._drop_group(url)
+            raise ServerUnavailableError(f"it has not loaded the weights within {self._timeout:g} seconds") from error
+        except GroupError as error:
+            await self._drop_group(url)
+            raise ServerUnavailableError(f"the process group with it is broken: {error}") from error
+        except StaleWeightsError as error:
+            await self._drop_group(url)
+            raise ServerUnavailableError(f"it is sent the next weights: {error}") from error
+        except BaseException:
+            await self._drop_group(url)
+            raise
+
+    async def _send_bucket(
+        self, http: HttpClient, url: str, group: ServerGroup, buckets: Iterator[Bucket], version: str
     ) -> bool:
-        """Sends one bucket, and lets go of it; whether there are more. What is gathered may wait for what the learner is at, which
-        this loop does not."""
-        bucket = await asyncio.to_thread(next, portions) if isinstance(self._tensors, LazyStateDict) else next(portions)
-        asked = self.receive_bucket(http, url, bucket, joined.name, version)
-        await _both(asked, partial(joined.group.send, bucket.tensors))
+        """Send one bucket and release it; return True if more follow."""
+        # gathering may wait for the learner, which must not block the event loop
+        bucket = await asyncio.to_thread(next, buckets) if isinstance(self._tensors, LazyStateDict) else next(buckets)
+        request = self.receive_bucket(http, url, bucket, group.name, version)
+        await _run_together(request, partial(group.group.send, bucket.tensors))
         return not bucket.is_last
 
-    async def _join(self, http: HttpClient, url: str) -> ServerGroup:
-        if url in self._broken:
+    async def _form_group(self, http: HttpClient, url: str) -> ServerGroup:
+        if url in self._interrupted:
             await self.recover(http, url)
-        size = 1 + await self.get_world_size(http, url)
+        world_size = 1 + await self.get_world_size(http, url)
         name = f"policygrad-{uuid.uuid4().hex[:12]}"
-        joined = self._groups[url] = ServerGroup(name, self._group_factory(size, self._address(url), name))
-        await _both(self.init_group(http, url, joined.group.init_request()), joined.group.join)
-        return joined
+        group = self._groups[url] = ServerGroup(name, self._make_group(world_size, find_local_address(url), name))
+        await _run_together(self.init_group(http, url, group.group.init_request()), group.group.join)
+        return group
 
-    async def _drop(self, url: str) -> None:
-        """The server is in no group any more, as far as this side goes."""
-        self._broken.add(url)
-        joined = self._groups.pop(url, None)
-        if joined is not None:
-            await _ended(joined)
-
-
-def _nothing(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    raise AssertionError("nothing is written")
+    async def _drop_group(self, url: str) -> None:
+        """Destroy this side of a server's group."""
+        self._interrupted.add(url)
+        if (group := self._groups.pop(url, None)) is not None:
+            await _abort(group)
 
 
-async def _both(asked: Coroutine[Any, Any, None], sent: Callable[[], None]) -> None:
-    """A question, and what its answer waits for. The first error is raised, and the other one of them is not waited for."""
-    question, thread = asyncio.ensure_future(asked), _in_thread(sent)
+def _write_nothing(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    raise AssertionError("a transfer writes no files")
+
+
+async def _run_together(request: Coroutine[Any, Any, None], send: Callable[[], None]) -> None:
+    """Await a request while a thread sends what the server receives. The first error is raised without waiting for the other
+    side."""
+    question, thread = asyncio.ensure_future(request), _run_in_thread(send)
     try:
         await asyncio.gather(question, thread)
     finally:
@@ -221,96 +232,33 @@ async def _both(asked: Coroutine[Any, Any, None], sent: Callable[[], None]) -> N
         await asyncio.gather(question, thread, return_exceptions=True)
 
 
-async def _ended(joined: ServerGroup) -> None:
-    """What waits in the group is let go. Where that fails or takes long there is nothing more to do: nobody needs it."""
+async def _abort(group: ServerGroup) -> None:
+    """Abort a group. If that fails or takes long, it is left behind: no one needs it."""
     with suppress(GroupError, TimeoutError):
-        await asyncio.wait_for(_in_thread(joined.group.abort), CONTROL_TIMEOUT)
+        await asyncio.wait_for(_run_in_thread(group.group.abort), CONTROL_TIMEOUT)
 
 
-def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """What blocks, in a thread that the process does not wait for at its end: a peer that is gone may never answer."""
+def _run_in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run blocking work in a daemon thread, so that the process can exit even if a dead peer never answers."""
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[None] = loop.create_future()
+    future: asyncio.Future[None] = loop.create_future()
 
     def settle(error: BaseException | None) -> None:
-        if found.done():  # given up
+        if future.done():  # cancelled
             return
         if error is None:
-            found.set_result(None)
+            future.set_result(None)
         else:
-            found.set_exception(error)
+            future.set_exception(error)
 
     def run() -> None:
         error: BaseException | None = None
         try:
             work()
-        except BaseException as raised:  # whoever waits is told
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        except BaseException as caught:  # raised again where the future is awaited
+            error = caught
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, error)
 
     threading.Thread(target=run, daemon=True).start()
-    return found
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits it; whoever breaks that off waits until it is over, or for as long as a question may take."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=CONTROL_TIMEOUT)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise
-
-
-# A sampler whose servers may be sent weights over NCCL, instead of reading them from a folder: --sampler.weight-transport nccl.
-
-
-class NcclEngineSampler(EngineSampler):
-    """An engine says how: `transfers`, and whether it takes an output head that is tied to the embeddings by its own name too."""
-
-    send_tied_head: ClassVar[bool] = False
-    group_factory_override: ClassVar[GroupFactory | None] = None
-    """How a group is formed; None = over NCCL."""
-    transfer: WeightTransfer | None = None
-    """None = by a folder."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """As `EngineSampler`.
-
-        Raises:
-            EngineError: a model that cannot be sent, or no GPU for it.
-        """
-        super().__init__(*args, **options)
-        if self.config.weight_transport != NCCL:
-            return
-        if adapter_configs(self.model):
-            raise EngineError("adapters are published by a folder: --sampler.weight-transport folder")
-        from policygrad.weight_sync.nccl import find_local_address  # torch.distributed takes a while to import
-
-        self.transfer = self.versions = self.transfer_class()(
-            self.versions.root,
-            self.model,
-            self.config.recovery_timeout,
-            type(self).group_factory_override or self.group_factory(),
-            find_local_address,
-            find_tied_head(self.model) if self.send_tied_head else None,
-        )
-
-    @abstractmethod
-    def transfer_class(self) -> Callable[..., WeightTransfer]:
-        """The class that has the engine's words."""
-
-    @abstractmethod
-    def group_factory(self) -> GroupFactory:
-        """How the engine's groups are formed over NCCL. Raises EngineError where they cannot be."""
-
-    async def close(self) -> None:
-        """As ever, and servers forget their groups."""
-        if self._servers is not None:
-            await self._servers.close()
-        if self.transfer is not None:
-            await self.transfer.close(self.http)
-        await super().close()
+    return future

@@ -1,4 +1,4 @@
-"""From a run's `[sampler]` to the engine it names."""
+"""The engines by name. This table is their only list: every fact about an engine is read from its class."""
 
 from __future__ import annotations
 
@@ -8,37 +8,63 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from policygrad.errors import ConfigError, EngineError
-from policygrad.models.tokenizer import Tokenizer
-from policygrad.samplers.base import SamplingParams
-from policygrad.samplers.config import ENGINES, LOCAL, SamplerConfig
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line reads the names without importing torch
+    from torch import nn
+
+    from policygrad.models.tokenizer import Tokenizer
+    from policygrad.samplers.base import SamplingParams
+    from policygrad.samplers.config import SamplerConfig
     from policygrad.samplers.engines.base import EngineSampler
 
-
+ENGINES = {
+    "llama_cpp": "policygrad.samplers.engines.llama_cpp:LlamaCppSampler",
+    "vllm": "policygrad.samplers.engines.vllm:VllmSampler",
+    "sglang": "policygrad.samplers.engines.sglang:SglangSampler",
+}
+"""Value of `sampler.engine` to the engine's class, as module:name."""
 WEIGHTS_FOLDER = "weights"
-"""In the run's folder, or a temporary one."""
-_ASKS = 10.0
-"""Seconds."""
-_KNOWN = (
-    ("/props", "llama_cpp", "default_generation_settings"),
-    ("/version", "vllm", "version"),
-    ("/get_model_info", "sglang", "model_path"),
-    ("/model_info", "sglang", "model_path"),
-)
-"""(question, engine, what is in its answer)."""
+"""Default folder for published weights, inside the run's folder or a temporary one."""
+_DETECTION_TIMEOUT = 10.0
+"""Seconds per request."""
 
 
 def load_engine_class(name: str) -> type[EngineSampler]:
-    """The class of an engine's sampler."""
+    """Import the class of an engine."""
     module, _, attribute = ENGINES[name].partition(":")
-    found: type[EngineSampler] = getattr(import_module(module), attribute)
-    return found
+    engine: type[EngineSampler] = getattr(import_module(module), attribute)
+    return engine
+
+
+def list_engines(condition: Callable[[type[EngineSampler]], bool]) -> list[str]:
+    """Return the names of the engines whose class meets the condition."""
+    return [name for name in ENGINES if condition(load_engine_class(name))]
+
+
+async def detect_engine(url: str) -> str:
+    """Return the name of the engine that serves at an address, found by a route that only it has.
+
+    Raises:
+        EngineError: No server answers, or it is none of the engines.
+    """
+    http = HttpClient(_DETECTION_TIMEOUT)
+    try:
+        for name in ENGINES:
+            for route, key in load_engine_class(name).detection_routes:
+                try:
+                    reply = await http.get(url + route)
+                except EngineError:  # the server has no such route
+                    continue
+                except ServerUnavailableError as error:
+                    raise EngineError(f"{url} does not answer: {error}") from error
+                if isinstance(reply, dict) and key in reply:
+                    return name
+    finally:
+        await http.close()
+    raise EngineError(f"{url} is not a server of {', '.join(ENGINES)}")
 
 
 def build_engine_sampler(
@@ -49,32 +75,14 @@ def build_engine_sampler(
     temperature: float,
     on_progress: ProgressCallback = ignore_progress,
 ) -> EngineSampler:
-    """What draws from servers. folder: where weights are published, unless the configuration says another. tell: is told when no
-    server is there."""
-    own = folder if config.folder is None else Path(config.folder).expanduser()
-    return load_engine_class(config.engine)(model, tokenizer, config, own.resolve(), temperature, on_progress)
+    """Return the sampler of the configured engine.
 
-
-async def detect_engine(url: str) -> str:
-    """Which engine answers at an address, by a question that only it knows.
-
-    Raises:
-        EngineError: nobody answers, or none of them.
+    Args:
+        folder: Where weights are published if `config.folder` is None.
+        on_progress: Called while no server is available.
     """
-    http = HttpClient(_ASKS)
-    try:
-        for path, name, known in _KNOWN:
-            try:
-                told = await http.get(url + path)
-            except EngineError:  # no such question there
-                continue
-            except ServerUnavailableError as error:
-                raise EngineError(f"{url} does not answer: {error}") from error
-            if isinstance(told, dict) and known in told:
-                return name
-    finally:
-        await http.close()
-    raise EngineError(f"{url} answers as none of {', '.join(ENGINES)} does")
+    folder = folder if config.folder is None else Path(config.folder).expanduser()
+    return load_engine_class(config.engine)(model, tokenizer, config, folder.resolve(), temperature, on_progress)
 
 
 def make_engine_factory(
@@ -84,22 +92,26 @@ def make_engine_factory(
     sampler: Any = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> Callable[[nn.Module, Tokenizer], EngineSampler] | None:
-    """What makes the sampler that is configured, once there are a model and a tokenizer; None = this process samples.
+    """Return a function that builds the configured engine's sampler from a model and its tokenizer; None for the local sampler.
 
-    folder, tell: as `build_engine_sampler`'s. given: a sampler from Python.
+    Args:
+        folder, on_progress: As in `build_engine_sampler`.
+        sampler: A sampler passed from Python.
 
     Raises:
-        ConfigError: two samplers.
+        ConfigError: An engine is configured and a sampler is passed too.
     """
+    from policygrad.samplers.config import LOCAL
+
     if config.engine == LOCAL:
         return None
     if sampler is not None:
-        raise ConfigError(f"sampler= was given, and sampler.engine is {config.engine}: leave one of the two away")
+        raise ConfigError(f"sampler= is given and sampler.engine is {config.engine}. Use only one of them.")
 
-    def made(model: nn.Module, tokenizer: Tokenizer) -> EngineSampler:
-        wide = replace(
-            config, context_length=config.resolve_context_length(tokenizer.context_length, sampling.max_tokens)
+    def make(model: nn.Module, tokenizer: Tokenizer) -> EngineSampler:
+        length = config.resolve_context_length(tokenizer.context_length, sampling.max_tokens)
+        return build_engine_sampler(
+            replace(config, context_length=length), model, tokenizer, folder, sampling.temperature, on_progress
         )
-        return build_engine_sampler(wide, model, tokenizer, folder, sampling.temperature, on_progress)
 
-    return made
+    return make

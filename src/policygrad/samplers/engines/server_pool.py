@@ -1,5 +1,5 @@
-"""Several servers as one: each question goes to the one with the fewest; one that is away loses its questions to the others, and
-is taken back when it has been made ready again.
+"""Several servers as one: each request goes to the least busy server. When a server becomes unavailable, its requests move to the
+others, and it is prepared again in the background.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from itertools import count
 from typing import Any, TypeVar
 
 from policygrad.errors import EngineError
-from policygrad.rewards.workers.pool import REPORT_AFTER_SECONDS
 from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 10
-"""Times that one question is asked: servers that came back each time were there, and it is the question that they fail at. And
-times in a row that a server which has been ready is refused, before it is given up."""
+"""Attempts per request: if a server came back each time, the request itself is what fails. Also the consecutive rejections after
+which a server that was ready before is given up."""
 MAX_INVALID_REPLIES = 3
-"""Times that one question is answered with what cannot be used, or refused."""
-_FIRST, _MOST = 0.02, 2.0
-"""Seconds between two attempts: twice as long each time, from the first to the second."""
-_SHOWN = 100
-"""Letters of each server's reason while it is waited for."""
+"""Invalid replies, or refusals, per request."""
+WAIT_REPORT_SECONDS = 4.0
+"""A wait for servers is reported from then on."""
+_FIRST_RETRY, _LAST_RETRY = 0.02, 2.0
+"""Seconds between attempts to prepare a server: doubled each time, from the first to the last."""
+_MAX_SHOWN = 100
+"""Characters of each server's error in a progress report."""
 
 
 @dataclass(eq=False)
 class EngineServer:
-    """One address, and how it stands."""
+    """One server and its state."""
 
     url: str
     limit: int = 0
-    """Questions that it is asked at a time."""
+    """Maximum concurrent requests."""
     pending: int = 0
-    """Questions that wait for its answer."""
+    """Requests sent and not answered."""
     ready: bool = False
-    """Whether it is reached, and answers with the weights of now."""
+    """True if it is reachable and serves the current weights."""
     ready_count: int = 0
-    """That it was made ready. One that has been is refused for a fault that may pass; at first contact it is a mistake."""
+    """How often it became ready. Later rejections may be a passing fault; one at first contact is a configuration error."""
     rejections: int = 0
-    """Times in a row that it was reached, and was not what it should be."""
+    """Consecutive times that it was reached and failed the checks."""
     last_error: str = ""
-    """Why it could not be reached, or was refused, the last time; empty = neither."""
+    """Reason of the last failure; empty if it has not failed since it was ready."""
     given_up: bool = False
-    """Whether it was away for longer than it may, or was refused too often."""
+    """True if it was unavailable for too long, or rejected too often."""
     draining: bool = False
-    """Whether it answers what it was asked before it is made ready: it is to be given other weights."""
+    """True if open requests must finish before it is prepared, because it is to load new weights."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
-    """What makes it ready."""
+    """Prepares it."""
 
 
 class ServerPool:
-    """Asks; `prepare(server)` makes one ready, or raises ServerUnavailableError where that has to be tried again, and EngineError where it is
-    not what it should be. tell: is told when all are away."""
+    """Distributes requests over servers."""
 
     def __init__(
         self,
@@ -67,246 +67,251 @@ class ServerPool:
         recovery_timeout: float,
         on_progress: ProgressCallback = ignore_progress,
     ) -> None:
+        """
+        Args:
+            prepare: Makes a server ready. Raises ServerUnavailableError to be called again later, and EngineError if the server
+                fails the checks.
+            max_concurrency: Initial limit of concurrent requests per server.
+            recovery_timeout: Seconds after which an unavailable server is given up.
+            on_progress: Called while no server is available.
+        """
         self.all = [EngineServer(url.rstrip("/"), max_concurrency) for url in urls]
         self.prepare, self.recovery_timeout, self.on_progress = prepare, recovery_timeout, on_progress
         self.num_retries = 0
-        """Questions that another server, or the same one later, was asked again."""
+        """Requests that were sent again, to another server or to the same one later."""
         lock = asyncio.Lock()
-        self._changed, self._goes_on = asyncio.Condition(lock), asyncio.Condition(lock)
-        """What questions wait for; the second, those whose answers are begun, which go before others."""
-        self._settles = asyncio.Condition(lock)
-        """What waits for servers, not for a place on one: it takes no question's turn."""
-        self._begun = 0
-        """Of those that wait."""
+        self._slot_free, self._continuation_slot_free = asyncio.Condition(lock), asyncio.Condition(lock)
+        """Requests wait on these for a free slot. Continuations have a condition of their own, because they go first."""
+        self._state_changed = asyncio.Condition(lock)
+        """Waits for the state of servers, separate from the conditions above so that it never takes a request's turn."""
+        self._waiting_continuations = 0
         self._error: Exception | None = None
-        self._alone: float | None = None
-        """Since when no server is ready, by the clock; None = some is."""
-        self._told = False
+        self._unavailable_since: float | None = None
+        """Monotonic time since which no server is ready; None if one is."""
+        self._reported = False
 
-    async def call(self, ask: Callable[[EngineServer], Awaitable[T]], is_continuation: bool = False) -> T:
-        """What a server answers. One whose answer cannot be used is made ready again, as one that gives none. begun: it goes on
-        with an answer, and before those that have none yet: a long one is not kept waiting at every piece.
+    async def call(self, send: Callable[[EngineServer], Awaitable[T]], is_continuation: bool = False) -> T:
+        """Send a request and return the reply. A server whose reply is invalid is prepared again, like one that is unavailable.
+
+        Args:
+            is_continuation: The request continues a completion, and goes before those that start one, so that a long completion
+                does not wait at every chunk.
 
         Raises:
-            EngineError: all of them are lost, or the question is not answered as it has to be, whoever is asked.
+            EngineError: All servers are given up, or several attempts at the request failed.
         """
-        garbage = 0
+        num_invalid = 0
         for attempt in count(1):
-            server = await self._next(is_continuation)
-            times = server.ready_count
+            server = await self._acquire(is_continuation)
+            ready_count = server.ready_count
             try:
-                return await ask(server)
+                return await send(server)
             except ServerUnavailableError as error:
                 if attempt == MAX_ATTEMPTS:
                     raise EngineError(
-                        f"one question was asked {MAX_ATTEMPTS} times, the last time {server.url}: {error}"
+                        f"a request failed {MAX_ATTEMPTS} times, the last time at {server.url}: {error}"
                     ) from error
-                self._failed(server, times, error)
+                self._on_failure(server, ready_count, error)
             except EngineError as error:
-                garbage += 1
-                if garbage == MAX_INVALID_REPLIES:
+                num_invalid += 1
+                if num_invalid == MAX_INVALID_REPLIES:
                     raise
-                self._failed(server, times, error)
+                self._on_failure(server, ready_count, error)
             finally:
-                async with self._changed:
+                async with self._slot_free:
                     server.pending -= 1
-                    self._settles.notify_all()
-                    if server.ready:  # one place is free, for one of perhaps thousands
-                        (self._goes_on if self._begun else self._changed).notify()
+                    self._state_changed.notify_all()
+                    if server.ready:  # one slot is free, for one of perhaps thousands of requests
+                        (self._continuation_slot_free if self._waiting_continuations else self._slot_free).notify()
                     else:
-                        self._wake()  # for what has waited for its last answer
+                        self._notify_all()  # for the task that waits for the server to drain
         raise AssertionError
 
     async def ready(self) -> None:
-        """Prepares every server anew; returns when each is ready, or away while others are ready."""
-        for server in self.all:  # before anything else is asked of them
-            server.ready, server.given_up, server.last_error, server.rejections, server.draining = (
-                False,
-                False,
-                "",
-                0,
-                True,
-            )
-        await self.close()  # what makes a server ready for the weights of before
+        """Prepare every server anew. Return once each is ready, or unavailable while another one is ready."""
+        for server in self.all:  # all of them before the first await: nothing else may be sent to them
+            server.ready, server.given_up, server.last_error = False, False, ""
+            server.rejections, server.draining = 0, True
+        await self.close()  # tasks that prepare servers for the previous weights
         self._error = None
         for server in self.all:
             self._recover(server)
-        async with self._settles:
-            await self._settles.wait_for(self._settled)
-            self._raise()
+        async with self._state_changed:
+            await self._state_changed.wait_for(self._is_settled)
+            self._raise_if_failed()
 
     async def close(self) -> None:
-        """Ends what is being prepared."""
+        """Cancel the tasks that prepare servers."""
         tasks = [server.task for server in self.all if server.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._over()
+        self._end_wait()
 
-    def _failed(self, server: EngineServer, times: int, error: Exception) -> None:
-        """times: `Server.ready_count` when it was asked; it may have been made ready since, which this is no word about."""
-        self.num_retries += 1
-        if server.ready_count == times:
-            server.ready, server.last_error = False, str(error)
-        if not server.ready:
-            self._recover(server)
-
-    def _settled(self) -> bool:
-        some = any(server.ready for server in self.all)
-        known = all(server.ready or server.given_up or (some and server.last_error) for server in self.all)
-        return self._error is not None or known
+    async def set_limit(self, server: EngineServer, limit: int) -> None:
+        """Change the maximum concurrent requests of a server."""
+        if limit != server.limit:
+            async with self._slot_free:
+                server.limit = limit
+                self._notify_all()
 
     @property
     def _free(self) -> list[EngineServer]:
         return [server for server in self.all if server.ready and server.pending < server.limit]
 
-    async def _next(self, begun: bool) -> EngineServer:
-        """The ready server with the fewest questions, one more of which is counted."""
-        async with self._changed:
-            self._begun += begun
+    async def _acquire(self, is_continuation: bool) -> EngineServer:
+        """Wait for the ready server with the fewest open requests, and take a slot on it."""
+        async with self._slot_free:
+            self._waiting_continuations += is_continuation
             try:
                 while True:
-                    self._raise()
+                    self._raise_if_failed()
                     free = self._free
-                    if free and (begun or not self._begun):
+                    if free and (is_continuation or not self._waiting_continuations):
                         server = min(free, key=lambda s: s.pending)
                         server.pending += 1
                         return server
                     for server in self.all:
                         if not server.ready:
                             self._recover(server)
-                    await (self._goes_on if begun else self._changed).wait()
+                    await (self._continuation_slot_free if is_continuation else self._slot_free).wait()
             finally:
-                self._begun -= begun
-                if begun:  # there may be room for others too, whose call has been this one's
-                    self._changed.notify(sum(server.limit - server.pending for server in self._free))
+                self._waiting_continuations -= is_continuation
+                if is_continuation:  # more slots may be free, whose notifications all went to continuations
+                    self._slot_free.notify(sum(server.limit - server.pending for server in self._free))
 
-    def _wake(self) -> None:
-        """Whoever waits looks again."""
-        for waiting in (self._changed, self._goes_on, self._settles):
-            waiting.notify_all()
+    def _on_failure(self, server: EngineServer, ready_count: int, error: Exception) -> None:
+        """
+        Args:
+            ready_count: `EngineServer.ready_count` when the request was sent. If the server became ready again since, the error
+                concerns its previous state.
+        """
+        self.num_retries += 1
+        if server.ready_count == ready_count:
+            server.ready, server.last_error = False, str(error)
+        if not server.ready:
+            self._recover(server)
 
-    async def set_limit(self, server: EngineServer, limit: int) -> None:
-        """It is asked so many questions at a time from now on."""
-        if limit != server.limit:
-            async with self._changed:
-                server.limit = limit
-                self._wake()
+    def _is_settled(self) -> bool:
+        any_ready = any(server.ready for server in self.all)
+        settled = all(server.ready or server.given_up or (any_ready and server.last_error) for server in self.all)
+        return self._error is not None or settled
 
-    def _raise(self) -> None:
+    def _notify_all(self) -> None:
+        for condition in (self._slot_free, self._continuation_slot_free, self._state_changed):
+            condition.notify_all()
+
+    def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
         if all(server.given_up for server in self.all):
-            told = "; ".join(f"{server.url}: {server.last_error}" for server in self.all)
-            self._over()
-            often = f", or was refused {MAX_ATTEMPTS} times" * any(server.rejections for server in self.all)
+            reasons = "; ".join(f"{server.url}: {server.last_error}" for server in self.all)
+            self._end_wait()
+            rejected = f", or was rejected {MAX_ATTEMPTS} times" * any(server.rejections for server in self.all)
             raise EngineError(
-                f"no server has answered for {self.recovery_timeout:g} seconds{often} ({told}): see what it says, start it again and go on "
-                "with --resume, or give it longer, --sampler.recovery-timeout SECONDS"
+                f"no server has answered for {self.recovery_timeout:g} seconds{rejected} ({reasons}). See its log, start it again "
+                "and continue with --resume, or allow more time: --sampler.recovery-timeout SECONDS"
             )
 
     def _recover(self, server: EngineServer) -> None:
-        """Has a server made ready, unless that is going on or was given up."""
+        """Start to prepare a server, unless that is under way or the server was given up."""
         if not (server.ready or server.given_up) and (server.task is None or server.task.done()):
-            server.task = asyncio.get_running_loop().create_task(self._until_ready(server))
+            server.task = asyncio.get_running_loop().create_task(self._prepare_until_ready(server))
 
-    async def _until_ready(self, server: EngineServer) -> None:
+    async def _prepare_until_ready(self, server: EngineServer) -> None:
         if server.draining:
-            async with self._settles:
-                await self._settles.wait_for(lambda: server.pending == 0)
+            async with self._state_changed:
+                await self._state_changed.wait_for(lambda: server.pending == 0)
             server.draining = False
-        deadline, wait = time.monotonic() + self.recovery_timeout, _FIRST
+        deadline, delay = time.monotonic() + self.recovery_timeout, _FIRST_RETRY
         while not server.ready:
             try:
                 await self.prepare(server)
                 server.ready, server.last_error, server.rejections = True, "", 0
                 server.ready_count += 1
-                self._over()
+                self._end_wait()
             except ServerUnavailableError as error:
                 server.last_error, server.rejections = str(error) or type(error).__name__, 0
             except EngineError as error:
                 server.last_error, server.rejections = str(error), server.rejections + 1
                 if not server.ready_count:
                     self._error = error
-            except Exception as error:  # a bug, too, has to reach whoever waits
+            except Exception as error:  # a bug must reach the caller too
                 self._error = error
-            server.given_up = not server.ready and (
-                time.monotonic() + wait > deadline or server.rejections == MAX_ATTEMPTS
-            )
-            async with self._changed:
-                self._wake()
+            timed_out = time.monotonic() + delay > deadline
+            server.given_up = not server.ready and (timed_out or server.rejections == MAX_ATTEMPTS)
+            async with self._slot_free:
+                self._notify_all()
             if server.ready or server.given_up or self._error is not None:
                 return
-            self._waiting()
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _MOST)
+            self._report_wait()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY)
 
-    def _waiting(self) -> None:
-        """Says what is waited for, once it takes longer than a server that is given new weights."""
+    def _report_wait(self) -> None:
+        """Report that no server is available, once that takes longer than loading new weights."""
         if any(server.ready for server in self.all):
             return
         now = time.monotonic()
-        self._alone = now if self._alone is None else self._alone
-        if now - self._alone >= REPORT_AFTER_SECONDS:
-            self._told = True
-            whom = "; ".join(f"{server.url}: {server.last_error[:_SHOWN]}" for server in self.all if server.last_error)
-            self.on_progress(f"waiting for a server, each for up to {self.recovery_timeout:g} s ({whom})", 0, 0)
+        self._unavailable_since = now if self._unavailable_since is None else self._unavailable_since
+        if now - self._unavailable_since >= WAIT_REPORT_SECONDS:
+            self._reported = True
+            reasons = "; ".join(f"{s.url}: {s.last_error[:_MAX_SHOWN]}" for s in self.all if s.last_error)
+            self.on_progress(f"waiting for a server, each for up to {self.recovery_timeout:g} s ({reasons})", 0, 0)
 
-    def _over(self) -> None:
-        """One is ready, or nobody waits any more."""
-        self._alone = None
-        if self._told:
-            self._told = False
+    def _end_wait(self) -> None:
+        self._unavailable_since = None
+        if self._reported:
+            self._reported = False
             self.on_progress("", 0, 0)
 
 
-# How many requests a server is given at a time: as many as its queue and its cache bear, by what it says of them.
+# Adaptive concurrency: the limit of a server follows its own queue length and cache use.
 #
-# What waits in a server's own queue could wait here, where another server may take it, and weights need not wait for it. A cache
-# that is full makes a server put answers back and compute them anew.
+# A request that waits in a server's queue could wait here instead, where another server may take it and a weight update need not
+# wait for it. A server whose cache is full evicts completions and computes them again.
 
 INITIAL_CONCURRENCY, MAX_CONCURRENCY = 16, 4096
-"""Requests that a server is given at first, and at most."""
+"""First and largest limit of concurrent requests."""
 LOW_CACHE_USE, HIGH_CACHE_USE = 0.85, 0.95
-"""Shares of its cache: below the first it is given more, above the second fewer."""
+"""The limit rises below the first and falls above the second."""
 LOAD_POLL_SECONDS = 1.0
-"""Seconds between two looks at what it says."""
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """What a server says of itself."""
+    """What a server reports about its load."""
 
     waiting: float
     """Requests in its queue."""
     cache_use: float
-    """Share of its cache of keys and values that is in use."""
+    """Used fraction of its key-value cache."""
 
 
 @dataclass(frozen=True)
 class PrometheusGauges:
-    """The names of both in the text that Prometheus reads."""
+    """Names of the load metrics in Prometheus' text format."""
 
     waiting: str
     cache_use: str
 
     def __call__(self, text: object) -> ServerLoad | None:
-        """None where one of them is missing."""
-        waiting, cache = (
-            (parse_gauge(text, name) for name in (self.waiting, self.cache_use)) if isinstance(text, str) else ([], [])
-        )
-        return ServerLoad(sum(waiting), max(cache)) if waiting and cache else None
+        """Return the load, or None if a metric is missing."""
+        if not isinstance(text, str):
+            return None
+        waiting, cache_use = parse_gauge(text, self.waiting), parse_gauge(text, self.cache_use)
+        return ServerLoad(sum(waiting), max(cache_use)) if waiting and cache_use else None
 
 
 def parse_gauge(text: str, name: str) -> list[float]:
-    """Of all samples of a gauge, one per engine behind the address: `name{label="x"} 0.5` a line."""
+    """Return all samples of a gauge, one per engine behind the address: lines such as `name{label="x"} 0.5`."""
     lines = (line.partition(" #")[0].strip() for line in text.splitlines())
-    found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-    return [float(line.rpartition("}")[2].removeprefix(name).split()[0]) for line in found]
+    samples = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+    return [float(line.rpartition("}")[2].removeprefix(name).split()[0]) for line in samples]
 
 
 def adjust_concurrency(limit: int, pending: int, load: ServerLoad) -> int:
-    """Requests at a time from now on. asked: those that it owes an answer."""
+    """Return the new limit of concurrent requests of a server with `pending` open requests."""
     if load.waiting >= 1:
         return max(1, limit - math.ceil(load.waiting))
     if load.cache_use > HIGH_CACHE_USE:
@@ -318,31 +323,32 @@ def adjust_concurrency(limit: int, pending: int, load: ServerLoad) -> int:
 
 @dataclass(frozen=True)
 class LoadMonitor:
-    """Asks servers for theirs. ask: what an address answers."""
+    """Reads the load of servers."""
 
-    ask: Callable[[str], Awaitable[Any]]
+    get: Callable[[str], Awaitable[Any]]
+    """Returns the reply of a URL."""
     gauges: PrometheusGauges | None
 
     async def get_load(self, url: str) -> ServerLoad | None:
-        """None = it says nothing of use."""
+        """Return a server's load, or None if it does not report it."""
         try:
-            said = await self.ask(f"{url}/metrics")
+            text = await self.get(f"{url}/metrics")
         except EngineError:
             return None
-        return None if self.gauges is None else self.gauges(said)
+        return None if self.gauges is None else self.gauges(text)
 
     async def require_load(self, url: str) -> None:
-        """Raises EngineError where it says nothing of use."""
+        """Raise EngineError if a server does not report its load."""
         if await self.get_load(url) is None:
             raise EngineError(
-                f"{url}/metrics does not say how long its queue is and how full its cache, by which --sampler.max-concurrency 0 goes: "
-                "start it as `policygrad engine` says, or give it a number"
+                f"{url}/metrics does not report queue length and cache use, which --sampler.max-concurrency 0 needs. Start the "
+                "server as `policygrad engine` does, or give --sampler.max-concurrency a number"
             )
 
     async def adjust_limits(self, servers: ServerPool) -> None:
-        """Each is asked more or less at a time from now on."""
+        """Adjust the limit of every ready server to its load."""
         for server in servers.all:
             if server.ready:
-                with suppress(ServerUnavailableError):  # what it owes will show that
+                with suppress(ServerUnavailableError):  # its open requests will notice
                     if (load := await self.get_load(server.url)) is not None:
                         await servers.set_limit(server, adjust_concurrency(server.limit, server.pending, load))

@@ -1,107 +1,73 @@
-"""SGLang: its native `/generate`, ids in and out, and `/update_weights_from_disk`.
+"""SGLang: completions by its native `/generate`, ids in and out; weights by `/update_weights_from_disk`.
 
-Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py and docs of the native API. Checked against answers of that
-form, not against a running server: it needs a GPU (docs/engines.md). Adapters alone: `sglang_adapters`.
+Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py and docs of the native API. Checked against replies of that
+form, not against a running server, which needs a GPU (docs/engines.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from policygrad.errors import EngineError
+from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS
 from policygrad.samplers.base import Request
-from policygrad.samplers.engines.base import EngineCompletion, lora_refused_error
+from policygrad.samplers.config import FOLDER
+from policygrad.samplers.engines.base import (
+    REQUEST_TIMEOUT,
+    EngineCompletion,
+    EngineSampler,
+    LaunchCommand,
+    LaunchOptions,
+    lora_refused_error,
+)
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
-from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, NcclEngineSampler, WeightTransfer
+from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTransfer
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
+from policygrad.weight_sync.nccl import GroupFactory, store_groups
 
-if TYPE_CHECKING:
-    from policygrad.weight_sync.nccl import GroupFactory
-
-
-# How a server of SGLang takes an adapter by name, and drops those before it: `/load_lora_adapter`, `/unload_lora_adapter`.
-#
-# Source: sgl-project/sglang 0.5, python/sglang/srt/managers/{io_struct,tokenizer_control_mixin}.py (both answer `success`,
-# `error_message` and `loaded_adapters`, with status 400 where it is no success; an adapter is taken out once nobody draws
-# with it) and docs/advanced_features/lora.ipynb. A completion is asked of the adapter as `lora_path`, and its answer does not
-# name it. Checked against answers of that form, not against a running server.
-
-_ASKS = 10.0
-"""Seconds for a question that needs no computation."""
-_HINTS = (
-    ("answers 404", "Take a server that loads adapters while it runs, SGLang 0.5 or later"),
+_LORA_HINTS = (
+    ("answers 404", "Use a server that loads adapters at run time, SGLang 0.5 or later"),
     ("not enabled", "Start it with --enable-lora"),
     ("incompatible", "Start it with --max-lora-rank and --lora-target-modules for this adapter"),
-    ("No such file", "Let it see the folder under the same path, --sampler.folder"),
+    ("No such file", "Give it access to the folder under the same path, --sampler.folder"),
 )
-"""(what is in its answer, the way out)."""
-
-
-async def load_adapter(http: HttpClient, url: str, publication: WeightVersion, timeout: float, previous: str) -> None:
-    """Returns when the server answers to the publication's name, and to none of the same folder's before it. patience: seconds for
-    loading. before: the name that it was given last, "" = none that is known.
-
-    Raises:
-        ServerUnavailableError: it does not answer, or not now.
-        EngineError: it takes no adapters, or not this one; which option is missing.
-    """
-    for name in {previous, publication.name} - {""}:  # it may have the one of now, and be made ready again
-        await unload_adapter(http, url, name)
-    body = {"lora_name": publication.name, "lora_path": str(publication.path)}
-    try:
-        told = await http.post(f"{url}/load_lora_adapter", body, timeout)
-    except EngineError as error:
-        raise lora_refused_error(url, error, _HINTS, "sglang") from error
-    if not (isinstance(told, dict) and told.get("success")):
-        raise lora_refused_error(url, told, _HINTS, "sglang")
-    for name in _others(told, publication):
-        await unload_adapter(http, url, name)
-
-
-async def unload_adapter(http: HttpClient, url: str, name: str) -> None:
-    """Has the server forget an adapter, if it has it."""
-    with suppress(ServerUnavailableError, EngineError):
-        await http.post(f"{url}/unload_lora_adapter", {"lora_name": name}, _ASKS)
-
-
-def _others(told: dict[str, Any], publication: WeightVersion) -> list[str]:
-    """Adapters that it has from the publication's folder, of a run that was killed say: another run's are let be."""
-    found = told.get("loaded_adapters") or {}
-    paths = {name: ref.get("lora_path") if isinstance(ref, dict) else ref for name, ref in found.items()}
-    mine = publication.path.parent
-    return [name for name, path in paths.items() if name != publication.name and Path(str(path)).parent == mine]
-
-
-# SGLang's words for weights that come over a group of processes.
-#
-# Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py (`InitWeightsUpdateGroupReqInput`,
-# `UpdateWeightsFromDistributedReqInput`), python/sglang/srt/model_executor/model_runner.py and
-# python/sglang/srt/entrypoints/http_server.py. A request's tensors are broadcast one by one, and loaded when all of them are
-# there. A server that is told of a group that it does not know ends: one that was started again is to join first.
+"""(part of the reply, how to solve it)."""
 
 
 class SglangTransfer(WeightTransfer):
-    """`/init_weights_update_group`, `/update_weights_from_distributed`, `/destroy_weights_update_group`."""
+    """Sends weights over NCCL. A request's tensors are broadcast one by one, and loaded when all have arrived. A server exits
+    when a request names a group that it does not know, so one that restarted must join first.
+
+    Source: sgl-project/sglang 0.5, python/sglang/srt/managers/io_struct.py (`InitWeightsUpdateGroupReqInput`,
+    `UpdateWeightsFromDistributedReqInput`), python/sglang/srt/model_executor/model_runner.py and
+    python/sglang/srt/entrypoints/http_server.py.
+    """
+
+    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
+        return store_groups(device, urls)
 
     async def get_world_size(self, http: HttpClient, url: str) -> int:
-        told = await get_first_supported(http, url, "/server_info", "/get_server_info")
-        many = [name for name in ("dp_size", "pp_size") if int(told.get(name) or 1) > 1]
-        if many and not (many == ["dp_size"] and told.get("enable_dp_attention")):
+        info = await _get_first_supported(http, url, "/server_info", "/get_server_info")
+        parallel = [name for name in ("dp_size", "pp_size") if int(info.get(name) or 1) > 1]
+        if parallel and not (parallel == ["dp_size"] and info.get("enable_dp_attention")):
             raise EngineError(
-                f"{url} has {' and '.join(f'{name} {told[name]}' for name in many)}, with which SGLang takes no weights over NCCL: "
-                "start a server for each, or publish by a folder, --sampler.weight-transport folder"
+                f"{url} has {' and '.join(f'{name} {info[name]}' for name in parallel)}, with which SGLang loads no weights over "
+                f"NCCL. Start one server for each, or set --sampler.weight-transport {FOLDER}"
             )
-        if "tp_size" not in told:
-            raise EngineError(f"{url}/server_info does not say tp_size: is it a server of SGLang 0.5?")
-        return int(told["tp_size"])
+        if "tp_size" not in info:
+            raise EngineError(f"{url}/server_info has no tp_size: is it a server of SGLang 0.5?")
+        return int(info["tp_size"])
 
-    async def init_group(self, http: HttpClient, url: str, invitation: Mapping[str, Any]) -> None:
-        _done(url, await http.post(f"{url}/init_weights_update_group", dict(invitation), self._timeout))
+    async def init_group(self, http: HttpClient, url: str, init_request: Mapping[str, Any]) -> None:
+        reply = await http.post(f"{url}/init_weights_update_group", dict(init_request), self._timeout)
+        _check_success(url, "the weights", reply)
 
     async def receive_bucket(self, http: HttpClient, url: str, bucket: Bucket, group: str, version: str) -> None:
         body: dict[str, Any] = {
@@ -114,101 +80,76 @@ class SglangTransfer(WeightTransfer):
         }
         if bucket.is_last:
             body["weight_version"] = version
-        _done(url, await http.post(f"{url}/update_weights_from_distributed", body, self._timeout))
+        reply = await http.post(f"{url}/update_weights_from_distributed", body, self._timeout)
+        _check_success(url, "the weights", reply)
 
     async def destroy_group(self, http: HttpClient, url: str, group: str) -> None:
         await http.post(f"{url}/destroy_weights_update_group", {"group_name": group}, CONTROL_TIMEOUT)
 
 
-async def get_weight_version(http: HttpClient, url: str) -> object:
-    """What a server calls its weights; None = it does not say."""
-    return (await get_first_supported(http, url, "/model_info", "/get_model_info")).get("weight_version")
-
-
-async def get_first_supported(http: HttpClient, url: str, *paths: str) -> dict[str, Any]:
-    """The answer to the first of these questions that the server knows.
-
-    Raises:
-        EngineError: it knows none of them.
-    """
-    refused: EngineError | None = None
-    for path in paths:
-        try:
-            told = await http.get(url + path, CONTROL_TIMEOUT)
-        except EngineError as error:
-            refused = error
-            continue
-        if isinstance(told, dict):
-            return told
-    raise EngineError(f"{url} answers none of {', '.join(paths)}: is it a server of SGLang 0.5?") from refused
-
-
-def _done(url: str, told: Any) -> None:
-    if not (isinstance(told, dict) and told.get("success")):
-        said = told.get("message") if isinstance(told, dict) else told
-        raise EngineError(f"{url} did not take over the weights: {said}")
-
-
-class SglangSampler(NcclEngineSampler):
-    """Servers of `sglang.launch_server`."""
+class SglangSampler(EngineSampler):
+    """Samples from servers of `sglang.launch_server`."""
 
     name = "SGLang"
     launch_hint = (
         "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, in the learner's precision, as "
-        "`policygrad engine sglang --print` says"
+        "`policygrad engine sglang --print` shows"
     )
-
+    detection_routes = (("/get_model_info", "model_path"), ("/model_info", "model_path"))
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
     supports_lora = True
+    transfer_class = SglangTransfer
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.adapter_names: dict[str, str] = {}  # of the adapter of now, by address
+        self.adapter_names: dict[str, str] = {}  # by server: the current adapter
+
+    @classmethod
+    def launch_command(cls, options: LaunchOptions) -> LaunchCommand:
+        """Log-probabilities are taken after the temperature unless the environment says otherwise, and the model's own sampling
+        defaults are off. Weights over NCCL need no option."""
+        argv = ["python", "-m", "sglang.launch_server", "--model-path", options.model, "--dtype", options.dtype]
+        argv += ["--context-length", str(options.context_length)]
+        argv += ["--max-running-requests", str(options.max_concurrency)]
+        argv += ["--host", options.host, "--port", str(options.port), "--sampling-defaults", "openai"]
+        if options.lora is not None:
+            argv += ["--max-loras-per-batch", "1", "--max-lora-rank", str(options.lora.rank or DEFAULT_RANK)]
+        argv += ["--enable-metrics"]
+        if options.lora is not None:
+            targets = options.lora.targets or DEFAULT_TARGETS
+            argv += ["--enable-lora", "--lora-target-modules"]
+            argv += ("all" if targets == DEFAULT_TARGETS else targets).split("+")
+        return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}, argv
 
     def weight_writer(self) -> WeightWriter:
-        return make_safetensors_writer(self.model, self.tokenizer.hf, write_tied_head=False)
+        return make_safetensors_writer(self.model, self.tokenizer.hf)
 
-    def transfer_class(self) -> Callable[..., WeightTransfer]:
-        return SglangTransfer
-
-    def group_factory(self) -> GroupFactory:
-        from policygrad.weight_sync.nccl import store_groups
-
-        return store_groups(next(self.model.parameters()).device, self.config.urls)
-
-    async def load_weights(self, url: str, publication: WeightVersion) -> None:
+    async def load_weights(self, url: str, version: WeightVersion) -> None:
         if self.adapter_only:
-            before = self.adapter_names.pop(url, "")
-            await load_adapter(self.http, url, publication, self.config.recovery_timeout, before)
-            self.adapter_names[url] = publication.name
+            await self._load_adapter(url, version)
             return
         if self.transfer is not None:
-            known = await get_weight_version(self.http, url)
-            if known != publication.name or url in self.failed_probes:
-                await self.transfer.send(self.http, url, publication, known)
+            info = await _get_first_supported(self.http, url, "/model_info", "/get_model_info")
+            server_version = info.get("weight_version")
+            if server_version != version.name or url in self.failed_probes:
+                await self.transfer.send(self.http, url, version, server_version)
             return
         body = {
-            "model_path": str(publication.path),
-            "weight_version": publication.name,
+            "model_path": str(version.path),
+            "weight_version": version.name,
             "abort_all_requests": False,
             "flush_cache": True,
         }
-        told = await self.http.post(f"{url}/update_weights_from_disk", body, self.config.recovery_timeout)
-        if not (isinstance(told, dict) and told.get("success")):
-            said = told.get("message") if isinstance(told, dict) else told
-            raise EngineError(f"{url} did not take over {publication.path}: {said}")
-
-    async def close(self) -> None:
-        if self.adapter_only and self.published is not None:
-            for url in self.adapter_names:
-                await unload_adapter(self.http, url, self.published.name)
-        await super().close()
+        reply = await self.http.post(f"{url}/update_weights_from_disk", body, self.config.recovery_timeout)
+        _check_success(url, str(version.path), reply)
 
     async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         sampling = request.sampling
         if sampling.is_truncated:
-            raise EngineError("SGLang gives log-probabilities before top-k and top-p: leave top_k at 0 and top_p at 1")
-        wanted = {
+            raise EngineError(
+                "SGLang returns log-probabilities before top-k and top-p. Leave sampling.top_k at 0 and sampling.top_p at 1."
+            )
+        sampling_params = {
             "max_new_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": 1.0,
@@ -223,24 +164,82 @@ class SglangSampler(NcclEngineSampler):
         }
         body: dict[str, Any] = {
             "input_ids": request.prompt_ids.tolist(),
-            "sampling_params": wanted,
+            "sampling_params": sampling_params,
             "return_logprob": True,
             "stream": False,
         }
         if self.adapter_only:
             body["lora_path"] = self.adapter_names.get(url)
-        answer = await self.http.post(f"{url}/generate", body)
+        reply = await self.http.post(f"{url}/generate", body)
         try:
-            about = answer["meta_info"]
-            if (about.get("finish_reason") or {}).get("type") == "abort":
-                raise ServerUnavailableError(f"the request was aborted: {about['finish_reason'].get('message', '')}")
-            entries = about["output_token_logprobs"]
-            tokens = [int(token) for token in answer["output_ids"]]
+            info = reply["meta_info"]
+            if (info.get("finish_reason") or {}).get("type") == "abort":
+                raise ServerUnavailableError(f"the request was aborted: {info['finish_reason'].get('message', '')}")
+            entries = info["output_token_logprobs"]
+            tokens = [int(token) for token in reply["output_ids"]]
             if [int(entry[1]) for entry in entries] != tokens[: len(entries)]:
-                raise EngineError(f"{url} gives log-probabilities of other tokens than it has drawn")
-            weights = None if self.adapter_only else about.get("weight_version")  # of what the server began with
-            return EngineCompletion(tokens, [entry[0] for entry in entries], weights)
+                raise EngineError(f"{url} returns log-probabilities of other tokens than it sampled")
+            version = None if self.adapter_only else info.get("weight_version")  # when the completion started
+            return EngineCompletion(tokens, [entry[0] for entry in entries], version)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise EngineError(
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
             ) from error
+
+    async def close(self) -> None:
+        if self.adapter_only and self.published is not None:
+            for url in self.adapter_names:
+                await self._unload_adapter(url, self.published.name)
+        await super().close()
+
+    # Adapters: `/load_lora_adapter` and `/unload_lora_adapter`.
+    #
+    # Source: sgl-project/sglang 0.5, python/sglang/srt/managers/{io_struct,tokenizer_control_mixin}.py (both reply `success`,
+    # `error_message` and `loaded_adapters`, with status 400 on failure; an adapter is unloaded once no request uses it) and
+    # docs/advanced_features/lora.ipynb. A request names the adapter as `lora_path`; the reply does not repeat it.
+
+    async def _load_adapter(self, url: str, version: WeightVersion) -> None:
+        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay.
+
+        Raises:
+            ServerUnavailableError: It does not answer, or asks to try later.
+            EngineError: It does not load adapters, or not this one; the message has the missing option.
+        """
+        for name in {self.adapter_names.pop(url, ""), version.name} - {""}:  # it may have the current one already
+            await self._unload_adapter(url, name)
+        body = {"lora_name": version.name, "lora_path": str(version.path)}
+        try:
+            reply = await self.http.post(f"{url}/load_lora_adapter", body, self.config.recovery_timeout)
+        except EngineError as error:
+            raise lora_refused_error(url, error, _LORA_HINTS, "sglang") from error
+        if not (isinstance(reply, dict) and reply.get("success")):
+            raise lora_refused_error(url, reply, _LORA_HINTS, "sglang")
+        for name, adapter in (reply.get("loaded_adapters") or {}).items():  # left by a killed run, for example
+            path = adapter.get("lora_path") if isinstance(adapter, dict) else adapter
+            if name != version.name and Path(str(path)).parent == version.path.parent:
+                await self._unload_adapter(url, name)
+        self.adapter_names[url] = version.name
+
+    async def _unload_adapter(self, url: str, name: str) -> None:
+        with suppress(ServerUnavailableError, EngineError):  # not loaded, or the server is gone
+            await self.http.post(f"{url}/unload_lora_adapter", {"lora_name": name}, REQUEST_TIMEOUT)
+
+
+async def _get_first_supported(http: HttpClient, url: str, *routes: str) -> dict[str, Any]:
+    """Return the reply to the first route that the server supports. Raises EngineError if it supports none."""
+    refusal: EngineError | None = None
+    for route in routes:
+        try:
+            reply = await http.get(url + route, CONTROL_TIMEOUT)
+        except EngineError as error:
+            refusal = error
+            continue
+        if isinstance(reply, dict):
+            return reply
+    raise EngineError(f"{url} supports none of {', '.join(routes)}: is it a server of SGLang 0.5?") from refusal
+
+
+def _check_success(url: str, what: str, reply: Any) -> None:
+    if not (isinstance(reply, dict) and reply.get("success")):
+        message = reply.get("message") if isinstance(reply, dict) else reply
+        raise EngineError(f"{url} did not load {what}: {message}")

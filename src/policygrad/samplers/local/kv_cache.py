@@ -1,4 +1,5 @@
-"""The key-value cache while decoding: room for tokens to come is taken in advance, instead of a copy of all of it per token."""
+"""Key-value caches for batched decoding: memory is allocated ahead, instead of copied at every token, and rows can be repeated and
+dropped for any kind of layer."""
 
 from __future__ import annotations
 
@@ -13,50 +14,162 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from policygrad.errors import ModelError
 
 GROWTH_TOKENS = 256
-"""Tokens that memory is taken for at a time: most completions end long before the budget does."""
-_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
+"""Tokens that memory is allocated for at a time: most completions end long before their limit."""
+COMPACT_FRACTION = 0.8
+"""Finished rows stay in the cache until fewer than this fraction of its rows are active: dropping them copies the rest."""
+_CACHE_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
+
+
+class DecodeCache(Protocol):
+    """What a model has cached of the rows being decoded. Rows keep the order in which they were added, except in `keep_rows`."""
+
+    model: nn.Module
+    supports_refill: bool
+    """True if prompts can be added while rows are active."""
+    rows: Tensor
+    """[N] int64: the position of each active row in the last forward pass."""
+
+    def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+        """Read each prompt once and add `repeats[i]` rows that continue it.
+
+        Args:
+            max_tokens: Maximum tokens that each new row will sample.
+
+        Returns:
+            The logits [N, V] after the prompt for each new row, and the width that prompts were left-padded to.
+        """
+        ...
+
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        """Return the logits [N, V] after one more token [N] per row, at `position` [N] of its sequence."""
+        ...
+
+    def keep_rows(self, rows: Tensor) -> Tensor:
+        """Drop all rows except `rows` [n]; return them in their new order."""
+        ...
+
+
+class PlainDecodeCache:
+    """A cache with one row per completion, for any kind of layer. Prompts are left-padded."""
+
+    supports_refill = False
+
+    def __init__(self, model: nn.Module, pad: int) -> None:
+        self.model, self.pad = model, pad
+        self.device = next(model.parameters()).device
+        self.rows, self.cache, self.attention, self.used = torch.empty(0), dict[str, Any](), torch.empty(0), 0
+
+    def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+        out, mask = prefill(self.model, prompts, self.pad)
+        name, cache = get_cache(out, self.model)
+        repeat_rows(cache, repeats, max_tokens)
+        self.cache, self.used = {name: cache}, mask.shape[1]
+        future = mask.new_ones(len(mask), max_tokens)
+        self.attention = torch.cat([mask, future], 1).repeat_interleave(repeats, 0)
+        self.rows = torch.arange(len(self.attention), device=self.device)
+        return out.logits[:, -1].repeat_interleave(repeats, 0), self.used
+
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        for cache in self.cache.values():
+            set_cached_length(cache, self.used)
+        self.used += 1
+        inputs = self.rows.new_zeros(2, len(self.attention))  # a finished row reads any token at any valid position
+        inputs[:, self.rows] = torch.stack([token, position])
+        out = self.model(
+            input_ids=inputs[0, :, None],
+            attention_mask=self.attention[:, : self.used] if "past_key_values" in self.cache else None,
+            position_ids=inputs[1, :, None],
+            **self.cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        return out.logits[:, -1].index_select(0, self.rows)  # type: ignore[no-any-return]
+
+    def keep_rows(self, rows: Tensor) -> Tensor:
+        self.rows = self.rows[rows]
+        if not len(rows):
+            self.cache = {}
+        elif len(rows) < COMPACT_FRACTION * len(self.attention):
+            for cache in self.cache.values():
+                select_rows(cache, self.rows)
+            self.attention = self.attention[self.rows]
+            self.rows = torch.arange(len(rows), device=self.device)
+        return rows
+
+
+def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any, Tensor]:
+    """Read left-padded prompts in one forward pass.
+
+    Returns:
+        The model's output, with logits of the last position only, and the attention mask [C, L].
+    """
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for i, prompt_ids in enumerate(prompts):
+        ids[i, width - len(prompt_ids) :] = prompt_ids
+        mask[i, width - len(prompt_ids) :] = 1
+    device = next(model.parameters()).device
+    ids, mask = ids.to(device), mask.to(device)
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=True,
+        logits_to_keep=1,
+        return_dict=True,
+        **make_cache_arguments(model),
+    )
+    return out, mask
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
-    """A cache layer whose memory [N, H, capacity, D] is allocated ahead; the keys and values so far are a view of it."""
+    """A cache layer with memory [N, H, capacity, D] allocated ahead; `keys` and `values` are views of the used part."""
 
-    def __init__(self, keys: Tensor, values: Tensor, repeats: Tensor | None, room: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, repeats: Tensor | None, extra: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.length = keys.shape[-2]
-        self.key_buffer, self.value_buffer = (preallocate(x, repeats, room) for x in (keys, values))
+        self.key_buffer, self.value_buffer = (preallocate(x, repeats, extra) for x in (keys, values))
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self._show()
+        self.keys, self.values = self._views()
 
-    def _show(self) -> None:
-        self.keys, self.values = self._used(self.key_buffer), self._used(self.value_buffer)
-
-    def _used(self, room: Tensor) -> Tensor:
-        return room[:, :, : self.length]
+    def _views(self) -> tuple[Tensor, Tensor]:
+        return self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[-2]
         if end > self.key_buffer.shape[-2]:
-            self.key_buffer, self.value_buffer = (
-                preallocate(x, None, max(GROWTH_TOKENS, end - self.length))
-                for x in (self._used(self.key_buffer), self._used(self.value_buffer))
-            )
+            extra = max(GROWTH_TOKENS, end - self.length)
+            self.key_buffer, self.value_buffer = (preallocate(x, None, extra) for x in self._views())
         self.key_buffer[:, :, self.length : end] = key_states
         self.value_buffer[:, :, self.length : end] = value_states
         self.length = end
-        self._show()
-        return self._used(self.key_buffer), self._used(self.value_buffer)
+        self.keys, self.values = views = self._views()
+        return views
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps these rows (no more than there are), in place: fresh memory for all of the room would cost more than the copy."""
+        """Keep these rows in place: new memory for the full capacity would cost more than the copy."""
         rows, used = len(beam_idx), slice(self.length)
-        for room in (self.key_buffer, self.value_buffer):
-            room[:rows, :, used] = room[:, :, used].index_select(0, beam_idx)
+        for buffer in (self.key_buffer, self.value_buffer):
+            buffer[:rows, :, used] = buffer[:, :, used].index_select(0, beam_idx)
         self.key_buffer, self.value_buffer = self.key_buffer[:rows], self.value_buffer[:rows]
-        self._show()
+        self.keys, self.values = self._views()
+
+
+def preallocate(x: Tensor, repeats: Tensor | None, extra: int) -> Tensor:
+    """Copy a tensor [N, H, L, D] into one with `extra` more columns, row i `repeats[i]` times."""
+    rows, heads, length, width = x.shape
+    times = [1] * rows if repeats is None else repeats.tolist()
+    buffer = x.new_empty(sum(times), heads, length + extra, width)
+    if len(set(times)) == 1:  # without an intermediate copy
+        buffer.view(rows, times[0], heads, length + extra, width)[:, :, :, :length] = x[:, None]
+    else:
+        buffer[:, :, :length] = x.repeat_interleave(torch.tensor(times, device=x.device), 0)
+    return buffer
 
 
 class CountingCache(DynamicCache):
-    """A cache that counts its tokens where no layer of it does: transformers' own raises ValueError when asked for its length."""
+    """A cache that counts its tokens itself, for models none of whose layers does: transformers' own raises ValueError then."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -70,7 +183,7 @@ class CountingCache(DynamicCache):
 
 
 def make_cache_arguments(model: nn.Module) -> dict[str, Any]:
-    """Make what the model is to be called with first: a cache of ours if none of its layers is attention, else nothing."""
+    """Return the arguments of the first forward pass: a `CountingCache` if no layer is attention, else nothing."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     config = getattr(base, "config", None)
     if config is None or "past_key_values" not in inspect.signature(base.forward).parameters:
@@ -82,41 +195,29 @@ def make_cache_arguments(model: nn.Module) -> dict[str, Any]:
 
 
 def set_cached_length(cache: Any, tokens: int) -> None:
-    """Notes how many tokens the cache holds, where it does not know by itself."""
+    """Set the number of cached tokens, if the cache does not count them itself."""
     if isinstance(cache, CountingCache):
         cache.length = tokens
 
 
-def preallocate(x: Tensor, repeats: Tensor | None, room: int) -> Tensor:
-    """A copy with room behind it, row i `repeats[i]` times."""
-    rows, heads, length, width = x.shape
-    times = [1] * rows if repeats is None else repeats.tolist()
-    buffer = x.new_empty(sum(times), heads, length + room, width)
-    if len(set(times)) == 1:  # in one go, and nothing is held twice
-        buffer.view(rows, times[0], heads, length + room, width)[:, :, :, :length] = x[:, None]
-    else:
-        buffer[:, :, :length] = x.repeat_interleave(torch.tensor(times, device=x.device), 0)
-    return buffer
-
-
 def get_cache(out: Any, model: nn.Module) -> tuple[str, Any]:
-    """(the name under which the model takes its cache back, the cache).
+    """Return the cache in a model's output and the name of the argument that passes it back.
 
     Raises:
-        ModelError: a model that keeps its state elsewhere, so that its rows can be neither repeated nor dropped.
+        ModelError: The model keeps its state elsewhere, so that rows can be neither repeated nor dropped.
     """
-    for name in _NAMES:
+    for name in _CACHE_NAMES:
         cache = getattr(out, name, None)
         if hasattr(cache, "layers"):
             return name, cache
     raise ModelError(
         f"{type(model).__name__} returns no cache made of layers, as current transformers models do, so it cannot decode a batch "
-        "here: sample with an engine that has this architecture (--sampler.engine vllm), or choose another model"
+        "here. Sample with an engine that has this architecture (--sampler.engine vllm), or choose another model."
     )
 
 
-class _AsLong(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
-    """Stands for a layer without keys and has the length of one with keys: masks are made by the first layer's length."""
+class _LengthOf(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+    """Replaces a layer without keys and has the length of one with keys: masks are made from the first layer's length."""
 
     def __init__(self, other: DynamicLayer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,133 +227,36 @@ class _AsLong(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' o
         return int(self.other.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """There is nothing to reorder."""
+        """Do nothing: the layer is empty."""
 
 
-def _reorder_beside(cache: Any, rows: Tensor) -> None:
-    """Keeps these rows of the states that MiniMax's lightning attention keeps beside the layers, [] for a layer without any."""
-    beside: list[Any] = getattr(cache, "linear_cache", [])
-    attention = next((layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)), None)
-    for i, state in enumerate(beside):
-        if isinstance(state, Tensor):
-            beside[i] = state.index_select(0, rows)
-            if attention is not None and i < len(cache.layers):
-                cache.layers[i] = _AsLong(attention)
-
-
-def repeat_rows(cache: Any, repeats: Tensor, room: int) -> None:
-    """Row i `repeats[i]` times, one per completion; layers of another kind (sliding window, state space) grow themselves."""
+def repeat_rows(cache: Any, repeats: Tensor, max_tokens: int) -> None:
+    """Repeat row i `repeats[i]` times, one per completion, with memory for further tokens. Layers of another kind than full
+    attention (sliding window, state space) grow by themselves."""
     rows = torch.arange(len(repeats), device=repeats.device).repeat_interleave(repeats)
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and isinstance(layer.keys, Tensor) and isinstance(layer.values, Tensor):
-            cache.layers[i] = PreallocatedLayer(layer.keys, layer.values, repeats, min(room, GROWTH_TOKENS))
+            cache.layers[i] = PreallocatedLayer(layer.keys, layer.values, repeats, min(max_tokens, GROWTH_TOKENS))
         elif hasattr(layer, "reorder_cache"):
             layer.reorder_cache(rows)
-    _reorder_beside(cache, rows)
+    _select_linear_states(cache, rows)
 
 
 def select_rows(cache: Any, rows: Tensor) -> None:
-    """Keeps these rows of every layer. `reorder_cache` is the one call that every kind of layer has."""
+    """Keep these rows of every layer. `reorder_cache` is the one method that every kind of layer has."""
     for layer in cache.layers:
         if hasattr(layer, "reorder_cache"):
             layer.reorder_cache(rows)
-    _reorder_beside(cache, rows)
+    _select_linear_states(cache, rows)
 
 
-# What a model remembers of the rows that are being decoded, for any kind of cache: contexts are read, rows go on, rows leave.
-
-COMPACT_FRACTION = 0.8
-"""Rows that are over wait in a plain cache until fewer than this share of it goes on: dropping them copies the rest."""
-
-
-class DecodeCache(Protocol):
-    """Rows stand in the order in which they came, but for `keep`."""
-
-    model: nn.Module
-    supports_refill: bool
-    """Whether more contexts can be read while rows go on."""
-    rows: Tensor
-    """[N] int64: where the rows stood among those of the last forward pass."""
-
-    def read(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, int]:
-        """Reads each context once: logits [N, V] after it, for `repeats[i]` new rows behind all others, of which each will draw at
-        most `room` tokens; and the width that contexts were padded to, on the left."""
-        ...
-
-    def step(self, token: Tensor, position: Tensor) -> Tensor:
-        """Logits [N, V] after one more token [N] of each row, at `position` [N] of its sequence."""
-        ...
-
-    def keep_rows(self, rows: Tensor) -> Tensor:
-        """Drops all but `rows` [n]; returns these in the order in which they now stand."""
-        ...
-
-
-class PlainDecodeCache:
-    """The model's own kinds of layers, one row a completion, contexts left-padded."""
-
-    supports_refill = False
-
-    def __init__(self, model: nn.Module, pad: int) -> None:
-        self.model, self.pad = model, pad
-        self.device = next(model.parameters()).device
-        self.rows, self.cache, self.attention, self.used = torch.empty(0), dict[str, Any](), torch.empty(0), 0
-
-    def read(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, int]:
-        out, seen = prefill(self.model, contexts, self.pad)
-        name, held = get_cache(out, self.model)
-        repeat_rows(held, repeats, room)
-        self.cache, self.used = {name: held}, seen.shape[1]
-        ahead = seen.new_ones(len(seen), room)
-        self.attention = torch.cat([seen, ahead], 1).repeat_interleave(repeats, 0)
-        self.rows = torch.arange(len(self.attention), device=self.device)
-        return out.logits[:, -1].repeat_interleave(repeats, 0), self.used
-
-    def step(self, token: Tensor, position: Tensor) -> Tensor:
-        for held in self.cache.values():
-            set_cached_length(held, self.used)
-        self.used += 1
-        place = self.rows.new_zeros(2, len(self.attention))  # which waits reads any token, within the model's context
-        place[:, self.rows] = torch.stack([token, position])
-        out = self.model(
-            input_ids=place[0, :, None],
-            attention_mask=self.attention[:, : self.used] if "past_key_values" in self.cache else None,
-            position_ids=place[1, :, None],
-            **self.cache,
-            use_cache=True,
-            return_dict=True,
-        )
-        return out.logits[:, -1].index_select(0, self.rows)  # type: ignore[no-any-return]
-
-    def keep_rows(self, rows: Tensor) -> Tensor:
-        self.rows = self.rows[rows]
-        if not len(rows):
-            self.cache = {}
-        elif len(rows) < COMPACT_FRACTION * len(self.attention):
-            for held in self.cache.values():
-                select_rows(held, self.rows)
-            self.attention = self.attention[self.rows]
-            self.rows = torch.arange(len(rows), device=self.device)
-        return rows
-
-
-def prefill(model: nn.Module, contexts: Sequence[Tensor], pad: int) -> tuple[Any, Tensor]:
-    """(the model's output after each context, which of the tokens [C, L] it read are the context's own, as 1 and 0)."""
-    width = max(map(len, contexts))
-    ids = torch.full((len(contexts), width), pad)
-    seen = torch.zeros(len(contexts), width, dtype=torch.int64)
-    for i, tokens in enumerate(contexts):
-        ids[i, width - len(tokens) :] = tokens
-        seen[i, width - len(tokens) :] = 1
-    device = next(model.parameters()).device
-    ids, seen = ids.to(device), seen.to(device)
-    out = model(
-        input_ids=ids,
-        attention_mask=seen,
-        position_ids=(seen.cumsum(1) - 1).clamp(min=0),
-        use_cache=True,
-        logits_to_keep=1,
-        return_dict=True,
-        **make_cache_arguments(model),
-    )
-    return out, seen
+def _select_linear_states(cache: Any, rows: Tensor) -> None:
+    """Keep these rows of the states of MiniMax's lightning attention, which are stored outside the layers ([] for a layer
+    without)."""
+    states: list[Any] = getattr(cache, "linear_cache", [])
+    attention = next((layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)), None)
+    for i, state in enumerate(states):
+        if isinstance(state, Tensor):
+            states[i] = state.index_select(0, rows)
+            if attention is not None and i < len(cache.layers):
+                cache.layers[i] = _LengthOf(attention)

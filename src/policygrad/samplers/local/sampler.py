@@ -1,4 +1,5 @@
-"""A sampler in this process, for any `AutoModelForCausalLM`: equal contexts are read once, finished rows leave the batch."""
+"""The sampler of this process, for any `AutoModelForCausalLM`: each distinct prompt is read once, and finished rows leave the
+batch."""
 
 from __future__ import annotations
 
@@ -18,30 +19,33 @@ from policygrad.weight_sync.base import PublishedWeights, copy_weights_
 
 
 class LocalSampler:
-    """Decodes with the model it is given; when that is the learner's own model, `update` moves nothing."""
+    """Decodes with the model that it is given. If that is the learner's own model, `update` copies nothing."""
 
     _callback: CompletionCallback | None = None
 
     def __init__(self, model: nn.Module, end: frozenset[int], pad: int, routing: Routing | None = None) -> None:
-        """routing: of the model, where its choices of experts shall be part of what is generated."""
+        """
+        Args:
+            end: Ids of the end tokens.
+            routing: The model's, to record the experts in `Generation.routed_experts`.
+        """
         self.model, self.pad, self.version, self.routing = model, pad, 0, routing
         self.device = next(model.parameters()).device
         self.end = torch.tensor(sorted(end), device=self.device)
-        self._shares: bool | None = None  # found out with the first request, when the model is what it will be
+        self._shares_prefixes: bool | None = None  # tested at the first request, when the model is complete
 
     @classmethod
     def from_tokenizer(cls, model: nn.Module, tokenizer: Tokenizer, routing: Routing | None = None) -> LocalSampler:
-        """For a model and its tokenizer, which names the end tokens."""
+        """Return a sampler with the tokenizer's end tokens."""
         return cls(model, tokenizer.end_ids, pad_token_id(tokenizer), routing)
 
     async def update(self, weights: PublishedWeights) -> None:
-        """Copies the weights, except where they already are this model's own memory."""
+        """Copy the weights, unless they are this model's own tensors."""
         copy_weights_(weights.tensors, self.model)
         self.version = weights.version
 
     @contextmanager
     def on_completion(self, callback: CompletionCallback) -> Iterator[None]:
-        """As `SupportsStreaming`."""
         self._callback = callback
         try:
             yield
@@ -49,8 +53,8 @@ class LocalSampler:
             self._callback = None
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """A generation depends on its request and the weights, not on its neighbours (up to the rounding of a differently
-        shaped matrix product)."""
+        """Return one generation per request, in order. Each depends on its request and the weights, not on the rest of the batch
+        (up to the rounding of matrix products of another shape)."""
         from policygrad.samplers.local.kv_cache import PlainDecodeCache
         from policygrad.samplers.local.shared_prefix import (
             SharedPrefixCache,
@@ -58,161 +62,157 @@ class LocalSampler:
             supports_shared_prefix,
         )
 
-        done: dict[int, Generation] = {}
+        generations: dict[int, Generation] = {}
         recording = nullcontext if self.routing is None else self.routing.recording
-        if requests and self._shares is None:
+        if requests and self._shares_prefixes is None:
             with recording():
-                self._shares = supports_shared_prefix(self.model, self.pad)
-                if not self._shares:
+                self._shares_prefixes = supports_shared_prefix(self.model, self.pad)
+                if not self._shares_prefixes:
                     check_batched_decoding(self.model, self.pad)
+        cache_class = SharedPrefixCache if self._shares_prefixes else PlainDecodeCache
         for sampling in dict.fromkeys(r.sampling for r in requests):
-            places = [i for i, r in enumerate(requests) if r.sampling == sampling]
-            memory = SharedPrefixCache(self.model, self.pad) if self._shares else PlainDecodeCache(self.model, self.pad)
+            indices = [i for i, r in enumerate(requests) if r.sampling == sampling]
             with recording():
-                decoding = DecodeLoop([requests[i] for i in places], self.end, self.pad, self.routing)
-                done |= zip(places, decoding.run(memory, self.version, self._callback), strict=True)
-        return [done[i] for i in range(len(requests))]
+                loop = DecodeLoop([requests[i] for i in indices], self.end, self.pad, self.routing)
+                completed = loop.run(cache_class(self.model, self.pad), self.version, self._callback)
+                generations |= zip(indices, completed, strict=True)
+        return [generations[i] for i in range(len(requests))]
 
 
-# The experts that tokens were sent to while rows were decoded, put together again completion by completion.
-
-
-class RoutedExpertsRecorder:
-    """Filled pass by pass; nothing is kept without a routing."""
-
-    def __init__(self, routing: Routing | None, requests: Sequence[Request], budget: int) -> None:
-        self.routing, self.requests, self.budget = routing, requests, budget
-        self.prompts: dict[int, Tensor] = {}  # per completion, [P, layers, k]
-        self.answers = torch.empty(0)  # [requests, budget, layers, k], -1 where nothing was read
-
-    def read(self, completions: Sequence[int], repeats: Tensor, width: int) -> None:
-        """After the contexts of these completions were read, each once, padded on the left to `width`."""
-        if self.routing is None:
-            return
-        taken = self.routing.pop_recorded()
-        read = taken.reshape(len(repeats), width, *taken.shape[1:]).repeat_interleave(repeats.cpu(), 0)
-        for i, row in zip(completions, read, strict=True):
-            self.prompts[i] = row[width - len(self.requests[i].prompt_ids) :]
-        if not len(self.answers):
-            self.answers = read.new_full((len(self.requests), self.budget, *read.shape[2:]), -1)
-
-    def add(self, completions: Tensor, count: Tensor, rows: Tensor) -> None:
-        """After each of the completions has read its token `count`, at `rows` of the forward pass."""
-        if self.routing is not None:
-            self.answers[completions.cpu(), count.cpu()] = self.routing.pop_recorded()[rows.cpu()]
-
-    def for_row(self, i: int, size: int) -> Tensor | None:
-        """[P + size, layers, k] of one completion."""
-        return None if self.routing is None else torch.cat([self.prompts[i], self.answers[i, :size]])
-
-
-# The decoding loop: rows take a slot each, leave it when they are over, and the next contexts of the queue take their places.
-
-_REFILL = 0.25
-"""Of the slots that have to be free before contexts are read while others go on: reading few at a time costs more than it saves."""
+_REFILL_FRACTION = 0.25
+"""Fraction of the slots that must be free before prompts are read while other rows are active: reading few at a time is slow."""
 
 
 class DecodeLoop:
-    """Requests of one sampling. What a request draws depends on it and the weights alone, up to the rounding of other shapes."""
+    """Decodes requests with the same sampling parameters. A row takes a slot, leaves it when its completion is finished, and the
+    next prompts of the queue take the free slots."""
 
     def __init__(self, requests: Sequence[Request], end: Tensor, pad: int, routing: Routing | None) -> None:
         self.requests, self.end, self.device = requests, end, end.device
         self.sampling, rows = requests[0].sampling, len(requests)
         self.limit = torch.tensor([r.max_tokens for r in requests], device=self.device)
-        self.size = torch.tensor([len(r.prompt_ids) for r in requests], device=self.device)
-        budget = max(r.max_tokens for r in requests)
-        self.tokens = torch.full((rows, budget), pad, device=self.device)
-        self.logps = torch.zeros(rows, budget, device=self.device)
-        self.u = torch.empty(rows, budget, dtype=torch.float64, device=self.device)
+        self.prompt_length = torch.tensor([len(r.prompt_ids) for r in requests], device=self.device)
+        width = max(r.max_tokens for r in requests)
+        self.tokens = torch.full((rows, width), pad, device=self.device)
+        self.logps = torch.zeros(rows, width, device=self.device)
+        self.u = torch.empty(rows, width, dtype=torch.float64, device=self.device)
         self.length = self.limit.clone()
         self.ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        self.routes = RoutedExpertsRecorder(routing, requests, budget)
-        self.queue = deque(_by_context(requests))
-        self.alive = self.size.new_empty(0)  # [N]: which completion each row is
-        self.count = self.size.new_empty(0)  # [N]: tokens that it has drawn
+        self.experts = RoutedExpertsRecorder(routing, requests, width)
+        groups: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(id(request.prompt_ids), []).append(i)
+        # shortest prompts first, so that those read together need little padding
+        self.queue = deque(sorted(groups.values(), key=lambda group: len(requests[group[0]].prompt_ids)))
+        self.active = self.prompt_length.new_empty(0)  # [N]: index of each active row's request
+        self.count = self.prompt_length.new_empty(0)  # [N]: tokens sampled by each active row
 
     @torch.no_grad()
-    def run(self, memory: DecodeCache, version: int, watch: CompletionCallback | None = None) -> list[Generation]:
-        """In the order of the requests."""
+    def run(self, cache: DecodeCache, version: int, callback: CompletionCallback | None = None) -> list[Generation]:
+        """Return the generations in the order of the requests."""
         logits: Tensor | None = None
-        while self.queue or len(self.alive):
-            if more := self._due(memory):
-                new = self._admit(memory, more)
+        while self.queue or len(self.active):
+            if groups := self._take_due_groups(cache):
+                new = self._admit(cache, groups)
                 logits = new if logits is None else torch.cat([logits, new])
-            assert logits is not None  # requests are due as soon as no row is left
-            rows = self.alive
-            token = self._draw(memory, logits)
+            assert logits is not None  # requests are due as soon as no row is active
+            rows = self.active
+            token = self._sample(cache, logits)
             logits = None
-            if watch is not None:
-                watch(self._over(rows))
-            if len(self.alive):
-                logits = memory.step(token, self.size[self.alive] + self.count - 1)
-                self.routes.add(self.alive, self.count - 1, memory.rows)
-        return self._found(version)
+            if callback is not None:
+                finished = rows[torch.isin(rows, self.active, invert=True)]
+                lengths = self.length[finished].tolist()
+                callback(
+                    [
+                        (self.requests[i], tokens[:n])
+                        for i, tokens, n in zip(finished.tolist(), self.tokens[finished].cpu(), lengths, strict=True)
+                    ]
+                )
+            if len(self.active):
+                logits = cache.step(token, self.prompt_length[self.active] + self.count - 1)
+                self.experts.add_step(self.active, self.count - 1, cache.rows)
+        return self._collect_generations(version)
 
-    def _over(self, rows: Tensor) -> list[tuple[Request, Tensor]]:
-        """Those of the rows that have just left."""
-        places = rows[torch.isin(rows, self.alive, invert=True)]
-        found = zip(places.tolist(), self.tokens[places].cpu(), self.length[places].tolist(), strict=True)
-        return [(self.requests[place], tokens[:n]) for place, tokens, n in found]
-
-    def _found(self, version: int) -> list[Generation]:
-        lengths = self.length.tolist()
-        drawn = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
-        tokens, logps = (torch.split(x[drawn].cpu(), lengths) for x in (self.tokens, self.logps))
-        found = zip(tokens, logps, lengths, self.ended.tolist(), strict=True)
-        return [
-            Generation(row, p, "stop" if end else "length", version, self.routes.for_row(i, n))
-            for i, (row, p, n, end) in enumerate(found)
-        ]
-
-    def _due(self, memory: DecodeCache) -> list[list[int]]:
-        """The next contexts of the queue, as far as there are slots: at most `decode_rows` rows, or one context."""
-        slots, held = self.sampling.decode_rows, len(self.alive)
-        if held and (not memory.supports_refill or slots - held < _REFILL * slots):
+    def _take_due_groups(self, cache: DecodeCache) -> list[list[int]]:
+        """Take the next prompts of the queue for which there are slots: at most `decode_rows` rows, or one prompt."""
+        slots, occupied = self.sampling.decode_rows, len(self.active)
+        if occupied and (not cache.supports_refill or slots - occupied < _REFILL_FRACTION * slots):
             return []
         due = list[list[int]]()
-        while self.queue and (held == 0 or held + len(self.queue[0]) <= slots):
+        while self.queue and (occupied == 0 or occupied + len(self.queue[0]) <= slots):
             due.append(self.queue.popleft())
-            held += len(due[-1])
+            occupied += len(due[-1])
         return due
 
-    def _admit(self, memory: DecodeCache, groups: Sequence[Sequence[int]]) -> Tensor:
-        """Reads the contexts of these completions: logits [N, V] for them."""
+    def _admit(self, cache: DecodeCache, groups: Sequence[Sequence[int]]) -> Tensor:
+        """Read the prompts of these groups of requests; return the logits [N, V] of their rows."""
         new = [i for group in groups for i in group]
-        rows, room = torch.tensor(new, device=self.device), max(self.requests[i].max_tokens for i in new)
+        rows, max_tokens = torch.tensor(new, device=self.device), max(self.requests[i].max_tokens for i in new)
         repeats = torch.tensor([len(group) for group in groups], device=self.device)
-        logits, width = memory.read([self.requests[group[0]].prompt_ids for group in groups], repeats, room)
-        self.routes.read(new, repeats, width)
-        self.u[rows, :room] = philox_uniforms([self.requests[i].key for i in new], room).to(self.device)
-        self.alive, self.count = torch.cat([self.alive, rows]), torch.cat([self.count, torch.zeros_like(rows)])
+        logits, width = cache.read([self.requests[group[0]].prompt_ids for group in groups], repeats, max_tokens)
+        self.experts.add_prompts(new, repeats, width)
+        u = philox_uniforms([self.requests[i].key for i in new], max_tokens)
+        self.u[rows, :max_tokens] = u.to(self.device)
+        self.active, self.count = torch.cat([self.active, rows]), torch.cat([self.count, torch.zeros_like(rows)])
         return logits
 
-    def _text(self, row: int) -> Tensor:
-        """[P + t] what a row has read."""
-        place, drawn = int(self.alive[row]), int(self.count[row])
-        return torch.cat([self.requests[place].prompt_ids, self.tokens[place, :drawn].cpu()])
+    def _sample(self, cache: DecodeCache, logits: Tensor) -> Tensor:
+        """Sample one token per active row and remove finished rows; return the tokens [N] of the remaining ones."""
+        active, count = self.active, self.count
 
-    def _draw(self, memory: DecodeCache, logits: Tensor) -> Tensor:
-        """One token for each row; those that are over leave, and the tokens [N] of the others are returned."""
-        alive, count = self.alive, self.count
-        check_finite_logits(logits, self.sampling, memory.model, self._text)
-        token, logp = sample_tokens(logits, self.u[alive, count], self.sampling)
-        self.tokens[alive, count], self.logps[alive, count] = token, logp.to(self.logps.dtype)
+        def read_ids(row: int) -> Tensor:
+            """Return the ids [P + t] that a row has read."""
+            index, sampled = int(active[row]), int(count[row])
+            return torch.cat([self.requests[index].prompt_ids, self.tokens[index, :sampled].cpu()])
+
+        check_finite_logits(logits, self.sampling, cache.model, read_ids)
+        token, logp = sample_tokens(logits, self.u[active, count], self.sampling)
+        self.tokens[active, count], self.logps[active, count] = token, logp.to(self.logps.dtype)
         count = count + 1
         stops = torch.isin(token, self.end)
-        over = stops | (count >= self.limit[alive])
-        if over.any():
-            self.length[alive[over]], self.ended[alive[over]] = count[over], stops[over]
-            order = memory.keep_rows((~over).nonzero().squeeze(1))
-            alive, count, token = alive[order], count[order], token[order]
-        self.alive, self.count = alive, count
+        finished = stops | (count >= self.limit[active])
+        if finished.any():
+            self.length[active[finished]], self.ended[active[finished]] = count[finished], stops[finished]
+            order = cache.keep_rows((~finished).nonzero().squeeze(1))
+            active, count, token = active[order], count[order], token[order]
+        self.active, self.count = active, count
         return token
 
+    def _collect_generations(self, version: int) -> list[Generation]:
+        lengths = self.length.tolist()
+        sampled = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
+        tokens, logps = (torch.split(x[sampled].cpu(), lengths) for x in (self.tokens, self.logps))
+        rows = zip(tokens, logps, lengths, self.ended.tolist(), strict=True)
+        return [
+            Generation(row, p, "stop" if end else "length", version, self.experts.for_row(i, n))
+            for i, (row, p, n, end) in enumerate(rows)
+        ]
 
-def _by_context(requests: Sequence[Request]) -> list[list[int]]:
-    """The requests by context, the shortest contexts first, so that those that are read together need little padding."""
-    contexts: dict[int, list[int]] = {}
-    for i, request in enumerate(requests):
-        contexts.setdefault(id(request.prompt_ids), []).append(i)
-    return sorted(contexts.values(), key=lambda group: len(requests[group[0]].prompt_ids))
+
+class RoutedExpertsRecorder:
+    """Collects the experts that tokens were routed to, forward pass by forward pass. Does nothing without a routing."""
+
+    def __init__(self, routing: Routing | None, requests: Sequence[Request], max_tokens: int) -> None:
+        self.routing, self.requests, self.max_tokens = routing, requests, max_tokens
+        self.prompts: dict[int, Tensor] = {}  # by request, [P, layers, k]
+        self.completions = torch.empty(0)  # [requests, max_tokens, layers, k], -1 where no token was read
+
+    def add_prompts(self, rows: Sequence[int], repeats: Tensor, width: int) -> None:
+        """Record the prompts of these requests, each read once and left-padded to `width`."""
+        if self.routing is None:
+            return
+        recorded = self.routing.pop_recorded()
+        prompts = recorded.reshape(len(repeats), width, *recorded.shape[1:]).repeat_interleave(repeats.cpu(), 0)
+        for i, prompt in zip(rows, prompts, strict=True):
+            self.prompts[i] = prompt[width - len(self.requests[i].prompt_ids) :]
+        if not len(self.completions):
+            self.completions = prompts.new_full((len(self.requests), self.max_tokens, *prompts.shape[2:]), -1)
+
+    def add_step(self, rows: Tensor, count: Tensor, cache_rows: Tensor) -> None:
+        """Record token number `count` of these requests, read at `cache_rows` of the forward pass."""
+        if self.routing is not None:
+            self.completions[rows.cpu(), count.cpu()] = self.routing.pop_recorded()[cache_rows.cpu()]
+
+    def for_row(self, i: int, length: int) -> Tensor | None:
+        """Return the experts [P + length, layers, k] of one completion."""
+        return None if self.routing is None else torch.cat([self.prompts[i], self.completions[i, :length]])

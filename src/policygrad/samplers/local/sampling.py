@@ -1,4 +1,4 @@
-"""From logits to a token and its log-probability, with random numbers that belong to the completion, not to the batch."""
+"""Sample tokens and their log-probabilities from logits, with random numbers that depend on the completion, not on the batch."""
 
 from __future__ import annotations
 
@@ -14,96 +14,37 @@ from policygrad.errors import NumericsError
 from policygrad.models.loading import at_least_float32
 from policygrad.samplers.base import SamplingParams
 
-# Keys of many generators at once: numpy's `SeedSequence(key).generate_state(2, uint64)`, for all keys in one go.
-#
-# The algorithm is O'Neill's seed_seq as numpy documents it (NEP 19, numpy.random.SeedSequence), whose output numpy promises
-# to keep.
-
-_Words = NDArray[np.uint32]
-_BITS = 2**32 - 1
-_POOL = 4
-_INIT_A, _MULT_A, _INIT_B, _MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
-_MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
-
-
-def _folded(x: _Words) -> _Words:
-    found: _Words = x ^ x >> np.uint32(16)
-    return found
-
-
-class _Hash:
-    """A hash whose constant moves on with each use."""
-
-    def __init__(self, init: int, mult: int) -> None:
-        self.constant, self.mult = init, mult
-
-    def __call__(self, x: _Words) -> _Words:
-        x = x ^ np.uint32(self.constant)
-        self.constant = self.constant * self.mult & _BITS
-        x = x * np.uint32(self.constant)
-        return _folded(x)
-
-
-def _mix(x: _Words, y: _Words) -> _Words:
-    return _folded(x * np.uint32(_MIX_L) - y * np.uint32(_MIX_R))
-
-
-def _words(key: Sequence[int]) -> tuple[int, ...]:
-    """Each number in words of 32 bits, the lowest first, at least one."""
-    if min(key, default=0) < 0:
-        raise ValueError(f"a key is made of numbers that are not negative, not {tuple(key)}")
-    return tuple(word for x in key for word in (x >> s & _BITS for s in range(0, max(1, x.bit_length()), 32)))
-
-
-def derive_seeds(keys: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
-    """[len(keys), 2]: what Philox takes as its key."""
-    words = [_words(key) for key in keys]
-    found = np.empty((len(keys), 2), dtype=np.uint64)
-    for size in {len(w) for w in words}:
-        rows = [i for i, w in enumerate(words) if len(w) == size]
-        entropy = np.array([words[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
-        found[rows] = _seeded(entropy)
-    return found
-
-
-def _seeded(entropy: _Words) -> NDArray[np.uint64]:
-    """[words, N] to [N, 2]."""
-    hashed, nothing = _Hash(_INIT_A, _MULT_A), np.zeros(entropy.shape[1], dtype=np.uint32)
-    pool = [hashed(entropy[i] if i < len(entropy) else nothing) for i in range(_POOL)]
-    for source in range(_POOL):
-        for target in range(_POOL):
-            if source != target:
-                pool[target] = _mix(pool[target], hashed(pool[source]))
-    for more in entropy[_POOL:]:
-        pool = [_mix(x, hashed(more)) for x in pool]
-    state = _Hash(_INIT_B, _MULT_B)
-    low0, high0, low1, high1 = (state(x).astype(np.uint64) for x in pool)
-    shift = np.uint64(32)
-    return np.stack([high0 << shift | low0, high1 << shift | low1], 1)
-
-
-_BELOW_ONE = 1 - 2**-40  # keeps u·total below the total after rounding, so that no token of probability 0 is ever drawn
+_BELOW_ONE = 1 - 2**-40  # keeps u·total below the total after rounding, so that no token of probability 0 is sampled
 _BLOCK = 64
 """Tokens of a vocabulary that are summed at a time."""
 
 
-def philox_uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:
-    """[len(keys), n] float64 in [0, 1): row i from a counter-based generator keyed by keys[i], whatever else is drawn.
+def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Sample by inverting the cumulative distribution at u: one random number per token, on any device.
 
-    The numbers are those of numpy's `Generator(Philox(SeedSequence(keys[i])))`, one object set to each row's state instead of many.
+    Sums are in float64, so devices differ only if u is within the rounding of a probability (not of a sum) of a token's boundary.
+
+    Args:
+        logits: [N, V].
+        u: [N] float64 in [0, 1).
+
+    Returns:
+        The tokens [N] and their log-probabilities [N] in nats.
     """
-    philox = np.random.Philox(key=0)
-    generator, state = np.random.Generator(philox), philox.state
-    found = np.empty((len(keys), n))
-    for row, seed in zip(found, derive_seeds(keys), strict=True):
-        state["state"]["key"] = seed
-        philox.state = state
-        generator.random(out=row)
-    return torch.from_numpy(found)
+    if sampling.temperature == 0 or sampling.is_truncated:
+        logits = log_probabilities(logits, sampling)
+    else:
+        logits = at_least_float32(logits)
+        if sampling.temperature != 1:
+            logits = logits / sampling.temperature
+    largest = logits.amax(-1, keepdim=True)
+    token, total = _invert_cdf((logits - largest).exp_(), u.to(logits.device)[:, None] * _BELOW_ONE)
+    logp = logits.gather(-1, token).double() - largest - total.log()
+    return token.squeeze(1), logp.to(logits.dtype).squeeze(1)
 
 
 def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """[N, V] nats of the distribution that is sampled: temperature, then top-k, then top-p, renormalised.
+    """Return [N, V] nats of the sampled distribution: temperature, then top-k, then top-p, renormalised.
 
     Temperature 0 puts all probability on the largest logit.
     """
@@ -124,60 +65,128 @@ def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """(token [N], logp [N]) by inverting the cumulative distribution at u [N]: one number per token, on any device.
+def _invert_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first token [N, 1] whose cumulative weight exceeds u [N, 1] times the total, and the total [N, 1] in float64.
 
-    Sums are in float64, so that devices differ where u is within the rounding of a probability of a token's boundary, not of a sum.
-    """
-    if sampling.temperature == 0 or sampling.is_truncated:
-        logits = log_probabilities(logits, sampling)
-    else:
-        logits = at_least_float32(logits)
-        if sampling.temperature != 1:
-            logits = logits / sampling.temperature
-    largest = logits.amax(-1, keepdim=True)
-    token, total = _invert((logits - largest).exp_(), u.to(logits.device)[:, None] * _BELOW_ONE)
-    logp = logits.gather(-1, token).double() - largest - total.log()
-    return token.squeeze(1), logp.to(logits.dtype).squeeze(1)
-
-
-def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token [N, 1] whose cumulative weight is above u [N, 1] times the total, and the total [N, 1] in float64.
-
-    A wide vocabulary is summed by blocks, and only the block that the token is in is cumulated: one pass over all weights.
+    A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all weights.
     """
     size = weights.shape[1]
     if size <= 8 * _BLOCK:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True), cumulative[:, -1:]
-    whole = size - size % _BLOCK
-    sums = weights[:, :whole].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
-    rest = weights[:, whole:].sum(-1, dtype=torch.float64, keepdim=True)
-    cumulative = torch.cat([sums, rest], 1).cumsum(-1)
+    split = size - size % _BLOCK
+    sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
+    remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
+    cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
     total = cumulative[:, -1:]
     block = torch.searchsorted(cumulative, u * total, right=True)
     before = nn.functional.pad(cumulative, (1, 0)).gather(1, block)
-    places = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    within = weights.gather(1, places.clamp(max=size - 1)).masked_fill_(places >= size, 0)
-    inner = within.cumsum(-1, dtype=torch.float64)
-    found = torch.searchsorted(inner, u * total - before, right=True)
-    last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # where a block's two sums differ in their last bit
-    return block * _BLOCK + torch.minimum(found, last), total
+    positions = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    in_block = weights.gather(1, positions.clamp(max=size - 1)).masked_fill_(positions >= size, 0)
+    inner = in_block.cumsum(-1, dtype=torch.float64)
+    offset = torch.searchsorted(inner, u * total - before, right=True)
+    last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # the two sums of a block may differ in the last bit
+    return block * _BLOCK + torch.minimum(offset, last), total
 
 
-# Whether a distribution can be drawn from, before it is: on a GPU a token that does not exist ends the process.
+def philox_uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:
+    """Return [len(keys), n] float64 in [0, 1): row i comes from a counter-based generator with key keys[i], independent of the
+    rest.
+
+    The numbers are those of numpy's `Generator(Philox(SeedSequence(keys[i])))`; one object is set to each row's state.
+    """
+    philox = np.random.Philox(key=0)
+    generator, state = np.random.Generator(philox), philox.state
+    numbers = np.empty((len(keys), n))
+    for row, seed in zip(numbers, derive_seeds(keys), strict=True):
+        state["state"]["key"] = seed
+        philox.state = state
+        generator.random(out=row)
+    return torch.from_numpy(numbers)
+
+
+# Seeds of many generators at once: numpy's `SeedSequence(key).generate_state(2, uint64)`, vectorised over keys.
+#
+# The algorithm is O'Neill's seed_seq as numpy documents it (NEP 19, numpy.random.SeedSequence); numpy promises to keep its output.
+
+_Uint32 = NDArray[np.uint32]
+_MASK32 = 2**32 - 1
+_POOL_SIZE = 4
+_INIT_A, _MULT_A, _INIT_B, _MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
+_MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
+
+
+def derive_seeds(keys: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
+    """Return [len(keys), 2], the Philox key of each tuple of non-negative integers."""
+    words = [_split_words(key) for key in keys]
+    seeds = np.empty((len(keys), 2), dtype=np.uint64)
+    for size in {len(w) for w in words}:
+        rows = [i for i, w in enumerate(words) if len(w) == size]
+        entropy = np.array([words[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
+        seeds[rows] = _hash_entropy(entropy)
+    return seeds
+
+
+def _split_words(key: Sequence[int]) -> tuple[int, ...]:
+    """Split each number into 32-bit words, lowest first, at least one."""
+    if min(key, default=0) < 0:
+        raise ValueError(f"a key consists of numbers that are not negative, not {tuple(key)}")
+    return tuple(word for x in key for word in (x >> s & _MASK32 for s in range(0, max(1, x.bit_length()), 32)))
+
+
+def _hash_entropy(entropy: _Uint32) -> NDArray[np.uint64]:
+    """Hash entropy words [words, N] to [N, 2]."""
+    hash_input, zeros = _Hash(_INIT_A, _MULT_A), np.zeros(entropy.shape[1], dtype=np.uint32)
+    pool = [hash_input(entropy[i] if i < len(entropy) else zeros) for i in range(_POOL_SIZE)]
+    for source in range(_POOL_SIZE):
+        for target in range(_POOL_SIZE):
+            if source != target:
+                pool[target] = _mix(pool[target], hash_input(pool[source]))
+    for word in entropy[_POOL_SIZE:]:
+        pool = [_mix(x, hash_input(word)) for x in pool]
+    hash_output = _Hash(_INIT_B, _MULT_B)
+    low0, high0, low1, high1 = (hash_output(x).astype(np.uint64) for x in pool)
+    shift = np.uint64(32)
+    return np.stack([high0 << shift | low0, high1 << shift | low1], 1)
+
+
+class _Hash:
+    """A hash function whose constant changes with each call."""
+
+    def __init__(self, init: int, mult: int) -> None:
+        self.constant, self.mult = init, mult
+
+    def __call__(self, x: _Uint32) -> _Uint32:
+        x = x ^ np.uint32(self.constant)
+        self.constant = self.constant * self.mult & _MASK32
+        x = x * np.uint32(self.constant)
+        return _fold(x)
+
+
+def _mix(x: _Uint32, y: _Uint32) -> _Uint32:
+    return _fold(x * np.uint32(_MIX_L) - y * np.uint32(_MIX_R))
+
+
+def _fold(x: _Uint32) -> _Uint32:
+    folded: _Uint32 = x ^ x >> np.uint32(16)
+    return folded
+
+
+# Refuse logits that are no distribution before sampling: on a GPU an invalid token kills the process.
 
 
 def check_finite_logits(
-    logits: Tensor, sampling: SamplingParams, model: nn.Module, text: Callable[[int], Tensor]
+    logits: Tensor, sampling: SamplingParams, model: nn.Module, read_ids: Callable[[int], Tensor]
 ) -> None:
-    """Refuses logits [N, V] that are no distribution: NaN or +∞ among them, or nothing but −∞.
+    """Refuse logits [N, V] with NaN or +∞, or with nothing but −∞.
 
-    A row's largest logit tells: NaN and +∞ come through the maximum, and where it is finite a softmax is one. text: the ids [n]
-    that a row's logits are of; the model reads them once more to find where the first bad number appears.
+    A row's maximum tells: NaN and +∞ propagate to it, and where it is finite a softmax is a distribution.
+
+    Args:
+        read_ids: Returns the ids [n] that a row's logits belong to; the model reads them again to find the first bad number.
 
     Raises:
-        NumericsError: with the weight or the layer, or the temperature that is too small for the logits.
+        NumericsError: Names the weight or the layer, or the temperature that is too small for the logits.
     """
     best = at_least_float32(logits.amax(-1))
     scaled = best / sampling.temperature if sampling.temperature else best
@@ -185,61 +194,63 @@ def check_finite_logits(
         return
     if bool(best.isfinite().all()):
         raise NumericsError(
-            f"temperature {sampling.temperature:g} divides logits of up to {float(best.abs().max()):.3g} beyond what {best.dtype} "
-            "can hold: raise --temperature; 0 is greedy, where that is allowed"
+            f"temperature {sampling.temperature:g} divides logits of up to {float(best.abs().max()):.3g} beyond the range of "
+            f"{best.dtype}. Raise --temperature; 0 is greedy, where that is allowed."
         )
     row = int((~best.isfinite()).nonzero()[0])
     raise NumericsError(
-        f"the model's logits are not finite ({nonfinite_kind(logits[row])}), so nothing can be sampled: {find_nonfinite_layer(model, text(row))}"
+        f"the model's logits are not finite ({nonfinite_kind(logits[row])}), so nothing can be sampled: "
+        f"{find_nonfinite_layer(model, read_ids(row))}"
     )
 
 
 def find_nonfinite_layer(model: nn.Module, ids: Tensor) -> str:
-    """In words, where the first number that is not finite appears: in a weight, or in the output of a module that reads ids [n]."""
+    """Describe where the first non-finite number appears: in a weight, or in the output of a module that reads ids [n]."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if _bad(weight):
+        if _has_nan_or_inf(weight):
             count = int((~weight.isfinite()).sum())
             return (
-                f"the weight {name} has {nonfinite_kind(weight)} in {count} of its {weight.numel()} numbers: take another model, or an "
-                "earlier checkpoint with a lower --lr"
+                f"the weight {name} has {nonfinite_kind(weight)} in {count} of its {weight.numel()} numbers. Use another model, or "
+                "an earlier checkpoint with a lower --lr."
             )
     device = next(model.parameters()).device
-    with torch.no_grad(), trace_nonfinite(model) as found:
+    with torch.no_grad(), trace_nonfinite(model) as modules:
         model(input_ids=ids[None].to(device), use_cache=False)
     where = (
-        f"{found[0]} is the first layer whose output is not"
-        if found
-        else "reading the text once more all layers' outputs are"
+        f"{modules[0]} is the first layer whose output is not"
+        if modules
+        else "all layers' outputs are when the text is read again"
     )
-    return f"the weights are finite, and {where}: learner.dtype fp32 has room for larger numbers"
+    return f"the weights are finite, and {where}. learner.dtype=fp32 has a larger range."
 
 
 @contextmanager
 def trace_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """Gathers the modules whose outputs are not finite, in the order in which they end: the first has finite inputs from inside."""
-    found: list[str] = []
+    """Collect the modules with non-finite outputs, in the order in which they finish: the first one's submodules have finite
+    outputs."""
+    modules: list[str] = []
 
-    def hook(name: str, module: nn.Module) -> Callable[..., None]:
-        def look(_: nn.Module, inputs: object, output: object) -> None:
+    def make_hook(name: str, module: nn.Module) -> Callable[..., None]:
+        def check(_: nn.Module, inputs: object, output: object) -> None:
             outputs = output if isinstance(output, tuple | list) else [output]
-            if any(isinstance(one, Tensor) and _bad(one) for one in outputs):
-                found.append(f"{name or 'the model'} ({type(module).__name__})")
+            if any(isinstance(x, Tensor) and _has_nan_or_inf(x) for x in outputs):
+                modules.append(f"{name or 'the model'} ({type(module).__name__})")
 
-        return look
+        return check
 
-    handles = [module.register_forward_hook(hook(name, module)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(make_hook(name, module)) for name, module in model.named_modules()]
     try:
-        yield found
+        yield modules
     finally:
         for handle in handles:
             handle.remove()
 
 
 def nonfinite_kind(values: Tensor) -> str:
-    """NaN, or which infinity."""
+    """Return NaN, +inf or -inf."""
     return "NaN" if bool(values.isnan().any()) else "+inf" if bool(values.isposinf().any()) else "-inf"
 
 
-def _bad(values: Tensor) -> bool:
-    """Masks are −∞ on purpose; what is computed has no infinity."""
+def _has_nan_or_inf(values: Tensor) -> bool:
+    """Ignore −∞, which masks contain on purpose."""
     return values.is_floating_point() and bool(values.isnan().any() or values.isposinf().any())

@@ -1,7 +1,8 @@
-"""Decoding attention over keys that completions of one context share: the context's stand once, each completion's own beside them.
+"""Decoding with the keys of a prompt stored once for all its completions, which store their own keys beside it.
 
-softmax over [context, own] is taken in one go, from scores that are computed apart, so the result is that of plain attention.
-Reading a context once for all its completions instead of once for each: Juravsky et al. 2024 (Hydragen), arXiv:2402.05099.
+The softmax over [prompt, completion] is taken at once, from scores that are computed separately, so the result is that of plain
+attention. Reading a prompt's keys once for all completions instead of once for each: Juravsky et al. 2024 (Hydragen),
+arXiv:2402.05099.
 """
 
 from __future__ import annotations
@@ -20,201 +21,17 @@ from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
 
-_FIRST = 8
-"""Tokens that memory is taken for at first; then twice as many."""
-_EVEN = 32
-
-
-def column_alignment(keys: Tensor) -> int:
-    """Columns of their own that rows are computed with: a multiple of this. In half precision oneDNN compiles a product anew for
-    every shape that it meets, and keeps it, which would be every length."""
-    return _EVEN if keys.dtype.itemsize < 4 and keys.device.type == "cpu" else 1
-
-
-class UnsupportedError(NotImplementedError):
-    """The model does something else with its keys than hand them to `scaled_dot_product_attention`."""
-
-
-@dataclass(eq=False)
-class PrefixLayout:
-    """What all layers have in common: which context each row goes on from, and what it may see."""
-
-    place: Tensor | None
-    """[N] int64, the row's place in a grid [contexts, most]; None: row i stands at place i, and the grid is full."""
-    contexts: int
-    most: int
-    """Rows of the context that has most of them."""
-    hidden: Tensor
-    """[N, 1, 1, L + capacity], added to scores: −∞ where a row must not look, first the context's columns, then its own."""
-    length: int
-    """Columns L of the contexts, padded on the left."""
-    used: int = 0
-    """Columns of their own that rows have filled so far."""
-
-    def to_grid(self, x: Tensor) -> Tensor:
-        """[N, H, G, D] of rows to [contexts, H, most·G, D]; 0 where a context has fewer rows."""
-        _, heads, each, width = x.shape
-        if self.place is not None:
-            x = x.new_zeros(self.contexts * self.most, heads, each, width).index_copy_(0, self.place, x)
-        return x.view(self.contexts, self.most, heads, each, width).transpose(1, 2).flatten(2, 3)
-
-    def from_grid(self, x: Tensor) -> Tensor:
-        """The way back."""
-        contexts, heads, rows, width = x.shape
-        x = x.view(contexts, heads, self.most, rows // self.most, width).transpose(1, 2).flatten(0, 1)
-        return x if self.place is None else x.index_select(0, self.place)
-
-
-class _Shared(Tensor):
-    """Keys or values of one layer, of which attention alone may be taken: anything else would be computed from half."""
-
-    layer: SharedPrefixLayer
-    times: int | None
-    """While a head is being written out for each of its queries, how often; 0 where nobody has said it yet."""
-
-    @classmethod
-    def of(cls, own: Tensor, layer: SharedPrefixLayer, times: int | None = None) -> _Shared:
-        found = own.as_subclass(cls)
-        found.layer, found.times = layer, times
-        return found
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "size", "dim"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention:
-            return _attend(*args, **(kwargs or {}))
-        if isinstance(args[0], _Shared) and (found := args[0]._repeated(name, args[1:])) is not None:
-            return found
-        raise UnsupportedError(f"{func} on keys that are shared")
-
-    def _repeated(self, name: str, words: tuple[Any, ...]) -> _Shared | None:
-        """A step of x[:, :, None].expand(N, H, n, L, D).reshape(N, n·H, L, D), by which transformers 5.17 gives each query a
-        head of its own. `_attend` needs none of it: nothing is written out. None: it is no such step."""
-        every, (rows, heads, used, width) = slice(None), self.shape
-        times = self.times
-        if name == "__getitem__" and times is None and words == ((every, every, None, every, every),):
-            return _Shared.of(self, self.layer, 0)
-        if name == "expand" and times == 0 and len(words) == 5 and words == (rows, heads, words[2], used, width):
-            return _Shared.of(self, self.layer, int(words[2]))
-        if name == "reshape" and times and words == (rows, heads * times, used, width):
-            return _Shared.of(self, self.layer)
-        return None
-
-
-class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
-    """Keys [C, H, D, L] and values [C, H, L, D] of contexts, and both of what rows drew since [rows, H, capacity, D]."""
-
-    def __init__(self, keys: Tensor, values: Tensor, rows: int, layout: PrefixLayout) -> None:
-        """keys, values: of the contexts, [C, H, L, D]."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.layout, self.context = layout, (keys.transpose(2, 3).contiguous(), values.contiguous())
-        self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], _FIRST, x.shape[3]) for x in (keys, values))
-        self.alignment = column_alignment(keys)
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-
-    def get_seq_length(self) -> int:
-        return self.layout.length + self.layout.used
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        rows, at = len(key_states), self.layout.used
-        read = self._columns(at)
-        if (
-            at == self.row_buffers[0].shape[2]
-        ):  # twice as much, for the rows that are left; pages that nobody fills are not touched
-            self.row_buffers = tuple(
-                kv_cache.preallocate(x[:rows], None, min(at, kv_cache.GROWTH_TOKENS)) for x in self.row_buffers
-            )
-        columns = self._columns(at + 1)
-        for held, new in zip(self.row_buffers, (key_states, value_states), strict=True):
-            if columns > max(read, at + 1):  # read from now on, and hidden columns have to be finite
-                held[:, :, at:columns] = 0
-            held[:rows, :, at : at + 1] = new
-        self.keys, self.values = (_Shared.of(x[:rows, :, :columns], self) for x in self.row_buffers)
-        return self.keys, self.values
-
-    def _columns(self, used: int) -> int:
-        """That are computed with, where so many are used."""
-        return min(-(-used // self.alignment) * self.alignment, self.row_buffers[0].shape[2])
-
-    def move(self, target: Tensor, source: Tensor) -> None:
-        """Rows at `source` take the places `target`."""
-        for held in self.row_buffers:
-            held[target, :, : self.layout.used] = held[source, :, : self.layout.used]
-
-    def shift(self, columns: int) -> None:
-        """The first `columns` of rows' own, which nobody looks at, make room."""
-        used = self.layout.used
-        for held in self.row_buffers:
-            held[:, :, : used - columns] = held[:, :, columns:used].clone()
-
-    def keep_contexts(self, kept: Tensor) -> None:
-        """These contexts alone."""
-        self.context = tuple(x.index_select(0, kept) for x in self.context)  # type: ignore[assignment]
-
-    def join(self, keys: Tensor, values: Tensor, rows: slice) -> None:
-        """More contexts, whose rows stand at `rows`: what these were before is finite, as hidden columns have to be."""
-        width = max(self.context[1].shape[2], keys.shape[2])
-        held, new = self.context, (keys.transpose(2, 3), values)
-        self.context = (
-            torch.cat([F.pad(x[0], (width - x[0].shape[3], 0)) for x in (held, new)]),
-            torch.cat([F.pad(x[1], (0, 0, width - x[1].shape[2], 0)) for x in (held, new)]),
-        )
-        if (missing := rows.stop - len(self.row_buffers[0])) > 0:
-            self.row_buffers = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.row_buffers)
-        for x in self.row_buffers:
-            x[rows, :, : self._columns(self.layout.used)] = 0
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(scale · q kᵀ) v, [N, Hq, 1, D] or [N, H, Hq / H, D] as `query` is, one token a row.
-
-    A row sees what `Layout.hidden` lets it, not `attn_mask`, which has to be the [N, 1, 1, 1] that the model was given.
-    """
-    if not isinstance(key, _Shared) or not isinstance(value, _Shared) or isinstance(query, _Shared):
-        raise UnsupportedError("keys and values that are not both shared")
-    if key.times is not None or value.times is not None:
-        raise UnsupportedError("heads that are written out in part")
-    if is_causal or dropout_p or attn_mask is None or attn_mask.shape[-1] != 1 or attn_mask.dtype != torch.bool:
-        raise UnsupportedError("attention with a mask that is not the one that was handed in")
-    layout, context = key.layer.layout, key.layer.context
-    with torch._C.DisableTorchFunctionSubclass():
-        keys, values = key.as_subclass(Tensor), value.as_subclass(Tensor)
-        rows, heads, used, width = keys.shape
-        q = (query * (width**-0.5 if scale is None else scale)).reshape(rows, heads, -1, width)
-        shared = layout.from_grid(layout.to_grid(q) @ context[0])
-        # keys are read as they lie; q kᵀ copies them first, where their format is half as wide
-        own = (keys @ q.transpose(2, 3)).transpose(2, 3)
-        scores = at_least_float32(torch.cat([shared, own], -1))
-        scores += layout.hidden[..., : layout.length + used]
-        p = scores.softmax(-1).to(values.dtype)
-        out = p[..., layout.length :] @ values
-        out += layout.from_grid(layout.to_grid(p[..., : layout.length]) @ context[1])
-        return out.reshape(*query.shape[:-1], values.shape[-1])
-
-
-# Contexts that are read once and kept once, whatever number of completions goes on from each; and whether a model allows it.
-
-_AHEAD = 32
-"""Columns that what rows may see is written down for at a time, a multiple of those that layers compute with (`shared`)."""
-
-_FAR = 0.2
-"""Of the difference between two texts, and of the spread of logits: an error beyond both is no rounding."""
+_FIRST_TOKENS = 8
+"""Tokens that memory is allocated for at first; then twice as many."""
+_ALIGNMENT = 32
+_MASK_TOKENS = 32
+"""Columns of `PrefixLayout.mask` that are allocated at a time; a multiple of `_ALIGNMENT`."""
+_TOLERANCE = 0.2
+"""Fraction of the difference between two texts, and of the spread of the logits: an error beyond both is no rounding."""
 
 
 class SharedPrefixCache:
-    """One copy of each context for all its rows; for models all of whose layers keep all keys, and whose attention is sdpa."""
+    """One copy of each prompt for all its rows, for models whose layers all keep all keys and use sdpa attention."""
 
     supports_refill = True
 
@@ -224,41 +41,43 @@ class SharedPrefixCache:
         self.rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.cache: Any = None
         self.layers: list[SharedPrefixLayer] = []
-        self.owner, self.start = self.rows, self.rows  # of each row: its context, and its first own column
-        self.seen = torch.empty(0, 0, dtype=torch.int64, device=self.device)  # [C, L], 1 where a context has a token
+        self.owner, self.start = self.rows, self.rows  # of each row: its prompt, and its first column
+        self.prompt_mask = torch.empty(
+            0, 0, dtype=torch.int64, device=self.device
+        )  # [C, L], 1 where a prompt has a token
         self.layout = PrefixLayout(None, 0, 0, torch.empty(0), 0)
 
-    def read(self, contexts: Sequence[Tensor], repeats: Tensor, room: int) -> tuple[Tensor, int]:
-        out, seen = prefill(self.model, contexts, self.pad)
-        _, held = kv_cache.get_cache(out, self.model)
-        if any(type(layer) is not DynamicLayer for layer in held.layers):
-            raise UnsupportedError("layers that do not keep all keys, or not keys")
-        gap = (seen == 0)[:, None, :, None]
-        pairs = [[x.masked_fill(gap, 0) for x in (layer.keys, layer.values)] for layer in held.layers]
+    def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+        out, mask = prefill(self.model, prompts, self.pad)
+        _, cache = kv_cache.get_cache(out, self.model)
+        if any(type(layer) is not DynamicLayer for layer in cache.layers):
+            raise UnsupportedError("layers that do not keep all keys")
+        padding = (mask == 0)[:, None, :, None]
+        pairs = [[x.masked_fill(padding, 0) for x in (layer.keys, layer.values)] for layer in cache.layers]
         before, new = len(self.owner), int(repeats.sum())
         if before == 0:
-            self.layout.used, self.cache = 0, held
+            self.layout.used, self.cache = 0, cache
             self.layers = [SharedPrefixLayer(k, v, new, self.layout) for k, v in pairs]
-            held.layers = list(self.layers)
-            self.seen = seen
+            cache.layers = list(self.layers)
+            self.prompt_mask = mask
         else:
             for layer, (k, v) in zip(self.layers, pairs, strict=True):
-                layer.join(k, v, slice(before, before + new))
-            width = max(self.seen.shape[1], seen.shape[1])
-            both = [nn.functional.pad(x, (width - x.shape[1], 0)) for x in (self.seen, seen)]
-            self.seen = torch.cat(both)
-        ids = torch.arange(len(repeats), device=self.device) + len(self.seen) - len(seen)
+                layer.add_prompts(k, v, slice(before, before + new))
+            width = max(self.prompt_mask.shape[1], mask.shape[1])
+            padded = [nn.functional.pad(x, (width - x.shape[1], 0)) for x in (self.prompt_mask, mask)]
+            self.prompt_mask = torch.cat(padded)
+        ids = torch.arange(len(repeats), device=self.device) + len(self.prompt_mask) - len(mask)
         self.owner = torch.cat([self.owner, ids.repeat_interleave(repeats)])
         self.start = torch.cat([self.start, self.start.new_full((new,), self.layout.used)])
-        self._arrange()
-        return out.logits[:, -1].repeat_interleave(repeats, 0), seen.shape[1]
+        self._update_layout()
+        return out.logits[:, -1].repeat_interleave(repeats, 0), mask.shape[1]
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         column = self.layout.length + self.layout.used
-        if column == self.layout.hidden.shape[-1]:
-            more = self.layout.hidden.new_full((len(self.rows), 1, 1, _AHEAD), -torch.inf)
-            self.layout.hidden = torch.cat([self.layout.hidden, more], -1)
-        self.layout.hidden[..., column] = 0
+        if column == self.layout.mask.shape[-1]:
+            more = self.layout.mask.new_full((len(self.rows), 1, 1, _MASK_TOKENS), -torch.inf)
+            self.layout.mask = torch.cat([self.layout.mask, more], -1)
+        self.layout.mask[..., column] = 0
         out = self.model(
             input_ids=token[:, None],
             attention_mask=torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=self.device),
@@ -271,7 +90,7 @@ class SharedPrefixCache:
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def keep_rows(self, rows: Tensor) -> Tensor:
-        """The last rows take the places of those that leave, so that no others are copied."""
+        # the last rows move to the places of dropped ones, so that no others are copied
         n = len(rows)
         stays = torch.zeros(len(self.owner), dtype=torch.bool, device=self.device)
         stays[rows] = True
@@ -280,107 +99,288 @@ class SharedPrefixCache:
         if len(target):
             source = stays[n:].nonzero().squeeze(1) + n
             for layer in self.layers:
-                layer.move(target, source)
+                layer.move_rows(target, source)
             order[target] = source
         self.owner, self.start = self.owner[order], self.start[order]
-        kept, owner = torch.unique(self.owner, return_inverse=True)
-        if len(kept) < COMPACT_FRACTION * len(self.seen):
-            self.seen, self.owner = self.seen[kept], owner
+        prompts, owner = torch.unique(self.owner, return_inverse=True)
+        if len(prompts) < COMPACT_FRACTION * len(self.prompt_mask):
+            self.prompt_mask, self.owner = self.prompt_mask[prompts], owner
             for layer in self.layers:
-                layer.keep_contexts(kept)
-        if n and (unseen := int(self.start.min())) > self.layout.used // 4:
+                layer.select_prompts(prompts)
+        if n and (unused := int(self.start.min())) > self.layout.used // 4:
             for layer in self.layers:
-                layer.shift(unseen)
-            self.layout.used -= unseen
-            self.start = self.start - unseen
+                layer.drop_columns(unused)
+            self.layout.used -= unused
+            self.start = self.start - unused
         if n:
-            self._arrange()
+            self._update_layout()
         return order
 
-    def _arrange(self) -> None:
-        """The layout of the rows as they are now."""
-        rows, contexts, width = len(self.owner), len(self.seen), self.seen.shape[1]
+    def _update_layout(self) -> None:
+        """Compute the layout of the current rows."""
+        rows, prompts, width = len(self.owner), len(self.prompt_mask), self.prompt_mask.shape[1]
         self.rows = torch.arange(rows, device=self.device)
-        counts = self.owner.bincount(minlength=contexts)
+        counts = self.owner.bincount(minlength=prompts)
         most = int(counts.max())
         order = self.owner.argsort(stable=True)
         nth = self.rows - (counts.cumsum(0) - counts)[self.owner[order]]
         place = torch.empty_like(self.rows)
         place[order] = self.owner[order] * most + nth
-        full = rows == contexts * most and bool((place == self.rows).all())
-        columns = torch.arange((self.layout.used // _AHEAD + 1) * _AHEAD, device=self.device)
-        own = (columns < self.start[:, None]) | (columns >= self.layout.used)
-        blind = torch.cat([self.seen[self.owner] == 0, own], 1)[:, None, None]
+        is_full = rows == prompts * most and bool((place == self.rows).all())
+        columns = torch.arange((self.layout.used // _MASK_TOKENS + 1) * _MASK_TOKENS, device=self.device)
+        hidden = (columns < self.start[:, None]) | (columns >= self.layout.used)
+        hidden = torch.cat([self.prompt_mask[self.owner] == 0, hidden], 1)[:, None, None]
         dtype = torch.promote_types(self.layers[0].dtype, torch.float32)
-        self.layout.hidden = torch.zeros(blind.shape, dtype=dtype, device=self.device).masked_fill_(blind, -torch.inf)
-        self.layout.place, self.layout.contexts, self.layout.most = None if full else place, contexts, most
+        self.layout.mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        self.layout.place, self.layout.prompts, self.layout.most = None if is_full else place, prompts, most
         self.layout.length = width
+
+
+@dataclass(eq=False)
+class PrefixLayout:
+    """The state that all layers share: the prompt that each row continues, and the columns that it attends to."""
+
+    place: Tensor | None
+    """[N] int64, the row's place in a grid [prompts, most]; None: row i is at place i, and the grid is full."""
+    prompts: int
+    most: int
+    """Rows of the prompt that has the most."""
+    mask: Tensor
+    """[N, 1, 1, L + capacity], added to scores, −∞ for hidden columns: the prompt's columns first, then the row's own."""
+    length: int
+    """Columns L of the prompts, which are left-padded."""
+    used: int = 0
+    """Columns of completions in use."""
+
+    def to_grid(self, x: Tensor) -> Tensor:
+        """Arrange [N, H, G, D] of rows as [prompts, H, most·G, D], with 0 where a prompt has fewer rows."""
+        _, heads, each, width = x.shape
+        if self.place is not None:
+            x = x.new_zeros(self.prompts * self.most, heads, each, width).index_copy_(0, self.place, x)
+        return x.view(self.prompts, self.most, heads, each, width).transpose(1, 2).flatten(2, 3)
+
+    def from_grid(self, x: Tensor) -> Tensor:
+        """Invert `to_grid`."""
+        prompts, heads, rows, width = x.shape
+        x = x.view(prompts, heads, self.most, rows // self.most, width).transpose(1, 2).flatten(0, 1)
+        return x if self.place is None else x.index_select(0, self.place)
+
+
+class SharedPrefixLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' own __init_subclass__
+    """Keys [C, H, D, L] and values [C, H, L, D] of prompts, and both of the tokens sampled since, [rows, H, capacity, D]."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: int, layout: PrefixLayout) -> None:
+        """
+        Args:
+            keys, values: Of the prompts, [C, H, L, D].
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layout, self.prompt = layout, (keys.transpose(2, 3).contiguous(), values.contiguous())
+        self.row_buffers = tuple(x.new_zeros(rows, x.shape[1], _FIRST_TOKENS, x.shape[3]) for x in (keys, values))
+        self.alignment = column_alignment(keys)
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def get_seq_length(self) -> int:
+        return self.layout.length + self.layout.used
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows, used = len(key_states), self.layout.used
+        read = self._count_columns(used)
+        if used == self.row_buffers[0].shape[2]:  # double it for the remaining rows; unused pages are never touched
+            extra = min(used, kv_cache.GROWTH_TOKENS)
+            self.row_buffers = tuple(kv_cache.preallocate(x[:rows], None, extra) for x in self.row_buffers)
+        columns = self._count_columns(used + 1)
+        for buffer, new in zip(self.row_buffers, (key_states, value_states), strict=True):
+            if columns > max(read, used + 1):  # these are read from now on, and hidden columns must be finite
+                buffer[:, :, used:columns] = 0
+            buffer[:rows, :, used : used + 1] = new
+        self.keys, self.values = (_SharedTensor.wrap(x[:rows, :, :columns], self) for x in self.row_buffers)
+        return self.keys, self.values
+
+    def _count_columns(self, used: int) -> int:
+        """Return the columns that attention computes with when `used` are in use."""
+        return min(-(-used // self.alignment) * self.alignment, self.row_buffers[0].shape[2])
+
+    def move_rows(self, target: Tensor, source: Tensor) -> None:
+        """Copy the rows at `source` to `target`."""
+        for buffer in self.row_buffers:
+            buffer[target, :, : self.layout.used] = buffer[source, :, : self.layout.used]
+
+    def drop_columns(self, columns: int) -> None:
+        """Drop the first `columns` of completions, which no row attends to any more."""
+        used = self.layout.used
+        for buffer in self.row_buffers:
+            buffer[:, :, : used - columns] = buffer[:, :, columns:used].clone()
+
+    def select_prompts(self, prompts: Tensor) -> None:
+        """Keep these prompts only."""
+        self.prompt = tuple(x.index_select(0, prompts) for x in self.prompt)  # type: ignore[assignment]
+
+    def add_prompts(self, keys: Tensor, values: Tensor, rows: slice) -> None:
+        """Add prompts whose rows are at `rows`, and zero their earlier columns, as hidden columns must be finite."""
+        width = max(self.prompt[1].shape[2], keys.shape[2])
+        pairs = self.prompt, (keys.transpose(2, 3), values)
+        self.prompt = (
+            torch.cat([F.pad(x[0], (width - x[0].shape[3], 0)) for x in pairs]),
+            torch.cat([F.pad(x[1], (0, 0, width - x[1].shape[2], 0)) for x in pairs]),
+        )
+        if (missing := rows.stop - len(self.row_buffers[0])) > 0:
+            self.row_buffers = tuple(torch.cat([x, x.new_empty(missing, *x.shape[1:])]) for x in self.row_buffers)
+        for x in self.row_buffers:
+            x[rows, :, : self._count_columns(self.layout.used)] = 0
+
+
+def column_alignment(keys: Tensor) -> int:
+    """Return the multiple of columns that attention computes with. In half precision on a CPU, oneDNN compiles a matrix product for
+    every new shape and keeps it, which would be one per length."""
+    return _ALIGNMENT if keys.dtype.itemsize < 4 and keys.device.type == "cpu" else 1
+
+
+class UnsupportedError(NotImplementedError):
+    """The model does something else with its keys than pass them to `scaled_dot_product_attention`."""
+
+
+class _SharedTensor(Tensor):
+    """Keys or values of one layer, usable in attention only: any other operation would see the completion without its prompt."""
+
+    layer: SharedPrefixLayer
+    repeats: int | None
+    """While heads are being repeated for grouped queries: how often; 0 before that is known. None otherwise."""
+
+    @classmethod
+    def wrap(cls, x: Tensor, layer: SharedPrefixLayer, repeats: int | None = None) -> _SharedTensor:
+        wrapped = x.as_subclass(cls)
+        wrapped.layer, wrapped.repeats = layer, repeats
+        return wrapped
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "size", "dim"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        if isinstance(args[0], _SharedTensor) and (result := args[0]._repeat_heads(name, args[1:])) is not None:
+            return result
+        raise UnsupportedError(f"{func} on shared keys")
+
+    def _repeat_heads(self, name: str, args: tuple[Any, ...]) -> _SharedTensor | None:
+        """Follow a step of x[:, :, None].expand(N, H, n, L, D).reshape(N, n·H, L, D), by which transformers 5.17 gives each query a
+        head of its own. `_attend` needs no repeated heads, so nothing is copied. None: it is no such step."""
+        every, (rows, heads, used, width) = slice(None), self.shape
+        repeats = self.repeats
+        if name == "__getitem__" and repeats is None and args == ((every, every, None, every, every),):
+            return _SharedTensor.wrap(self, self.layer, 0)
+        if name == "expand" and repeats == 0 and len(args) == 5 and args == (rows, heads, args[2], used, width):
+            return _SharedTensor.wrap(self, self.layer, int(args[2]))
+        if name == "reshape" and repeats and args == (rows, heads * repeats, used, width):
+            return _SharedTensor.wrap(self, self.layer)
+        return None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute softmax(scale · q kᵀ) v, [N, Hq, 1, D] or [N, H, Hq / H, D] like `query`, with one token per row.
+
+    A row attends to what `PrefixLayout.mask` allows, not `attn_mask`, which must be the [N, 1, 1, 1] that the model was given.
+    """
+    if not isinstance(key, _SharedTensor) or not isinstance(value, _SharedTensor) or isinstance(query, _SharedTensor):
+        raise UnsupportedError("keys and values that are not both shared")
+    if key.repeats is not None or value.repeats is not None:
+        raise UnsupportedError("partly repeated heads")
+    if is_causal or dropout_p or attn_mask is None or attn_mask.shape[-1] != 1 or attn_mask.dtype != torch.bool:
+        raise UnsupportedError("attention with another mask than the given one")
+    layout, prompt = key.layer.layout, key.layer.prompt
+    with torch._C.DisableTorchFunctionSubclass():
+        keys, values = key.as_subclass(Tensor), value.as_subclass(Tensor)
+        rows, heads, used, width = keys.shape
+        q = (query * (width**-0.5 if scale is None else scale)).reshape(rows, heads, -1, width)
+        prompt_scores = layout.from_grid(layout.to_grid(q) @ prompt[0])
+        # keys qᵀ reads keys as they are stored; q keysᵀ would copy them first in half precision
+        row_scores = (keys @ q.transpose(2, 3)).transpose(2, 3)
+        scores = at_least_float32(torch.cat([prompt_scores, row_scores], -1))
+        scores += layout.mask[..., : layout.length + used]
+        p = scores.softmax(-1).to(values.dtype)
+        out = p[..., layout.length :] @ values
+        out += layout.from_grid(layout.to_grid(p[..., : layout.length]) @ prompt[1])
+        return out.reshape(*query.shape[:-1], values.shape[-1])
+
+
+# Tests of a model on a few made-up tokens, before the first completion.
 
 
 @torch.no_grad()
 def supports_shared_prefix(model: nn.Module, pad: int) -> bool:
-    """Tries it on a few made-up tokens: contexts of two lengths, rows that leave, a context that comes later.
-
-    What counts is whether the logits are those of whole sequences, measured against how much a sequence matters to this model.
-    """
-    shared = SharedPrefixCache(model, pad)
-    tokens = torch.arange(18, device=shared.device).view(3, 6) * 5 % 7 + 1
-    contexts = [tokens[0, :5], tokens[1, :3], tokens[2, :4]]
-
-    def whole(*ids: Tensor) -> Tensor:
-        return torch.stack([model(input_ids=row[None], use_cache=False, return_dict=True).logits[0, -1] for row in ids])
-
-    follow = [torch.cat([contexts[i], tokens[j, :2]]) for i, j in ((0, 1), (0, 2), (1, 0))]
-    truth = whole(follow[2], follow[1], torch.cat([contexts[2], tokens[0, :1]])).float()
-    effect = float((truth[0] - truth[1]).abs().max())
+    """Return True if a `SharedPrefixCache` gives the logits of full sequences, relative to how much a sequence matters to this
+    model: with prompts of two lengths, rows that leave, and a prompt that is added later."""
+    cache = SharedPrefixCache(model, pad)
+    tokens = torch.arange(18, device=cache.device).view(3, 6) * 5 % 7 + 1
+    prompts = [tokens[0, :5], tokens[1, :3], tokens[2, :4]]
+    sequences = [torch.cat([prompts[i], tokens[j, :2]]) for i, j in ((1, 0), (0, 2))]
+    expected = _last_logits(model, [*sequences, torch.cat([prompts[2], tokens[0, :1]])]).float()
+    effect = float((expected[0] - expected[1]).abs().max())
     try:
-        shared.read(contexts[:2], torch.tensor([2, 1], device=shared.device), 4)
-        shared.step(tokens[[1, 2, 0], 0], torch.tensor([5, 5, 3], device=shared.device))
-        order = shared.keep_rows(torch.tensor([1, 2], device=shared.device))
+        cache.read(prompts[:2], torch.tensor([2, 1], device=cache.device), 4)
+        cache.step(tokens[[1, 2, 0], 0], torch.tensor([5, 5, 3], device=cache.device))
+        order = cache.keep_rows(torch.tensor([1, 2], device=cache.device))
         if order.tolist() != [2, 1]:
             return False
-        shared.read(contexts[2:], torch.tensor([1], device=shared.device), 4)
-        position = torch.tensor([4, 6, 4], device=shared.device)
-        got = shared.step(torch.stack([tokens[0, 1], tokens[2, 1], tokens[0, 0]]), position).float()
-    except Exception:  # whatever an architecture says to a call it does not take: the plain memory remains
+        cache.read(prompts[2:], torch.tensor([1], device=cache.device), 4)
+        position = torch.tensor([4, 6, 4], device=cache.device)
+        actual = cache.step(torch.stack([tokens[0, 1], tokens[2, 1], tokens[0, 0]]), position).float()
+    except Exception:  # an architecture may raise anything for a call that it does not support; the plain cache remains
         return False
-    half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
-    return float((got - truth).abs().max()) <= (0.05 if half else 1e-4) * effect
+    is_half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    return float((actual - expected).abs().max()) <= (0.05 if is_half else 1e-4) * effect
 
 
 @torch.no_grad()
 def check_batched_decoding(model: nn.Module, pad: int) -> None:
-    """Tries the plain memory on a few made-up tokens: contexts of two lengths, two rows of one of them, a row that leaves.
+    """Test the plain cache with prompts of two lengths, two rows of one of them, and a row that leaves.
 
     Raises:
-        ModelError: an architecture whose cache cannot be repeated and reordered row by row, or continues other texts.
+        ModelError: The architecture's cache cannot be repeated and reordered by row, or continues other texts.
     """
-    plain = PlainDecodeCache(model, pad)
-    tokens = torch.arange(12, device=plain.device).view(2, 6) * 5 % 7 + 1
-    contexts, new = [tokens[0, :5], tokens[1, :3]], torch.arange(1, 4, device=plain.device)
-    texts = [torch.cat([contexts[0], new[1:2], new[:1]]), torch.cat([contexts[1], new[2:], new[1:2]])]
-    truth = torch.stack([model(input_ids=x[None], use_cache=False, return_dict=True).logits[0, -1] for x in texts])
+    cache = PlainDecodeCache(model, pad)
+    tokens = torch.arange(12, device=cache.device).view(2, 6) * 5 % 7 + 1
+    prompts, new = [tokens[0, :5], tokens[1, :3]], torch.arange(1, 4, device=cache.device)
+    sequences = [torch.cat([prompts[0], new[1:2], new[:1]]), torch.cat([prompts[1], new[2:], new[1:2]])]
+    expected = _last_logits(model, sequences)
     try:
-        plain.read(contexts, torch.tensor([2, 1], device=plain.device), 4)
-        plain.step(new, torch.tensor([5, 5, 3], device=plain.device))
-        plain.keep_rows(torch.tensor([1, 2], device=plain.device))
-        got = plain.step(new[:2], torch.tensor([6, 4], device=plain.device))
+        cache.read(prompts, torch.tensor([2, 1], device=cache.device), 4)
+        cache.step(new, torch.tensor([5, 5, 3], device=cache.device))
+        cache.keep_rows(torch.tensor([1, 2], device=cache.device))
+        actual = cache.step(new[:2], torch.tensor([6, 4], device=cache.device))
     except ModelError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        raise ModelError(_cannot_decode(model, why)) from error
-    effect, gap = float((truth[0] - truth[1]).abs().max()), float((got - truth).abs().max())
-    if gap > _FAR * effect and gap > _FAR * float(truth.std()):
-        raise ModelError(
-            _cannot_decode(model, f"logits differ by up to {gap:.2g} from those of the same text in one pass")
-        )
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        raise _unsupported_model(model, reason) from error
+    effect, gap = float((expected[0] - expected[1]).abs().max()), float((actual - expected).abs().max())
+    if gap > _TOLERANCE * effect and gap > _TOLERANCE * float(expected.std()):
+        raise _unsupported_model(model, f"logits differ by up to {gap:.2g} from those of the same text in one pass")
 
 
-def _cannot_decode(model: nn.Module, why: str) -> str:
-    return (
-        f"{type(model).__name__} cannot decode several completions at once from its cache ({why}): sample with an engine that "
-        "has this architecture (--sampler.engine vllm), or choose another model"
+def _last_logits(model: nn.Module, sequences: Sequence[Tensor]) -> Tensor:
+    """Return the logits [n, V] after each sequence."""
+    return torch.stack(
+        [model(input_ids=ids[None], use_cache=False, return_dict=True).logits[0, -1] for ids in sequences]
+    )
+
+
+def _unsupported_model(model: nn.Module, reason: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} cannot decode several completions at once from its cache ({reason}). Sample with an engine that "
+        "has this architecture (--sampler.engine vllm), or choose another model."
     )

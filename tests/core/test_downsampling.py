@@ -62,14 +62,14 @@ def test_hand_numbers() -> None:
         ([1.0, 2.0], 5, [1.0, 2.0]),
     ],
 )
-def test_who_spreads_most(rewards: list[float], keep: int, expected: list[float]) -> None:
+def test_max_variance_subset_by_hand(rewards: list[float], keep: int, expected: list[float]) -> None:
     reward = torch.tensor(rewards)
     assert sorted(reward[max_variance_subset(reward, keep)].tolist()) == pytest.approx(expected)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=7), st.integers(1, 7))
-def test_no_subset_spreads_more(rewards: list[float], keep: int) -> None:
+def test_max_variance_subset_is_the_maximum(rewards: list[float], keep: int) -> None:
     reward = torch.tensor(rewards, dtype=torch.float64)
     found = max_variance_subset(reward, keep)
     assert len(set(found.tolist())) == min(keep, len(rewards))
@@ -79,7 +79,7 @@ def test_no_subset_spreads_more(rewards: list[float], keep: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(shapes(max_size=6), st.integers(1, 4), st.sampled_from(["random", "max_variance"]), st.integers(0, 50))
-def test_so_many_of_each_group_and_only_of_what_takes_part(shape: Shape, keep: int, by: str, rollout: int) -> None:
+def test_downsampling_keeps_the_number_per_group(shape: Shape, keep: int, by: str, rollout: int) -> None:
     batch, _ = make(shape)
     part = FrozenDownsample(keep, by, rollout=rollout)  # type: ignore[arg-type]
     chosen, available = part.choose(batch, rollout), batch.mask.any(1)
@@ -91,7 +91,7 @@ def test_so_many_of_each_group_and_only_of_what_takes_part(shape: Shape, keep: i
     assert torch.equal(everything.weight[available], torch.ones_like(everything.weight[available]))  # type: ignore[index]
 
 
-def test_every_rollout_draws_others_and_a_resumed_one_the_same() -> None:
+def test_choices_differ_by_rollout_and_repeat_after_resume() -> None:
     batch = group([0.0] * 40)
     algorithm = replace(GRPO, filters=(pg.Downsample(20),))
     state, seen = algorithm.init_state(), []
@@ -132,7 +132,7 @@ CHAINS = {
 @pytest.mark.parametrize("by", ["random", "max_variance"])
 @settings(max_examples=10, deadline=None)
 @given(shape=shapes(max_size=6))
-def test_what_is_not_trained_on_counts_in_every_statistic(chain: str, by: str, shape: Shape) -> None:
+def test_dropped_completions_count_in_statistics(chain: str, by: str, shape: Shape) -> None:
     """all: Ψ is to the bit what it is without the part. kept: what it is in a batch of the chosen alone."""
     batch, _ = make(shape, 0.1, "steps" if chain in ("process", "prefix values") else "token_reward")
     batch = replace(batch, grad_logp_sq_norm=1 + batch.lengths.double() ** 2)

@@ -63,7 +63,7 @@ def test_the_worked_example() -> None:
     assert psi_of(batch, pg.GroupMean()) == [-0.25, -0.25, 0.75, -0.25]
 
 
-def test_a_running_mean_remembers() -> None:
+def test_running_mean_keeps_state() -> None:
     """decay ½: 4, then (4·½ + 1)/(½ + 1) = 2, then (4·¼ + 1·½ + 9)/(¼ + ½ + 1) = 6; without start-up bias."""
     algorithm = replace(pg.REINFORCE, advantage=(pg.RunningMean(decay=0.5),))
     means, state = [], algorithm.init_state()
@@ -130,7 +130,7 @@ def constant_batch(value: float) -> pg.Batch:
 
 @pytest.mark.parametrize("value", ROUNDED)
 @pytest.mark.parametrize("chain", SPREADS.values(), ids=SPREADS.keys())
-def test_rewards_without_spread_give_no_advantage_to_the_last_bit(chain, value: float) -> None:
+def test_equal_rewards_give_exactly_zero_advantage(chain, value: float) -> None:
     batch = constant_batch(value)
     if isinstance(chain[0], pg.ProcessReward):
         batch = replace(batch, token_reward=torch.where(batch.step_end, value, 0.0))
@@ -172,7 +172,7 @@ OWN_SIGNAL = {
 
 @pytest.mark.parametrize("value", ROUNDED)
 @pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - OWN_SIGNAL))
-def test_an_algorithm_that_compares_rewards_has_nothing_to_learn_from_equal_ones(name: str, value: float) -> None:
+def test_group_algorithms_have_zero_gradient_on_equal_rewards(name: str, value: float) -> None:
     algorithm = replace(ALGORITHMS[name], shaping=())  # a penalty of length, or a KL, is a spread
     batch = constant_batch(0.0 if name == "grpo_process" else value)  # whose outcome is one step's alone
     if name == "grpo_process":
@@ -183,7 +183,7 @@ def test_an_algorithm_that_compares_rewards_has_nothing_to_learn_from_equal_ones
 
 
 @pytest.mark.parametrize("of", ["advantages", "rewards"])
-def test_a_batch_without_spread_is_not_scaled_by_eps(of) -> None:
+def test_constant_batch_is_not_scaled_by_eps(of) -> None:
     """Without a baseline before it Ψ stays as it is, as after `GroupStd`, and is not 0.7/eps."""
     assert psi_of(batch_of(0.5, 0.5), pg.BatchStd(of=of)) == psi_of(batch_of(0.5, 0.5), pg.GroupStd()) == [0.5, 0.5]
 

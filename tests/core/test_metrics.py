@@ -109,7 +109,7 @@ def test_the_mismatch_between_sampler_and_policy_by_hand() -> None:
     ]  # μ compared with itself would say that all is well
 
 
-def test_a_nan_is_seen_wherever_it_stands() -> None:
+def test_nan_is_reported_by_max_and_min() -> None:
     for kind, other in ((Max, 2.0), (Min, 2.0), (Max, math.inf), (Min, -math.inf)):
         assert math.isnan((kind(math.nan) | kind(other)).value)
         assert math.isnan((kind(other) | kind(math.nan)).value)
@@ -128,7 +128,7 @@ class ExactEntropy(pg.LossTerm):
         return 0.1 * out.entropy
 
 
-def test_a_loss_term_brings_its_own_graph() -> None:
+def test_loss_term_has_its_own_graph() -> None:
     batch, logits = make(Shape((3, 4), 5, seed=2, binary=False), 0.2)
     with_entropy = replace(pg.DAPO, terms=(ExactEntropy(),), filters=())
     without = replace(with_entropy, terms=())
@@ -171,7 +171,7 @@ def test_the_first_order_step_descends_once_per_minibatch() -> None:
     assert step.updates == measured["steps"].value == measured["passes"].value == 4
 
 
-def test_every_algorithm_can_say_what_it_is() -> None:
+def test_every_algorithm_has_a_catalog_entry_and_an_equation() -> None:
     assert set(CATALOG) == set(pg.ALGORITHMS)
     for name, about in CATALOG.items():
         assert pg.ALGORITHMS[name].name == name

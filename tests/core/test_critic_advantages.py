@@ -59,13 +59,13 @@ def test_the_next_value_is_the_next_sampled_tokens() -> None:
     )
 
 
-def test_a_cut_off_episode_ends_in_its_bootstrap_value() -> None:
+def test_bootstrap_value_ends_a_truncated_episode() -> None:
     batch = row(0.0, [0.2, 0.5], bootstrap=torch.tensor([0.9], dtype=torch.float64))
     assert advantage(pg.NStep(1), batch)[0].tolist() == pytest.approx([0.3, 0.4])
     assert advantage(pg.NStep(0), batch)[0].tolist() == pytest.approx([0.7, 0.4])
 
 
-def test_an_answer_that_was_cut_off_goes_on_in_the_critics_value_where_asked() -> None:
+def test_truncated_completion_bootstraps_from_the_critic() -> None:
     """V = [.2, .5] and .9 where it stopped: R = 0 gives δ = [.3, .4]; what has ended has .9 nowhere. Without it: [.3, −.5]."""
     batch = row(0.0, [0.2, 0.5])
     assert advantage(pg.GAE(1.0, 0.5), batch)[0].tolist() == pytest.approx([0.3 - 0.25, -0.5])
@@ -132,7 +132,7 @@ def test_defining_sums(shape: Shape, gamma: float, lam: float, n: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(shapes(max_width=7), st.floats(0, 1), st.floats(0, 1), st.integers(0, 9))
-def test_defining_sums_with_a_value_where_answers_were_cut_off(shape: Shape, gamma: float, lam: float, n: int) -> None:
+def test_defining_sums_with_bootstrap_values(shape: Shape, gamma: float, lam: float, n: int) -> None:
     """PPO's and A2C's advantages and the critic's targets, literally, with V(end) of the truncated ones."""
     batch, prompts = known(shape)
     end = torch.where(batch.truncated, Random(shape.seed + 1).normal(len(batch.mask)), 0.0)

@@ -36,7 +36,7 @@ def rewarded(rewards: list[list[float]], weights: tuple[float, ...], group: list
     )
 
 
-def test_the_papers_example_keeps_apart_what_a_sum_puts_together() -> None:
+def test_rewards_with_equal_sums_are_distinguished() -> None:
     """Two answers, two rewards of 0 or 1: (0, 1) against (0, 2) in all. GRPO's z-scores are the same, GDPO's are not (fig. 2)."""
     one, two = rewarded([[0, 0], [0, 1]], (1.0, 1.0)), rewarded([[0, 0], [1, 1]], (1.0, 1.0))
     half = 1 / math.sqrt(2)
@@ -48,7 +48,7 @@ def test_the_papers_example_keeps_apart_what_a_sum_puts_together() -> None:
     assert only.compute_advantages(two)[:, 0].tolist() == pytest.approx([-2 * half, 2 * half])
 
 
-def test_a_weight_scales_what_a_reward_says_and_no_longer_hides_it() -> None:
+def test_reward_weights_scale_normalised_rewards() -> None:
     """r = (0, 0, 1, 0) and 100·(3, 1, 1, 3): in a sum the second is all; here each has unit spread, times its weight."""
     batch = rewarded([[0, 300], [0, 100], [1, 100], [0, 300]], (1.0, -0.5))
     psi = replace(pg.GDPO, advantage=(pg.RewardZScores(eps=0.0),)).compute_advantages(batch)[:, 0]
@@ -57,7 +57,7 @@ def test_a_weight_scales_what_a_reward_says_and_no_longer_hides_it() -> None:
     assert psi.tolist() == pytest.approx(expected)
 
 
-def test_a_reward_that_does_not_apply_is_in_nobodys_mean() -> None:
+def test_missing_reward_is_left_out_of_the_mean() -> None:
     nan = math.nan
     batch = rewarded([[0, nan], [1, 2], [0, 4], [1, nan]], (1.0, 1.0))
     psi = replace(pg.GDPO, advantage=(pg.RewardZScores(eps=0.0),)).compute_advantages(batch)[:, 0]
@@ -129,7 +129,7 @@ def test_equal_states_of_other_groups_are_not_compared() -> None:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(shape=shapes(max_groups=4, max_size=5))
-def test_one_turn_each_is_grpo_twice(shape: Shape) -> None:
+def test_single_turn_gigpo_is_grpo_doubled(shape: Shape) -> None:
     """All episodes of a group begin in one state: Ψ = (1 + ω) times the z-score. With ω = 0 it is GRPO at any turns."""
     batch, _ = make(shape)
     mask = torch.arange(shape.width) < batch.lengths[:, None]
@@ -180,7 +180,7 @@ def test_a_demonstration_is_never_clipped() -> None:
     assert (below.any(), above[:, 0].tolist()) == (False, [True, True, False])
 
 
-def test_with_the_sampler_as_old_policy_a_demonstrations_ratio_is_to_its_writer() -> None:
+def test_demonstration_ratio_is_to_its_author() -> None:
     """π_old := μ: of a demonstration r itself is π_θ/π_φ, and what the gate makes of it is the same."""
     said, p = shown([math.log(0.1), math.log(0.9)], wrote=math.log(0.5)), torch.tensor([0.1, 0.9]).double()
     recomputed = pg.PolicyShaping().value(torch.ones(3, 2).double(), torch.ones(3, 2).double(), said)
@@ -194,7 +194,7 @@ def test_with_the_sampler_as_old_policy_a_demonstrations_ratio_is_to_its_writer(
     assert weight[2].tolist() == pytest.approx([0.1 * x / (x + 0.1) ** 2 for x in (0.2, 1.8)])
 
 
-def test_a_demonstration_is_never_stale() -> None:
+def test_demonstrations_are_never_stale() -> None:
     batch = shown([-1.0])
     old = replace(batch, version=torch.tensor([[5], [5], [0]]))
     assert resolve_old_policy(pg.LUFFY, old, version=5)[0] == pg.LUFFY
@@ -212,7 +212,7 @@ def test_log_ratios_far_beyond_float32_stay_finite(change: float) -> None:
         assert torch.isfinite(loss)
 
 
-def test_without_demonstrations_they_are_their_parents() -> None:
+def test_without_demonstrations_luffy_and_chord_are_grpo() -> None:
     batch, logits = make(Shape((4, 3), 5, seed=2, binary=True), 0.3)
     batch = replace(batch, demonstration=torch.zeros(7, dtype=torch.bool))
     plain = replace(pg.GRPO, terms=(), aggregation=pg.TokenMean())
@@ -226,7 +226,7 @@ def test_without_demonstrations_they_are_their_parents() -> None:
         close(found[0], factor * expected[0])
 
 
-def test_one_mu_is_the_share_of_both_sides() -> None:
+def test_mu_splits_the_objective() -> None:
     """μ of the demonstrations leaves 1 − μ of Ψ, whatever else is put in μ's place."""
     batch, _ = make(Shape((4, 3), 5, seed=3, binary=True), 0.3, "demonstrations")
     batch = pg.CHORD.apply_filters(batch)
@@ -239,7 +239,7 @@ def test_one_mu_is_the_share_of_both_sides() -> None:
     assert torch.equal(both.compute_advantages(batch), 0.25 * plain)
 
 
-def test_mu_goes_along_half_a_cosine_and_the_policys_share_with_it() -> None:
+def test_mu_follows_a_half_cosine() -> None:
     """CHORD-μ: from 0.9 to 0.05; half of the way after half of the rollouts, and there after all of them."""
     algorithm = replace(
         pg.CHORD, terms=(pg.DemonstrationNLL(0.9, token_weighting=False, final_mu=0.05, decay_rollouts=4),)
@@ -260,7 +260,7 @@ def test_mu_goes_along_half_a_cosine_and_the_policys_share_with_it() -> None:
     assert "demonstrations/mu" not in pg.CHORD.report(batch)
 
 
-def test_a_part_that_does_not_take_demonstrations_averages_over_the_samples() -> None:
+def test_other_parts_average_without_demonstrations() -> None:
     batch, _ = make(Shape((4, 3), 5, seed=5, binary=True), 0.3, "demonstrations")
     own = replace(batch, mask=batch.policy_tokens)
     kl = pg.KLToReference(0.1, "k3")
@@ -274,7 +274,7 @@ def test_a_part_that_does_not_take_demonstrations_averages_over_the_samples() ->
     assert torch.equal(nll, pg.TokenMean()(batch.mask & ~batch.policy_tokens, batch.group))
 
 
-def test_what_others_wrote_is_in_no_measure_of_the_policy_and_in_no_correction() -> None:
+def test_demonstrations_are_left_out_of_metrics_and_corrections() -> None:
     random = Random(9)
     batch, logits = make(Shape((4, 4), 5, seed=9, binary=True), 0.3)
     batch = with_demonstrations(batch, random)
@@ -384,7 +384,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("build", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_it_is_refused_with_the_reason_and_the_way_out(build: Callable[[], Any], words: list[str]) -> None:
+def test_refused_with_reason_and_remedy(build: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises(pg.ConfigError) as error:
         build()
     for word in words:

@@ -37,7 +37,7 @@ def both_signs(change: list[float], old: float = -1.0) -> tuple[pg.Batch, Tensor
     return batch, logr.exp(), numbers([1.0] * len(change), [-1.0] * len(change))
 
 
-def test_the_geometric_mean_holds_each_token_before_it_averages() -> None:
+def test_geometric_mean_clips_before_averaging() -> None:
     batch, r, psi = both_signs([0.6, -0.5, 0.2])
     gate = pg.GeometricMean()
     up, down = math.exp((0.4 - 0.5 + 0.2) / 3), math.exp((0.6 - 0.4 + 0.2) / 3)
@@ -56,7 +56,7 @@ def test_the_geometric_mean_is_of_the_sampled_tokens_alone() -> None:
     assert weight[1, 0].item() == pytest.approx(math.exp(0.2), rel=1e-15)
 
 
-def test_a_rare_token_may_multiply_and_a_common_one_may_not_move_far() -> None:
+def test_divergence_clip_on_rare_and_common_tokens() -> None:
     """0.01 to 0.1, a ratio of 10, is 0.09 of total variation; 0.5 to 0.7, a ratio of 1.4, is 0.2."""
     old, new = numbers([0.01, 0.5, 0.5]), numbers([0.1, 0.7, 0.3])
     batch = batch_of(old.log(), [1.0])
@@ -85,7 +85,7 @@ def test_a_certain_token_has_a_finite_divergence() -> None:
         assert pg.DivergenceClip(measure, 0.05).divergence(ratio, batch).isfinite().all()  # type: ignore[arg-type]
 
 
-def test_the_policy_itself_is_never_cut_by_a_divergence() -> None:
+def test_divergence_clip_never_clips_on_policy() -> None:
     batch = replace(batch_of(numbers([-1.0, -2.0]), [1.0]), logp_old=None)
     assert torch.equal(
         pg.DivergenceClip().weight(numbers([1.0, 1.0]), numbers([1.0, -1.0]), batch), numbers([1.0, 1.0])
@@ -101,7 +101,7 @@ def test_the_gamma_kernel_by_hand() -> None:
 
 
 @pytest.mark.parametrize("change", [-95.0, 95.0])
-def test_the_gamma_kernel_fades_to_nothing_in_float32(change: float) -> None:
+def test_gamma_kernel_vanishes_in_float32(change: float) -> None:
     batch, _, psi = both_signs([change])
     ratio = pg.SequenceProduct()(numbers([change], [change]).float(), batch.mask)
     weight = pg.GammaKernel().weight(ratio, psi.float(), batch)
@@ -117,7 +117,7 @@ def test_the_log_clip_by_hand() -> None:
     torch.testing.assert_close(gate.value(r, psi, batch), expected, rtol=1e-14, atol=1e-15)
 
 
-def test_the_drift_pulls_no_harder_than_its_cap() -> None:
+def test_drift_penalty_is_capped() -> None:
     """k is the derivative of the value, also where it bends, at r = 3."""
     change = torch.linspace(-3, 3, 61, dtype=torch.float64)[None]
     batch = batch_of(torch.full_like(change, -1.0), [1.0])
@@ -133,7 +133,7 @@ def selected(algorithm: pg.Algorithm, batch: pg.Batch, out: pg.Forward, psi: Ten
     return with_selected_tokens(out, batch, psi, algorithm).selected.int().tolist()  # type: ignore[union-attr]
 
 
-def test_the_second_moment_leaves_out_the_fewest_furthest_tokens() -> None:
+def test_second_moment_drops_the_fewest_furthest_tokens() -> None:
     """Squares of those that moved with Ψ: 0.01, 0.04, 0.09 and 1; with three of them the mean is 0.0467, with two 0.025."""
     change = numbers([0.1, 0.3, -5.0], [-0.2, -1.0, 5.0])
     batch, psi = batch_of(torch.full_like(change, -6.0), [2.0, 0.0]), numbers([1.0] * 3, [-1.0] * 3)
@@ -148,7 +148,7 @@ def test_the_second_moment_leaves_out_the_fewest_furthest_tokens() -> None:
     torch.testing.assert_close(pg.SecondMomentFilter().value(r, psi, chosen), r * kept * psi)
 
 
-def test_on_policy_no_token_is_left_out() -> None:
+def test_no_token_is_dropped_on_policy() -> None:
     change = numbers([0.0, 0.0], [0.0, 0.0])
     batch, psi = batch_of(change - 1, [2.0, 0.0]), numbers([1.0] * 2, [-1.0] * 2)
     assert selected(replace(PLAIN, gate=pg.SecondMomentFilter(0.0)), batch, pg.Forward(change - 1), psi) == [
@@ -157,7 +157,7 @@ def test_on_policy_no_token_is_left_out() -> None:
     ]
 
 
-def test_the_band_of_covariances_and_what_is_drawn_from_it() -> None:
+def test_clip_cov_selects_evenly_from_the_band() -> None:
     """log π = 0, −1, −2, −3 and 0, −1, −2, −3 with Ψ = ±1: covariances ±1.5, ±0.5; four in (0.4, 2), two of each size."""
     logp = numbers([0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -2.0, -3.0])
     batch, psi = batch_of(logp, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
@@ -174,7 +174,7 @@ def test_the_band_of_covariances_and_what_is_drawn_from_it() -> None:
     assert selected(replace(PLAIN, gate=gate), batch, pg.Forward(logp), psi) == [[0] * 4, [0] * 4]
 
 
-def test_a_token_that_the_ratio_drops_is_not_drawn() -> None:
+def test_clipped_tokens_are_not_selected_again() -> None:
     logp = numbers([0.0, -1.0, -2.0, -3.0], [0.0, -1.0, -2.0, -3.0])
     old = logp.clone()
     old[0, 0] = -2.0  # r = e² and Ψ > 0
@@ -187,7 +187,7 @@ def test_a_token_that_the_ratio_drops_is_not_drawn() -> None:
     assert weight.tolist() == [[0, 1, 1, 1], [1, 1, 1, 0]]
 
 
-def test_the_kl_holds_the_tokens_of_highest_covariance_alone() -> None:
+def test_kl_cov_penalises_only_the_highest_covariances() -> None:
     logp = numbers([0.0, -1.0, -2.0, -4.0], [0.0, -1.0, -2.0, -3.0])
     batch, psi = batch_of(logp - 0.5, [2.0, 0.0]), numbers([1.0] * 4, [-1.0] * 4)
     term = pg.KLCov(2.0, fraction=0.25)
@@ -200,7 +200,7 @@ def test_the_kl_holds_the_tokens_of_highest_covariance_alone() -> None:
     assert smooth[0, 0].item() == pytest.approx(2 * (1 - math.exp(0.5)), rel=1e-14)
 
 
-def test_kl_cov_holds_its_share_where_half_of_the_tokens_tie() -> None:
+def test_kl_cov_selects_exactly_its_fraction_among_ties() -> None:
     """26 of 52 tokens are at log π = 0 and have one Ψ: of the 2e-3 of them one token is held, and not 26."""
     k = torch.arange(26)
     logp = torch.stack([torch.zeros(26), torch.where(k < 20, -1.0 - k, -4.0)]).double()
@@ -216,7 +216,7 @@ def test_kl_cov_holds_its_share_where_half_of_the_tokens_tie() -> None:
         assert chosen[0, :count].all()
 
 
-def test_the_share_of_highest_entropy_learns_and_the_rest_does_not() -> None:
+def test_only_the_highest_entropy_tokens_learn() -> None:
     entropy = numbers([0.1, 0.9, NAN, 0.5], [0.2, 0.8, 0.3, 0.4])
     old = torch.where(entropy.isnan(), NAN, -1.0)
     batch, psi = batch_of(old, [2.0, 0.0], entropy), numbers([1.0] * 4, [-1.0] * 4)
@@ -227,7 +227,7 @@ def test_the_share_of_highest_entropy_learns_and_the_rest_does_not() -> None:
             assert selected(algorithm, batch, out, psi) == (expected or batch.mask.int().tolist())
 
 
-def test_the_old_policys_entropy_costs_no_pass_of_its_own() -> None:
+def test_old_policy_entropy_needs_no_extra_pass() -> None:
     now, old = pg.HighEntropy(), pg.HighEntropy(of="old")
     assert (now.forward_needs, old.forward_needs) == ({"entropy"}, set())
     assert "entropy" in replace(PLAIN, corrections=(old,)).needs
@@ -244,7 +244,7 @@ SELECTING = {
 @pytest.mark.parametrize("name", SELECTING)
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(shape=shapes(), seed=st.integers(0, 1000))
-def test_what_is_chosen_does_not_depend_on_the_order(name: str, shape: Shape, seed: int) -> None:
+def test_selection_does_not_depend_on_token_order(name: str, shape: Shape, seed: int) -> None:
     algorithm = SELECTING[name]
     batch, logits = make(shape, 0.5, "entropy")
     logp, psi = policy(logits, batch.tokens, batch.mask).detach(), algorithm.compute_advantages(batch)
@@ -288,12 +288,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("build", "said"), REFUSED)
-def test_what_makes_no_sense_is_refused_with_the_way_out(build, said: str) -> None:
+def test_invalid_settings_are_refused_with_a_remedy(build, said: str) -> None:
     with pytest.raises(pg.ConfigError, match=said):
         build()
 
 
-def test_a_choice_by_entropy_says_what_the_forward_pass_lacks() -> None:
+def test_entropy_selection_names_the_missing_output() -> None:
     batch = batch_of(numbers([-1.0], [-1.0]), [1.0, 0.0])
     psi = numbers([1.0], [-1.0])
     with pytest.raises(

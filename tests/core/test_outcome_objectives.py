@@ -116,7 +116,7 @@ def test_maximum_likelihood_by_hand() -> None:
     assert psi_of(chain, [0.5, 0.25, 0, 0.25]) == approx([1, 0, -1, 0])
 
 
-def test_a_likelihood_of_success_takes_no_reward_below_0() -> None:
+def test_likelihood_of_success_refuses_negative_rewards() -> None:
     """mean_g = 0.125 would make of a punishment of −0.5 and a success an advantage of 7; mean_g = −0.25 nothing at all."""
     refused = r"DivideByGroupMean maximises .* the reward of row 1 is -0\.5: use a reward of at least 0.*such as grpo"
     for rewards in ([1, -0.5, 0, 0], [0, -0.5, 0, 0]):
@@ -134,14 +134,14 @@ def test_baselines_by_hand() -> None:
     assert psi_of((pg.GreedyBaseline(),), [1, 0, 1], baseline=baseline) == [0, -1, 0]
 
 
-def test_the_greedy_baseline_is_asked_for() -> None:
+def test_greedy_baseline_is_needed() -> None:
     with pytest.raises(pg.ConfigError, match=r"GreedyBaseline needs Batch\.baseline"):
         psi_of((pg.GreedyBaseline(),), [1, 0])
 
 
 @QUICK
 @given(shape=shapes(max_groups=4, max_size=5, max_width=4))
-def test_what_is_masked_or_not_counted_moves_nothing(shape: Shape) -> None:
+def test_masked_or_uncounted_completions_have_no_effect(shape: Shape) -> None:
     """A row that does not count may hold any reward."""
     batch, _ = make(shape, extra="successes")
     nobody = ~batch.mask.any(1)
@@ -226,7 +226,7 @@ def test_equal_rewards_give_exactly_zero_to_what_compares_them(dtype: torch.dtyp
         assert (psi == 0).all(), name
 
 
-def test_flat_prompts_leave_the_step_or_scale_it() -> None:
+def test_constant_groups_are_dropped_or_reweighted() -> None:
     """Of three prompts one is solved: ScaleRL's step is of the other two, GPG's of all three, times 3/2."""
     mask = torch.ones(6, 2, dtype=torch.bool)
     prompt, reward = torch.arange(6) // 2, torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])

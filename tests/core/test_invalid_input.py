@@ -194,7 +194,7 @@ def test_a_batch_names_the_field_that_does_not_fit(wrong: dict[str, Any], said: 
     assert [words for words in said if words not in str(error.value)] == []
 
 
-def test_a_missing_field_says_which_part_wants_it() -> None:
+def test_missing_field_names_the_part() -> None:
     batch, logits = make(Shape((3,), 4, seed=0, binary=False))
     logp = policy(logits, batch.tokens, batch.mask)
     bare = replace(batch, logp_ref=None)
@@ -245,7 +245,7 @@ def test_an_argument_of_another_shape_is_named(call, change, said: list[str]) ->
     assert [words for words in said if words not in str(error.value)] == []
 
 
-def test_a_gate_asked_alone_looks_at_shapes_too() -> None:
+def test_gate_weight_checks_shapes() -> None:
     batch, logits = make(Shape((3,), 3, seed=0, binary=False), 0.2)
     logp = policy(logits, batch.tokens, batch.mask)
     with pytest.raises(ValueError, match="psi has shape"):
@@ -275,10 +275,10 @@ def test_one_metric_name_has_one_reduction() -> None:
         merge({"kl": Sum(1.0)}, {"kl": Max(1.0)})
 
 
-def test_a_reference_is_there_by_default() -> None:
+def test_reference_by_default() -> None:
     assert pg.Algorithm().reference == Reference()
 
 
-def test_filters_in_an_order_that_cannot_be_meant() -> None:
+def test_invalid_filter_order_is_refused() -> None:
     with pytest.raises(ValueError, match="put it first in filters"):
         replace(pg.DAPO, filters=(pg.MaskTruncated(), pg.DropZeroVariance()))

@@ -52,7 +52,7 @@ def pulled(batch: pg.Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_old_samples_are_corrected_for(name: str) -> None:
+def test_stale_samples_are_corrected(name: str) -> None:
     batch, logp = drawn()
     algorithm, batch = resolve_old_policy(pg.ALGORITHMS[name], batch, VERSION)
     assert "logp_old" in algorithm.needs
@@ -78,7 +78,7 @@ def test_fresh_samples_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ROWS) - set(RECOMPUTED)))
 @pytest.mark.parametrize("lag", [0, 2])
-def test_rows_that_are_made_for_the_samplers_policy_take_it_fresh_or_old(name: str, lag: int) -> None:
+def test_sampler_as_old_policy_for_fresh_and_stale_samples(name: str, lag: int) -> None:
     algorithm, (batch, logp) = pg.ALGORITHMS[name], drawn(lag)
     found, told = resolve_old_policy(algorithm, batch, VERSION)
     assert found == algorithm
@@ -100,7 +100,7 @@ def test_rows_that_are_made_for_the_samplers_policy_take_it_fresh_or_old(name: s
 
 
 @pytest.mark.parametrize("name", WEIGHS)
-def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
+def test_sampler_as_old_policy_reaches_every_gate(name: str) -> None:
     chosen = replace(pg.ALGORITHMS[name], old_policy="sampler")
     assert "logp_old" not in chosen.needs  # a learner must not put its own there
     batch, logp = drawn()
@@ -125,7 +125,7 @@ def test_the_sampler_as_the_old_policy_reaches_every_gate(name: str) -> None:
         assert (weight[batch.mask] == ratio.clamp(gate.low, gate.high)[batch.mask]).all()
 
 
-def test_a_part_of_a_rollout_that_is_old_is_enough() -> None:
+def test_partly_stale_rollout_is_corrected() -> None:
     batch, _ = drawn(lag=0)
     assert batch.version is not None
     row = int(batch.mask.any(1).nonzero()[0])
@@ -135,21 +135,21 @@ def test_a_part_of_a_rollout_that_is_old_is_enough() -> None:
     assert algorithm.corrections == (pg.TruncatedIS(),)
 
 
-def test_corrections_of_ones_own_stay() -> None:
+def test_existing_corrections_are_kept() -> None:
     own = replace(pg.DAPO, corrections=(pg.MaskedIS(level="sequence"),))
     batch, _ = drawn()
     assert resolve_old_policy(own, batch, VERSION) == (own, batch)
 
 
 @pytest.mark.parametrize("algorithm", [pg.RLOO, replace(pg.GRPO, old_policy="sampler")], ids=["learner", "sampler"])
-def test_a_sampler_that_says_nothing_is_refused_where_it_is_needed(algorithm: pg.Algorithm) -> None:
+def test_missing_sampler_logprobs_are_refused(algorithm: pg.Algorithm) -> None:
     batch = replace(drawn()[0], logp_sampler=None)
     with pytest.raises(pg.ConfigError, match=r"Batch\.logp_sampler is None, and .*: the sampler must return"):
         resolve_old_policy(algorithm, batch, VERSION)
     resolve_old_policy(pg.RLOO, replace(batch, version=None), VERSION)
 
 
-def test_what_cannot_be_meant_with_the_sampler_as_the_old_policy() -> None:
+def test_contradictions_with_the_sampler_as_old_policy() -> None:
     with pytest.raises(pg.ConfigError, match=r"which OnPolicy ignores: use 'learner'.*ratio=Token\(\)"):
         replace(pg.RLOO, old_policy="sampler")
     with pytest.raises(pg.ConfigError, match=r"TruncatedIS corrects for π_old/μ.*corrections=\(\)"):
@@ -181,7 +181,7 @@ def test_staleness_is_counted_in_versions_over_the_sampled_tokens() -> None:
         replace(batch, version=version.float())
 
 
-def test_what_a_filter_needs_is_there_or_it_is_refused() -> None:
+def test_filters_require_their_batch_fields() -> None:
     class Unlikely(pg.Filter):
         """A user's filter: drops what the policy would hardly have said."""
 
