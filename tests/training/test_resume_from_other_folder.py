@@ -16,8 +16,8 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.paths import (
     relative_to_folder,
-    resolve_directory,
     resolve_config_paths,
+    resolve_directory,
     resolve_rewards,
     with_full_paths,
 )
