@@ -31,8 +31,8 @@ def found() -> dict[tuple[str, int], Finding]:
 def by_hand(algorithm: pg.Algorithm, setting, size: int, lr: float) -> torch.Tensor:
     """Every ordered group, its K updates one after the other by autograd through θ."""
     setting = replace(setting, old=setting.theta)
-    algorithm = setting.prepared(algorithm)
-    book, probability = setting.book(algorithm), setting.world.logp(setting.theta).exp().flatten()
+    algorithm = setting.prepare(algorithm)
+    book, probability = setting.enumerate_batch(algorithm), setting.world.logp(setting.theta).exp().flatten()
     total = torch.zeros_like(setting.theta)
     for group in itertools.product(range(len(book.mask)), repeat=size):
         rows = torch.tensor(group)
@@ -77,7 +77,7 @@ def test_groups_that_are_sampled_again_have_no_weight() -> None:
 
 
 def test_settings_without_an_expected_rollout_are_refused() -> None:
-    with pytest.raises(ValueError, match="one prompt and a Table"):
+    with pytest.raises(ValueError, match="one prompt and a TabularPolicy"):
         expected_update(pg.GRPO, make_table_settings()[0], 2, 0.1)
     with pytest.raises(ValueError, match="TrustRegion has no learning rate"):
         expected_update(pg.TRPO, one_prompt(2), 2, 0.1)

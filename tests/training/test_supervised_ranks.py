@@ -221,7 +221,7 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
     folder = Path(killed.output)
     saved = folder / "checkpoints" / "step-000002"
     assert checkpoints.newest_step(folder / "checkpoints") == 2
-    assert (saved / "share-00001.safetensors").is_file()
+    assert (saved / "shard-00001.safetensors").is_file()
     for ranks in (1, 3):
         copy = tmp_path / f"copy-{ranks}"
         shutil.copytree(folder, copy)
