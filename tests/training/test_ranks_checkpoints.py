@@ -130,7 +130,7 @@ import os, signal, sys
 from policygrad.checkpoint import format as checkpoints
 from policygrad.cli import main
 
-finish = checkpoints.Saving.finish
+finish = checkpoints.CheckpointWriter.finish
 
 def killed(self, written):
     if self.final.name == "step-000002":
@@ -138,7 +138,7 @@ def killed(self, written):
         os.kill(os.getpid(), signal.SIGKILL)
     return finish(self, written)
 
-checkpoints.Saving.finish = killed
+checkpoints.CheckpointWriter.finish = killed
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -61,7 +61,7 @@ def alive(pid: int) -> bool:
 def check_named(done: subprocess.CompletedProcess[str], folder: Path, said: str, stack: str) -> None:
     """Who hung, and where; that the run can be gone on with; that nobody is left."""
     assert said in done.stderr
-    assert "--resume run goes on from the last checkpoint" in done.stderr
+    assert "resume from the last checkpoint with --resume run" in done.stderr
     shown = (folder / "run" / "stacks.txt").read_text()
     assert re.findall(r"^rank (\d) ", shown, re.MULTILINE) == ["0", "1"]
     assert stack in shown
@@ -91,7 +91,7 @@ def test_a_process_that_is_stopped_or_lets_no_python_run_is_named(run: pg.Run, t
     """The second shows its stack all the same."""
     done = hung(run, tmp_path / where, where, 1, [])
     assert done.returncode == STOPPED, done.stderr
-    check_named(done, tmp_path / where, "rank 1 did not answer for 5 seconds", "not heard of for")
+    check_named(done, tmp_path / where, "rank 1 did not answer for 5 seconds", "its last heartbeat was")
     assert ("wrong_ranks.py" in done.stderr and " in updating\n" in done.stderr) == (where == "hold")
 
 

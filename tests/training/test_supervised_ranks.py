@@ -81,9 +81,7 @@ def both(
     config = replace(CONFIG, learner=replace(CONFIG.learner, **learner))
     skeleton = None if causal else ModelSkeleton.without_shortcuts(whole)
     spec = pg.LearnerSpec(NULL_ALGORITHM, config.lr, 4, config=config.learner, optimizer=config.optimizer)
-    return LocalSupervisedLearner(one, config, 4, causal), FsdpController.of(
-        ranks, whole, spec, skeleton=skeleton
-    )
+    return LocalSupervisedLearner(one, config, 4, causal), FsdpController.of(ranks, whole, spec, skeleton=skeleton)
 
 
 DATA: dict[str, Any] = {"sft": replace(BATCH, reward=BATCH.reward), "reward-model": TEXTS}
@@ -223,7 +221,7 @@ def test_two_processes_equal_one_and_any_number_resumes(random_model: Path, tmp_
     folder = Path(killed.output)
     saved = folder / "checkpoints" / "step-000002"
     assert checkpoints.newest_step(folder / "checkpoints") == 2
-    assert (saved / "share-00001.safetensors").is_file()
+    assert (saved / "shard-00001.safetensors").is_file()
     for ranks in (1, 3):
         copy = tmp_path / f"copy-{ranks}"
         shutil.copytree(folder, copy)
