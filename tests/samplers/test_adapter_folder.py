@@ -35,8 +35,8 @@ IDS = torch.arange(4, 14)[None]
 
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
-    found: Tensor = model(input_ids=IDS).logits
-    return found
+    result: Tensor = model(input_ids=IDS).logits
+    return result
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -70,9 +70,9 @@ def test_written_adapter_loads_in_peft_with_the_same_logits(make: Any, random_mo
         name.startswith("base_model.model.model.layers.") and name.endswith((".lora_A.weight", ".lora_B.weight"))
         for name in tensors
     )
-    said = json.loads((publication.path / "adapter_config.json").read_text())
-    assert said["r"] == 3
-    assert {"q_proj", "down_proj"} <= {*said["target_modules"]}
+    message = json.loads((publication.path / "adapter_config.json").read_text())
+    assert message["r"] == 3
+    assert {"q_proj", "down_proj"} <= {*message["target_modules"]}
     read = peft.PeftModel.from_pretrained(load_model(str(random_model)), publication.path).eval()
     assert torch.allclose(logits(read), logits(model), atol=1e-5)
     assert not torch.allclose(logits(load_model(str(random_model))), logits(model), atol=1e-2)
@@ -138,11 +138,11 @@ def test_two_process_learner_publishes_its_adapter(staleness: int, small: pg.Run
     made = list[Writing]()
 
     def sampler(model: nn.Module, tokenizer: Tokenizer) -> Writing:
-        found = Writing.from_tokenizer(model, tokenizer)
-        assert isinstance(found, Writing)
-        found.versions, found.written = VersionFolder(tmp_path / "weights", make_adapter_writer(model)), []
-        made.append(found)
-        return found
+        result = Writing.from_tokenizer(model, tokenizer)
+        assert isinstance(result, Writing)
+        result.versions, result.written = VersionFolder(tmp_path / "weights", make_adapter_writer(model)), []
+        made.append(result)
+        return result
 
     learner = pg.LearnerConfig(lora="rank=4", world_size=2, micro_tokens=64)
     run = replace(small, learner=learner, steps=2, lr=1e-2, max_staleness=staleness, output=str(tmp_path / "run"))

@@ -63,11 +63,11 @@ def test_sample_frequencies_match_the_probabilities() -> None:
     st.integers(1, 9),
 )
 def test_uniforms_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) -> None:
-    together = philox_uniforms(keys, n)
-    assert torch.equal(together, torch.cat([philox_uniforms([key], n) for key in keys]))
-    assert torch.equal(philox_uniforms(keys, n + 3)[:, :n], together)  # a larger budget draws the same numbers first
-    assert len({tuple(row.tolist()) for row in together}) == len(keys)
-    assert bool(((together >= 0) & (together < 1)).all())
+    batched = philox_uniforms(keys, n)
+    assert torch.equal(batched, torch.cat([philox_uniforms([key], n) for key in keys]))
+    assert torch.equal(philox_uniforms(keys, n + 3)[:, :n], batched)  # a larger budget draws the same numbers first
+    assert len({tuple(row.tolist()) for row in batched}) == len(keys)
+    assert bool(((batched >= 0) & (batched < 1)).all())
 
 
 @settings(max_examples=50, deadline=None)

@@ -75,17 +75,17 @@ def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
 def test_servers_load_weights_and_sample_from_the_policy(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     for version in (4, 5):
-        told = wait(sampler.update(publish(sampler, version)))
-        assert told["publication/probe_max"].value < 1e-5
+        metrics = wait(sampler.update(publish(sampler, version)))
+        assert metrics["publication/probe_max"].value < 1e-5
         assert server.version == sampler.published.name
         assert server.version.startswith(f"v0000000{version}-")
-    [found] = wait(
+    [generation] = wait(
         sampler.generate([Request(torch.tensor([3, 9]), (1, 2), SamplingParams(temperature=0.7, max_tokens=6), 6)])
     )
-    rows = torch.cat([torch.tensor([9]), found.tokens[:-1]])
-    own = (sampler.model.table[rows] / 0.7).log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
-    assert torch.allclose(found.logp, own, atol=1e-5)
-    assert found.version == 5
+    rows = torch.cat([torch.tensor([9]), generation.tokens[:-1]])
+    expected = (sampler.model.table[rows] / 0.7).log_softmax(-1).gather(-1, generation.tokens[:, None])[:, 0]
+    assert torch.allclose(generation.logp, expected, atol=1e-5)
+    assert generation.version == 5
     assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [server.version]
 
 
@@ -154,9 +154,9 @@ def test_another_kind_of_server_is_refused(name: str, make: Any, wait: AsyncRunn
 def test_greedy_tokens_have_logprob_zero(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, _ = make(name)
     wait(sampler.update(publish(sampler, 0)))
-    asked = Request(torch.tensor([3]), (1,), SamplingParams(temperature=0.0, max_tokens=4), 4)
-    [found] = wait(sampler.generate([asked]))
-    assert found.logp.tolist() == [0.0] * len(found.tokens)
+    requests = Request(torch.tensor([3]), (1,), SamplingParams(temperature=0.0, max_tokens=4), 4)
+    [generation] = wait(sampler.generate([requests]))
+    assert generation.logp.tolist() == [0.0] * len(generation.tokens)
 
 
 def test_tied_head_is_written_twice_for_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -169,14 +169,14 @@ def test_tied_head_is_written_twice_for_vllm(random_model: Path, tokenizer: Toke
     for engine, heads in ((VllmSampler, 1), (SglangSampler, 0)):
         config = SamplerConfig(engine=engine.__name__.lower().removesuffix("sampler"), urls=(URL,))
         sampler = engine(model, tokenizer, config, tmp_path / engine.__name__)
-        found = sampler.versions.publish(PublishedWeights(0, tensors))
-        written = load_file(found.path / "model.safetensors")
+        result = sampler.versions.publish(PublishedWeights(0, tensors))
+        written = load_file(result.path / "model.safetensors")
         assert len(written) == len(tensors) + heads
         assert all(torch.equal(written[name], tensors[name]) for name in tensors)
         if heads:
             assert torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
-        assert (found.path / "config.json").is_file()
-        assert (found.path / "tokenizer.json").is_file()
+        assert (result.path / "config.json").is_file()
+        assert (result.path / "tokenizer.json").is_file()
 
 
 def test_external_engines_need_urls() -> None:
@@ -229,10 +229,10 @@ def test_recorded_vllm_reply_is_parsed(make: Any, wait: AsyncRunner) -> None:
     tell = server.tell
     server.tell = lambda path, body: answer if path == "/v1/completions" else tell(path, body)
     request = Request(torch.tensor([5, 70, 300, 40]), (1,), SamplingParams(temperature=2.0, max_tokens=8), 8)
-    [found] = wait(sampler.generate([request, replace(request)]))[:1]
-    assert found.tokens.tolist() == [447, 275, 1]
-    assert found.logp.tolist() == pytest.approx([-5.219334125518799, -3.8465323448181152, -0.00394043792039156])
-    assert found.finish_reason == "stop"
+    [generation] = wait(sampler.generate([request, replace(request)]))[:1]
+    assert generation.tokens.tolist() == [447, 275, 1]
+    assert generation.logp.tolist() == pytest.approx([-5.219334125518799, -3.8465323448181152, -0.00394043792039156])
+    assert generation.finish_reason == "stop"
 
 
 def test_vllm_with_a_model_of_another_shape_is_refused_and_both_are_named(
@@ -250,8 +250,8 @@ def test_vllm_with_a_model_of_another_shape_is_refused_and_both_are_named(
         return httpx.Response(500, text="size mismatch") if path == "/collective_rpc" else tell(path, body)
 
     monkeypatch.setattr(server, "tell", other)
-    said = r"serves the model \S+theirs \(num_hidden_layers 30, hidden_size 576\) .* model ours \(.*hidden_size 64.*mismatch"
-    with pytest.raises(EngineError, match=said):
+    message = r"serves the model \S+theirs \(num_hidden_layers 30, hidden_size 576\) .* model ours \(.*hidden_size 64.*mismatch"
+    with pytest.raises(EngineError, match=message):
         wait(sampler.update(publish(sampler, 4)))
     assert server.paths.count("/collective_rpc") == 1
     monkeypatch.setattr(server, "tell", tell)

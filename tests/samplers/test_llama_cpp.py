@@ -113,11 +113,13 @@ def test_adapter_is_merged_for_llama_cpp(tokenizer: Tokenizer, tmp_path: Path, w
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     try:
         for version in range(2):
-            own = dict(model.named_parameters())
+            expected = dict(model.named_parameters())
             with torch.no_grad():
-                for name in (name for name in own if "lora_B" in name):
-                    own[name].add_(0.1 * torch.sin(torch.arange(own[name].numel()).float()).view_as(own[name]))
-            assert wait(sampler.update(PublishedWeights(version, own)))["publication/probe_max"].value < 1e-4
+                for name in (name for name in expected if "lora_B" in name):
+                    expected[name].add_(
+                        0.1 * torch.sin(torch.arange(expected[name].numel()).float()).view_as(expected[name])
+                    )
+            assert wait(sampler.update(PublishedWeights(version, expected)))["publication/probe_max"].value < 1e-4
     finally:
         wait(sampler.close())
 
@@ -178,9 +180,9 @@ def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path:
         return await complete(url, request, seed)
 
     sampler.complete = killing  # type: ignore[method-assign]
-    found = wait(sampler.generate(make_requests(40)))
-    assert len(found) == 40
-    assert {g.version for g in found} == {7}
+    generations = wait(sampler.generate(make_requests(40)))
+    assert len(generations) == 40
+    assert {g.version for g in generations} == {7}
     assert sampler.servers.num_retries >= 1
     assert find_server_pid(sampler) != server
 
@@ -223,12 +225,12 @@ def test_llama_cpp_tokens_match_their_version_during_updates(
 
     sampler.complete = signalling  # type: ignore[method-assign]
     try:
-        found = wait(both())
+        generations = wait(both())
     finally:
         wait(sampler.close())
     models[2] = model
     mixed = 0
-    for request, generation in zip(requests, found, strict=True):
+    for request, generation in zip(requests, generations, strict=True):
         versions = torch.as_tensor(generation.version).expand(len(generation.tokens))
         assert versions.tolist() == sorted(versions.tolist())
         assert set(versions.tolist()) <= {0, 2}
@@ -399,8 +401,8 @@ def test_run_without_server_waits_ends_and_resumes(tmp_path: Path, monkeypatch: 
 def _json(line: str) -> dict[str, Any]:
     import json
 
-    found: dict[str, Any] = json.loads(line)
-    return found
+    result: dict[str, Any] = json.loads(line)
+    return result
 
 
 @pytest.mark.slow

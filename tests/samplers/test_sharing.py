@@ -70,9 +70,9 @@ def test_shared_prefix_logprobs_equal_full_sequences(name: str, rows: int) -> No
     model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=rows)
     assert supports_shared_prefix(model, 0)
     requests = asked(GROUPS, sampling)
-    found = decoded(SharedPrefixCache(model, 0), requests)
-    assert {x.finish_reason for x in found} == {"stop", "length"}
-    for request, x in zip(requests, found, strict=True):
+    generations = decoded(SharedPrefixCache(model, 0), requests)
+    assert {x.finish_reason for x in generations} == {"stop", "length"}
+    for request, x in zip(requests, generations, strict=True):
         assert torch.allclose(x.logp.double(), whole(model, request, x.tokens), rtol=0, atol=2e-6)  # kept in float32
 
 
@@ -109,9 +109,9 @@ def test_shared_prefix_logits_are_exact_in_float64() -> None:
         truth = [model(input_ids=contexts[i][None]).logits[0, -1] for i in (0, 0, 1)]
         assert width == 4
         assert torch.allclose(read, torch.stack(truth), rtol=0, atol=1e-10)
-        drawn = torch.tensor([9, 10, 11])
-        stepped = memory.step(drawn, torch.tensor([4, 4, 2]))
-        rows = [torch.cat([contexts[i], drawn[j : j + 1]]) for i, j in ((0, 0), (0, 1), (1, 2))]
+        completion = torch.tensor([9, 10, 11])
+        stepped = memory.step(completion, torch.tensor([4, 4, 2]))
+        rows = [torch.cat([contexts[i], completion[j : j + 1]]) for i, j in ((0, 0), (0, 1), (1, 2))]
         truth = [model(input_ids=row[None]).logits[0, -1] for row in rows]
         assert torch.allclose(stepped, torch.stack(truth), rtol=0, atol=1e-10)
 
@@ -194,8 +194,8 @@ def test_experts_are_recorded_when_slots_are_refilled(kind: type[PlainDecodeCach
     model = tf.AutoModelForCausalLM.from_config(config).double().eval()
     routing, requests = Routing.for_model(model), asked(GROUPS, SamplingParams(max_tokens=12, decode_rows=6))
     with routing.recording():
-        found = decoded(kind(model, 0), requests, routing)
-    for request, x in zip(requests, found, strict=True):
+        generations = decoded(kind(model, 0), requests, routing)
+    for request, x in zip(requests, generations, strict=True):
         with torch.no_grad(), routing.recording():
             model(input_ids=torch.cat([request.prompt_ids, x.tokens])[None])
             truth = routing.pop_recorded()
@@ -211,7 +211,7 @@ def test_shared_attention_equals_plain_attention(owner: list[int], gqa: bool) ->
     g = torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, 2, 2, 5, 4, generator=g, dtype=torch.float64)  # two contexts of 5, two heads
     query, rows = torch.randn(4, 4 if gqa else 2, 1, 4, generator=g, dtype=torch.float64), torch.tensor(owner)
-    own = torch.randn(2, 4, 2, 1, 4, generator=g, dtype=torch.float64)
+    parameters = torch.randn(2, 4, 2, 1, 4, generator=g, dtype=torch.float64)
     blind = torch.zeros(4, 1, 1, 6, dtype=torch.bool)
     blind[rows == 1, ..., :2] = True  # the second context is three tokens long
     counts, most = rows.bincount(minlength=2), int(rows.bincount().max())
@@ -219,15 +219,15 @@ def test_shared_attention_equals_plain_attention(owner: list[int], gqa: bool) ->
     hidden = torch.zeros(blind.shape, dtype=torch.float64).masked_fill_(blind, -torch.inf)
     layout = PrefixLayout(rows * most + nth, len(counts), most, hidden, length=5)
     layer = SharedPrefixLayer(keys, values, 4, layout)
-    k, v = layer.update(own[0], own[1])
+    k, v = layer.update(parameters[0], parameters[1])
     got = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
-    full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, own[0]), (values, own[1]))]
+    full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, parameters[0]), (values, parameters[1]))]
     expected = F.scaled_dot_product_attention(query, *full, attn_mask=~blind, enable_gqa=gqa)
     assert torch.allclose(got, expected, rtol=0, atol=1e-12)
     if gqa:  # as transformers 5.17 asks
         k, v = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (k, v))
-        again = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
-        assert torch.equal(again, got)
+        second = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
+        assert torch.equal(second, got)
 
 
 def test_shared_keys_refuse_other_operations() -> None:

@@ -42,8 +42,8 @@ def model() -> Any:
 @pytest.fixture
 def url(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with serving(VENV, tmp_path, weight_transport="nccl") as found:
-        yield found
+    with serving(VENV, tmp_path, weight_transport="nccl") as result:
+        yield result
 
 
 def test_vllm_receives_weights_over_nccl(url: str, model: Any, tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_vllm_receives_weights_over_nccl(url: str, model: Any, tmp_path: Path) -
                 assert sampler.transfer is not None
                 wait(sampler.transfer.close(sampler.http))
             wait(sampler.update(PublishedWeights(version, dict(model.named_parameters()))))
-        asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
-        found = wait(sampler.generate(asked))
-        assert {g.version for g in found} == {3}
+        requests = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
+        generations = wait(sampler.generate(requests))
+        assert {g.version for g in generations} == {3}
         wait(sampler.close())
     assert not (tmp_path / "weights").exists()

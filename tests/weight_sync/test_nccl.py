@@ -105,18 +105,18 @@ def test_unsupported_dtype_is_refused() -> None:
 
 def test_vllm_receives_the_id_in_base64() -> None:
     group = UniqueIdGroup(3, torch.device("cuda", 0), Nccl(Library().load))
-    told = group.init_request()
-    assert told["nccl_unique_id_b64"] == "BwcH" * 42 + "Bwc="  # 128 bytes of 7
-    assert (told["rank_offset"], told["world_size"], told["packed"]) == (1, 3, False)
+    reply = group.init_request()
+    assert reply["nccl_unique_id_b64"] == "BwcH" * 42 + "Bwc="  # 128 bytes of 7
+    assert (reply["rank_offset"], reply["world_size"], reply["packed"]) == (1, 3, False)
     group.abort()  # nothing was joined
 
 
 def test_sglang_finds_the_id_in_the_process_groups_store() -> None:
     library = Library()
     group = StoreGroup(2, "127.0.0.1", "policygrad-1", torch.device("cuda", 0), Nccl(library.load))
-    told = dict(group.init_request())
-    port = told.pop("master_port")
-    assert told == {
+    reply = dict(group.init_request())
+    port = reply.pop("master_port")
+    assert reply == {
         "master_address": "127.0.0.1",
         "rank_offset": 1,
         "world_size": 2,
@@ -133,7 +133,7 @@ def test_sglang_finds_the_id_in_the_process_groups_store() -> None:
 def test_local_address_is_reachable_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_local_address("http://127.0.0.1:8000") == "127.0.0.1"
 
-    def nowhere(*asked: Any, **options: Any) -> Any:
+    def nowhere(*requests: Any, **options: Any) -> Any:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
