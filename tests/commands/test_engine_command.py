@@ -1,4 +1,4 @@
-"""`policygrad engine`: what a server is started with so that it takes adapters alone."""
+"""`policygrad engine`: commands that start servers for adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_vllm_command_for_adapters() -> None:
     environment, argv = build_launch_command(EngineOptions("vllm", lora=LORA))
     assert environment == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     assert "--enable-lora" in argv
-    assert after(argv, "--max-lora-rank") == "16"  # it knows some ranks only
+    assert after(argv, "--max-lora-rank") == "16"  # vLLM supports some ranks only
     assert after(argv, "--max-loras") == "1"
     assert after(argv, "--logprobs-mode") == "processed_logprobs"
     assert argv[2] == resolve_model("tiny")

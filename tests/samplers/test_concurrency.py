@@ -1,4 +1,4 @@
-"""How much a server is given at a time, and who goes first."""
+"""Concurrency limits of servers, and the order of requests."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_load_is_parsed_from_prometheus_text() -> None:
 @pytest.mark.parametrize(
     ("limit", "requests", "load", "becomes"),
     [
-        (16, 16, ServerLoad(0, 0.5), 20),  # all are busy, and there is room
-        (16, 7, ServerLoad(0, 0.5), 16),  # it is not asked for as many as it could be
+        (16, 16, ServerLoad(0, 0.5), 20),  # all slots are used, and the cache has room
+        (16, 7, ServerLoad(0, 0.5), 16),  # not all slots are used
         (16, 16, ServerLoad(0, 0.9), 16),
-        (16, 16, ServerLoad(3, 0.5), 13),  # three wait there
+        (16, 16, ServerLoad(3, 0.5), 13),  # three requests are in its queue
         (2, 2, ServerLoad(9, 0.5), 1),
         (16, 16, ServerLoad(0, 0.96), 15),
         (200, 200, ServerLoad(0, 0.96), 180),
@@ -66,7 +66,7 @@ def test_limit_follows_queue_and_cache_use(limit: int, requests: int, load: Serv
 
 @given(st.integers(1, 3000), st.integers(1, 200))
 def test_limit_converges_to_server_capacity(most: int, first: int) -> None:
-    """One whose cache is full at `most`, and which then queues what is more."""
+    """A server whose cache is full at `most` requests, and which queues the rest."""
     limit, seen = first, list[int]()
     for _ in range(120):
         limit = adjust_concurrency(limit, limit, ServerLoad(max(0, limit - most), min(1.0, limit / most)))
@@ -148,7 +148,7 @@ def test_all_slots_of_all_servers_are_used() -> None:
 
 
 def test_slots_freed_together_are_all_taken() -> None:
-    """Four answers end at once, where one that is begun waits beside ten that are not: the other three places are theirs."""
+    """Four requests finish at once while one continuation and ten new requests wait: the new ones get the other three slots."""
 
     async def asked_after() -> int:
         servers, requests, gates = ServerPool(("http://a",), ready, 4, 1.0), 0, (asyncio.Event(), asyncio.Event())

@@ -1,5 +1,5 @@
-"""What is held of every engine: what comes back is checked, servers are compared with the learner, and one that is away is made
-ready again. The servers here are tables in this process, with faults; real ones are in the files named after them."""
+"""Every engine: replies are checked, servers are compared with the learner, and an unavailable server is prepared again. The servers here
+are tables in this process, with faults; real ones are in the files named after them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Make:
 
 
 def weights(sampler: Standins, version: int, change: float = 0.0) -> PublishedWeights:
-    """The model's own tensors, each moved by `change`."""
+    """Return the model's own tensors, each changed by `change`."""
     with torch.no_grad():
         for parameter in sampler.model.parameters():
             parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
@@ -152,7 +152,7 @@ def test_old_weights_at_first_contact_are_refused_at_once(make: Make, wait: Asyn
 
 
 def garbled(share: int) -> Fault:
-    """Every `share`-th answer is one that no rollout can be made of."""
+    """Every `share`-th reply is invalid."""
     count = iter(range(10**6))
     return lambda s, r, d: replace(d, tokens=[-1] * len(d.tokens)) if next(count) % share == 0 else d
 
@@ -171,7 +171,7 @@ def test_server_with_invalid_replies_is_probed_before_further_requests(make: Mak
 
 
 def test_reply_sampled_with_old_weights_is_retried(make: Make, wait: AsyncRunner) -> None:
-    """A server that went and came back between two requests, which no connection tells of."""
+    """The server restarted between two requests, which no connection error shows."""
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     one = sampler.standins[ONE]
@@ -232,7 +232,7 @@ def test_tokens_have_their_own_version_when_weights_change_between_chunks(make: 
     started = asyncio.Event()
 
     def starts(server: Any, request: Request, completion: EngineCompletion) -> EngineCompletion:
-        if len(request.prompt_ids) == 7:  # two pieces are there
+        if len(request.prompt_ids) == 7:  # two chunks are finished
             started.set()
         return completion
 
@@ -353,7 +353,7 @@ def test_request_ends_when_the_heartbeat_fails(wait: AsyncRunner) -> None:
 
 
 def test_consecutive_failures_raise_one_error_and_log_nothing(wait: AsyncRunner) -> None:
-    """All refused by one server: the first is raised; asyncio has nothing to say of the others."""
+    """All requests fail at one server: the first error is raised, and asyncio logs nothing about the rest."""
     message = list[str]()
 
     async def asked() -> None:
@@ -383,7 +383,7 @@ def test_logprob_tolerance_allows_small_differences(make: Make, wait: AsyncRunne
     sampler = make(logprob_tolerance=1.0)
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].stale = True
-    metrics = wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, and nobody asked to see it
+    metrics = wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, within the tolerance
     largest = max(verdict.difference for verdict in sampler.probe_results.values())
     assert 1e-4 < largest < 1.0
     assert metrics["publication/probe_max"].value == largest
@@ -445,7 +445,7 @@ def test_requests_of_an_unavailable_server_move_and_it_loads_the_weights_again(m
     generations = wait(sampler.generate([request(i) for i in range(12)]))
     assert [g.tokens.tolist() for g in generations] == [g.tokens.tolist() for g in baseline]
     assert sampler.servers.num_retries >= 1
-    for i in range(200):  # it comes back while others are asked
+    for i in range(200):  # it comes back during these requests
         wait(sampler.generate([request(i)]))
         if sampler.servers.all[0].ready:
             break
@@ -487,7 +487,7 @@ def test_failing_request_is_not_retried_forever(make: Make, wait: AsyncRunner) -
     wait(sampler.update(weights(sampler, 0)))
 
     def fails(server: Any, requests: Request, completion: EngineCompletion) -> EngineCompletion:
-        if len(requests.prompt_ids) == 3:  # not the probe's
+        if len(requests.prompt_ids) == 3:  # not a probe
             raise ServerUnavailableError("500 it cannot")
         return completion
 
@@ -522,7 +522,7 @@ def test_broken_connection_means_retry(wait: AsyncRunner) -> None:
 
 
 def test_interrupted_call_is_cancelled(wait: AsyncRunner) -> None:
-    """It would go on beside the next call, with the weights of before."""
+    """It would continue during the next call, with the old weights."""
     ended: list[str] = []
 
     async def asks() -> None:
@@ -550,8 +550,8 @@ def test_versions_are_complete_and_old_ones_removed(tmp_path: Path) -> None:
     )
     first = folder.publish(PublishedWeights(0, {"a": torch.zeros(1)}))
     second = folder.publish(PublishedWeights(1, {"b": torch.zeros(1)}))
-    (tmp_path / "w" / ".tmp-v00000009-0123abcd").mkdir()  # of a process that was killed
-    (tmp_path / "w" / "vacation").mkdir()  # somebody's
+    (tmp_path / "w" / ".tmp-v00000009-0123abcd").mkdir()  # left by a killed process
+    (tmp_path / "w" / "vacation").mkdir()  # another file
     assert first.path != second.path
     assert (first.path / "file").exists()  # a server may still read it
     folder.remove_old_versions(second)
@@ -579,7 +579,7 @@ def test_version_may_contain_subfolders(tokenizer: Tokenizer, tmp_path: Path) ->
 
 
 def test_published_files_have_default_permissions(tmp_path: Path) -> None:
-    """safetensors gives its own 0600, which a server of another user could not read."""
+    """safetensors makes its files 0600, which a server of another user could not read."""
 
     def write(tensors: Any, folder: Path) -> None:
         (folder / "weights").touch(0o600)

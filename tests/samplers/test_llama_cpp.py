@@ -188,7 +188,7 @@ def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path:
 
     assert watcher is not None
     server = find_server_pid(sampler)
-    watcher.kill()  # the one that watches, too: its server goes with it
+    watcher.kill()  # the watching process too, and its server with it
     watcher.wait()
     wait_for_exit(server)
     assert len(wait(sampler.generate(make_requests(8)))) == 8
@@ -339,7 +339,7 @@ def test_run_updates_weights_during_its_next_rollout(tmp_path: Path) -> None:
         steps=4,
         prompts_per_step=8,
         samples_per_prompt=4,
-        sampling=SamplingParams(temperature=3.0, max_tokens=24),  # which seldom ends early
+        sampling=SamplingParams(temperature=3.0, max_tokens=24),  # seldom ends early
         evaluation=pg.EvaluationConfig(problems=0),
         output=str(tmp_path / "run"),
     )
@@ -429,7 +429,7 @@ def test_server_started_by_command_follows_the_runs_folder(
             assert {g.version for g in wait(sampler.generate(make_requests(4)))} == {1}
             code, _, output = run_command(
                 "engine", "check", url, "--max-concurrency", "4"
-            )  # it is no longer the model that it was
+            )  # it serves other weights now
             assert (code, "its log-probabilities differ from the learner's" in output) == (2, True)
             other = replace(config, folder=str(tmp_path / "other"), recovery_timeout=0.5)
             elsewhere = build_engine_sampler(other, model, tokenizer, tmp_path, 1.0)

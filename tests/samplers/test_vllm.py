@@ -1,4 +1,4 @@
-"""A real vLLM: what it draws is the policy, before and after its weights are replaced. Where there is one: `make test-vllm`.
+"""A real vLLM samples from the policy, before and after its weights are replaced. Needs a vLLM: `make test-vllm`.
 
 POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, on a GPU or a CPU; it is started as `policygrad engine` says.
 """
@@ -67,7 +67,7 @@ def test_vllm_reloads_weights_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, 
 
 
 def test_stale_tied_head_is_detected(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
-    """The fault of vLLM 0.32 that writing the head twice is a way around."""
+    """Writing the head twice works around this fault of vLLM 0.32."""
     sampler = made(url, tmp_path)
     wait(sampler.update(changed(sampler.model, 0, 0.0)))
     sampler.versions.write = make_safetensors_writer(sampler.model, sampler.tokenizer.hf)

@@ -1,4 +1,4 @@
-"""Portions of a policy's weights."""
+"""A policy's weights in buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One loop for calls of many threads: what another brings while one is going on is run beside it."""
+"""AsyncRunner: one loop for the calls of many threads, which run concurrently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policygrad.utils.async_runner import AsyncRunner
 
 
 def test_work_of_another_thread_runs_concurrently() -> None:
-    """Each waits for the other, so that neither could end before it."""
+    """Each waits for the other, so that neither can finish first."""
     started, order = threading.Event(), list[str]()
 
     async def first(one: asyncio.Event) -> str:
@@ -38,7 +38,7 @@ def test_work_of_another_thread_runs_concurrently() -> None:
 
 
 def test_finished_thread_does_not_wait_for_others() -> None:
-    """The loop goes on in the thread whose call is not over."""
+    """The loop continues in the thread whose call is not finished."""
     started, order = threading.Event(), list[str]()
 
     with AsyncRunner() as wait:
@@ -87,7 +87,7 @@ def test_all_work_can_be_cancelled() -> None:
         wait.cancel()
         thread.join()
         assert [type(error) for error in ended] == [asyncio.CancelledError]
-        wait.cancel()  # nobody waits
+        wait.cancel()  # nothing runs
         assert wait(asyncio.sleep(0, "later")) == "later"
 
 
@@ -101,7 +101,7 @@ def test_waiting_thread_takes_over_the_loop_and_gets_its_own_error() -> None:
 
     async def fails() -> None:
         brought.set()
-        for _ in range(50):  # goes on when the one beside which it runs is over
+        for _ in range(50):  # continues after the other call has finished
             await asyncio.sleep(0)
         raise ZeroDivisionError
 
@@ -116,7 +116,7 @@ def test_waiting_thread_takes_over_the_loop_and_gets_its_own_error() -> None:
 
 
 def test_runner_closes_inside_a_running_loop() -> None:
-    """As a notebook's cells are, which run inside the kernel's."""
+    """Like a notebook's cells, which run inside the kernel's loop."""
 
     async def cell() -> str:
         with AsyncRunner() as wait:

@@ -1,7 +1,7 @@
-"""Weights that are sent to servers: what they are asked, in which order, and what is left when one goes away in the middle.
+"""Weights sent to servers over groups: requests and their order, and recovery when a server is lost during a transfer.
 
 The servers answer in the form of vLLM 0.32 and SGLang 0.5; the groups are wires of this process (a real group of two processes:
-test_transfer_processes.py; two GPUs: test_transfer_gpus.py).
+test_nccl_transfer_processes.py; two GPUs: test_nccl_transfer_gpus.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Made = tuple[EngineSampler, list[Any], Wires]
 
 
 class Wide(Bigram):
-    """With weights that it does not read, of other shapes and another type."""
+    """Has further weights, of other shapes and another dtype, that it does not use."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__(vocabulary)
@@ -85,7 +85,7 @@ def wait() -> Iterator[AsyncRunner]:
 
 
 def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
-    """Weights that are not what the servers have."""
+    """Return weights that the servers do not have."""
     with torch.no_grad():
         sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
     return PublishedWeights(version, dict(sampler.model.named_parameters()))
@@ -218,7 +218,7 @@ def test_restarted_server_joins_a_new_group(name: str, make: Callable[..., Made]
 def test_interrupted_update_is_finished_before_joining_again(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
-    wires.opened[0].abort()  # the learner's side of it breaks: the server is in the middle, and is there
+    wires.opened[0].abort()  # the learner's side breaks, while the server is in the middle of an update
     metrics = wait(sampler.update(publish(sampler, 1)))
     assert metrics["publication/probe_max"].value < 1e-5
     assert "/shutdown_weight_transfer_engine" in server.paths
@@ -227,7 +227,7 @@ def test_interrupted_update_is_finished_before_joining_again(make: Callable[...,
 
 @both
 def test_cancelled_transfer_is_completed(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
-    """A server that waits for the rest of a broadcast waits for ever."""
+    """A server that waits for the rest of a broadcast waits forever."""
     sampler, [server], _ = make(name)
     wait(sampler.update(publish(sampler, 0)))
     weights = publish(sampler, 1)
@@ -332,7 +332,7 @@ def test_tied_head_is_sent_twice_to_vllm(random_model: Path, tokenizer: Tokenize
         sent = sampler.transfer._tensors
         assert list(sent) == names
         assert result.bytes == sum(tensor.nbytes for tensor in sent.values())
-        assert all(sent[name].data_ptr() == expected[name].data_ptr() for name in expected)  # as they lie
+        assert all(sent[name].data_ptr() == expected[name].data_ptr() for name in expected)  # not copied
     assert "lm_head.weight" not in expected
 
 

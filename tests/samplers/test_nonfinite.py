@@ -1,4 +1,4 @@
-"""Logits that are no distribution: said before anything is drawn, with the place where they come from."""
+"""Non-finite logits and gradients are reported with their origin."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nonfinite_logits_are_refused_with_their_row(
 
 @pytest.fixture
 def go(small: pg.Run, random_model: Path, tmp_path: Path) -> Callable[..., str]:
-    """Trains with the random model after a change to it; what the refusal says."""
+    """Return a function that changes the random model, trains it, and returns the error message."""
 
     def run(change: Callable[[nn.Module], object] = lambda model: None, **changes: object) -> str:
         model = load_model(str(random_model))
@@ -95,7 +95,7 @@ def test_too_small_temperature_is_named(go: Callable[..., str], temperature: flo
 
 
 def stepped(gradients: dict[str, float], weight: float = 1.0) -> str:
-    """A step with one number of these parameters' gradients changed; what the refusal says."""
+    """Take a step with one number of these gradients changed; return the error message."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.constant_(model[1].bias, weight)
     before = [p.clone() for p in model.parameters()]
@@ -127,7 +127,7 @@ def test_trust_region_names_the_nonfinite_gradient(small: pg.Run, random_model: 
 
 
 def test_trust_region_names_a_nonfinite_fisher_product(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
-    """The gradient is finite, what comes after it is not, from the first product on or from the third."""
+    """The gradient is finite; the first product is not, or the third."""
     name = "model.layers.1.mlp.up_proj.weight"
     for good, retained in ((1, "left the weights unchanged"), (3, "took a shorter step")):
         model, record, seen = load_model(str(random_model)), Record(), count()

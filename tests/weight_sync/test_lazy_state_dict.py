@@ -1,4 +1,4 @@
-"""Weights that are gathered one by one: what is written of them is what they are, and no more than a portion is ever held."""
+"""Weights gathered one by one: they are written correctly, and only one bucket is in memory at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from policygrad.weight_sync.folder import (
 
 
 class Source:
-    """Tensors as of other processes: each is made anew, and those that somebody still has are counted whenever one is asked for."""
+    """Tensors as if from other processes: each access makes a new one and counts those still alive."""
 
     def __init__(self, make: Callable[[str], Tensor], likes: dict[str, Tensor]) -> None:
         self.asked: list[str] = []
@@ -71,7 +71,7 @@ def test_lazy_state_dict_knows_specs_without_gathering() -> None:
 
 
 def test_only_one_bucket_is_in_memory() -> None:
-    """4000 bytes, or the one tensor that has more, 8000."""
+    """4000 bytes, or a single larger tensor of 8000."""
     result, names = source(), list[str]()
     for bucket in iter_buckets(result.tensors, 4000):
         names += bucket.names
@@ -81,7 +81,7 @@ def test_only_one_bucket_is_in_memory() -> None:
 
 
 def test_only_one_file_is_in_memory_while_writing(tmp_path: Path) -> None:
-    """Of what is gathered one tensor; of what is written copies."""
+    """One gathered tensor at a time; copies of the file's tensors."""
     result = source()
     write_safetensors(result.tensors, tmp_path, 4000)
     assert result.asked == list(SIZES)
@@ -103,7 +103,7 @@ def test_alias_is_gathered() -> None:
 
 
 def gathered(model: nn.Module) -> LazyStateDict:
-    """A model's tensors as of other processes; the model is left without its own."""
+    """Return a model's tensors as if from other processes; the model keeps none."""
     cached = {name: p.detach().clone() for name, p in model.named_parameters()}
     move_to_meta(model)
     assert all(p.is_meta for p in model.parameters())

@@ -1,4 +1,4 @@
-"""A real vLLM on a second GPU, whose weights come over NCCL. Where there are two GPUs and a vLLM: `make test-vllm`.
+"""A real vLLM on a second GPU receives weights over NCCL. Needs two GPUs and a vLLM: `make test-vllm`.
 
 POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32.
 """
@@ -35,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """On the first GPU, before the server is told that it sees the second alone."""
+    """Load it on the first GPU, before the environment hides it from the server."""
     return load_model("tiny", dtype="fp32", device="cuda:0")
 
 
@@ -47,7 +47,7 @@ def url(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def test_vllm_receives_weights_over_nccl(url: str, model: Any, tmp_path: Path) -> None:
-    """The embedded model's head is tied. What was not taken over moves log-probabilities by more than the probe allows."""
+    """The embedded model's head is tied. A tensor that was not loaded changes log-probabilities by more than the probe allows."""
     config = SamplerConfig(
         engine="vllm", urls=(url,), recovery_timeout=START, weight_transport="nccl", logprob_tolerance=1e-2
     )

@@ -1,4 +1,4 @@
-"""A real vLLM that is sent adapters alone, by the name of their version. Where there is one: `make test-vllm`.
+"""A real vLLM loads adapters alone, under the name of their version. Needs a vLLM: `make test-vllm`.
 
 POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, as for tests/samplers/test_vllm.py.
 """
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM"),
 ]
 RANK = 6
-"""The server has room for 8."""
+"""The server supports up to 8."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def adapters(url: str) -> list[str]:
 
 
 def test_vllm_loads_adapters_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
-    """The first adds nothing: the server's own weights are the learner's. Those after it change what is drawn."""
+    """The first adapter adds nothing, so the server's own weights are the learner's. Later ones change the completions."""
     sampler, completion = made(url, tmp_path), list[Any]()
     requests = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
     for version, spread in enumerate((0.0, 0.05, 0.2, 0.05)):

@@ -1,6 +1,6 @@
-"""What is said to vLLM and SGLang and heard from them, in the form that they document: no server of theirs is asked here.
+"""Requests to vLLM and SGLang, and replies in their documented form; no real server is used here.
 
-A real vLLM is asked by tests/samplers/test_vllm.py, where there is one.
+A real vLLM is used in tests/samplers/test_vllm.py, where there is one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def wait() -> Iterator[AsyncRunner]:
 
 
 def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
-    """Weights that are not what the server has."""
+    """Return weights that the server does not have."""
     with torch.no_grad():
         sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
     return PublishedWeights(version, dict(sampler.model.named_parameters()))
@@ -160,7 +160,7 @@ def test_greedy_tokens_have_logprob_zero(name: str, make: Any, wait: AsyncRunner
 
 
 def test_tied_head_is_written_twice_for_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A reload by vLLM 0.32 leaves a tied head as it was: tests/samplers/test_vllm.py sees it."""
+    """A reload by vLLM 0.32 keeps the old tied head, as tests/samplers/test_vllm.py shows."""
     from safetensors.torch import load_file
 
     model = load_model(str(random_model), dtype="fp32", device="cpu")
@@ -197,7 +197,7 @@ def test_four_bit_weights_are_not_published_in_full(random_model: Path, tokenize
 
 
 def test_recorded_vllm_reply_is_parsed(make: Any, wait: AsyncRunner) -> None:
-    """Of version 0.32, to ids of the embedded model at temperature 2, seed 3; shortened by what is not read."""
+    """A reply of version 0.32 to ids of the embedded model at temperature 2, seed 3, without fields that are not read."""
     answer = {
         "id": "cmpl-b6070f7e5641e197",
         "object": "text_completion",
@@ -256,6 +256,6 @@ def test_vllm_with_a_model_of_another_shape_is_refused_and_both_are_named(
     assert server.paths.count("/collective_rpc") == 1
     monkeypatch.setattr(server, "tell", tell)
     wait(sampler.update(publish(sampler, 5)))
-    monkeypatch.setattr(server, "tell", other)  # one that has taken weights is in trouble for a while
+    monkeypatch.setattr(server, "tell", other)  # a server that has loaded weights before may have a passing fault
     with pytest.raises(EngineError, match="no server has answered"):
         wait(sampler.update(publish(sampler, 6)))

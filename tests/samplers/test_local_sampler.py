@@ -1,4 +1,4 @@
-"""The in-process sampler: the log-probability it records is the model's, and neighbours do not matter."""
+"""The local sampler: recorded log-probabilities are the model's, and completions do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_cache_grows_when_full(sampler: LocalSampler, prompts: list[Context], mo
 
 
 def test_decoding_continues_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -> None:
-    """A prompt may end in the beginning of an answer; greedy decoding then goes on as if it had never stopped."""
+    """A prompt may end with the start of a completion; greedy decoding continues as if it had never stopped."""
     greedy = SamplingParams(temperature=0, max_tokens=12)
     full = sample(sampler, prompts[:1], 1, greedy)[0][0].tokens
     prefix = Context(torch.cat([prompts[0].tokens, full[:5]]), prompts[0].key)
@@ -139,20 +139,20 @@ def test_weights_of_another_model_are_refused_by_name(random_model: Path) -> Non
 
 
 def test_each_completion_is_reported_once_with_its_tokens(sampler: LocalSampler, prompts: list[Context]) -> None:
-    """Whoever looks in changes nothing, and does so after every token, also when nothing is over."""
-    sampling = SamplingParams(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are filled again
+    """The callback changes nothing, and is called after every token, also when no completion has finished."""
+    sampling = SamplingParams(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are refilled
     reply: list[list[tuple[tuple[int, ...], list[int]]]] = []
     with sampler.on_completion(lambda over: reply.append([(request.key, tokens.tolist()) for request, tokens in over])):
         groups = sample(sampler, prompts, 4, sampling)
     looks = len(reply)
     assert _rows(groups) == _rows(sample(sampler, prompts, 4, sampling))
-    assert len(reply) == looks  # outside nobody looks in
+    assert len(reply) == looks  # no calls outside the context
     result = [one for some in reply for one in some]
     expected = {(*p.key, j): c.tokens.tolist() for p, g in zip(prompts, groups, strict=True) for j, c in enumerate(g)}
     assert len(result) == len(expected)
     assert dict(result) == expected
     assert [] in reply
-    assert sum(map(bool, reply)) >= 3  # or the test shows nothing of rows that leave before others
+    assert sum(map(bool, reply)) >= 3  # some rows finish before others, or the test shows nothing
 
 
 def test_callback_error_ends_sampling(sampler: LocalSampler, prompts: list[Context]) -> None:

@@ -1,4 +1,4 @@
-"""Weights that are broadcast to another process: a real group of two, over gloo in the place of NCCL.
+"""Weights broadcast to another process: a real group of two, over gloo instead of NCCL.
 
 The other process forms its side of the group, and receives, as an engine's does (doubles/receiver.py); HTTP is in this process.
 """
@@ -39,7 +39,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Process:
-    """The receiver, asked line by line."""
+    """The receiving process, with one request per line."""
 
     def __init__(self) -> None:
         paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH", "")])])
@@ -67,8 +67,8 @@ class Process:
 
 
 def over(form: type[Taking]) -> type[Taking]:
-    """The form of an engine's server, whose process in the group is `process`. kills: it dies when it is to take something, and the
-    one after it is there at once."""
+    """Return a server double whose process in the group is `process`. If `kills` is set, `process` dies when it is to receive, and
+    `kills` replaces it at once."""
     engine = "vllm" if form is VllmTaking else "sglang"
 
     class Over(form):  # type: ignore[valid-type, misc]
@@ -131,7 +131,7 @@ def test_weights_arrive_byte_for_byte_in_another_process(
 ) -> None:
     model: Any = Bigram(len(tokenizer.hf))
     model.narrow = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
-    model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not as it lies in memory
+    model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not contiguous
     config = SamplerConfig(
         engine=sampler_class.__name__.lower().removesuffix("sampler"),
         urls=(URL,),

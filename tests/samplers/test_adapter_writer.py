@@ -1,4 +1,4 @@
-"""What is written for engines of a model with an adapter: the adapter alone, as PEFT reads it, or the sum of both."""
+"""Weights of a model with an adapter as engines read them: the adapter alone, in PEFT's format, or merged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """With B that is not 0."""
+    """Set B to values other than 0."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_B" in name:
             nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
@@ -120,7 +120,7 @@ def test_full_modules_and_other_adapter_types_are_not_sent_as_adapter(random_mod
 
 
 class Writing(LocalSampler):
-    """Draws here, and writes what an engine would be given."""
+    """Samples in this process, and writes the weights for an engine."""
 
     versions: VersionFolder
     written: list[Path]
@@ -134,7 +134,7 @@ class Writing(LocalSampler):
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_two_process_learner_publishes_its_adapter(staleness: int, small: pg.Run, tmp_path: Path) -> None:
-    """What is written last is what the run saves; the last update is published as the others are."""
+    """The last published adapter is the saved one: the last update is published like the others."""
     made = list[Writing]()
 
     def sampler(model: nn.Module, tokenizer: Tokenizer) -> Writing:

@@ -1,6 +1,6 @@
-"""Adapters alone, by the name of their version: what is said to vLLM and SGLang and heard, in the form that they document.
+"""Adapters alone, under the name of their version: requests to vLLM and SGLang, and replies in their documented form.
 
-A real vLLM is asked by tests/samplers/test_vllm_adapters.py, where there is one.
+A real vLLM is used in tests/samplers/test_vllm_lora.py, where there is one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tokenizer(random_model: Path) -> Tokenizer:
 
 
 def one_layer(vocabulary: int, **options: Any) -> Any:
-    """The model with an adapter of rank 3, that adds nothing yet. options: of PEFT's LoraConfig."""
+    """Return the model with an adapter of rank 3 that adds nothing yet. The options are those of PEFT's LoraConfig."""
     torch.manual_seed(0)
     config = peft.LoraConfig(**({"r": 3, "lora_alpha": 6, "target_modules": ["layer"]} | options))
     return peft.get_peft_model(OneLayer(vocabulary), config).eval()
@@ -68,7 +68,7 @@ def wait() -> Iterator[AsyncRunner]:
 
 
 def learnt(sampler: EngineSampler, version: int) -> PublishedWeights:
-    """An adapter that is not what the server has."""
+    """Return an adapter that the server does not have."""
     generator = torch.Generator().manual_seed(version)
     expected = dict(sampler.model.named_parameters())
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_adapters_left_by_a_killed_run_are_unloaded_and_others_stay(name: str, m
 
 @pytest.mark.parametrize("name", KINDS)
 def test_server_without_its_adapter_loads_it_again(name: str, make: Any, wait: AsyncRunner) -> None:
-    """Started again, say: no completion is drawn from its own weights instead."""
+    """For example after a restart: no completion is sampled from its own weights instead."""
     sampler, server = make(name)
     wait(sampler.update(learnt(sampler, 3)))
     server.adapters.clear()
@@ -240,7 +240,7 @@ def test_adapter_that_is_more_than_ba_is_sent_merged(
     options: dict[str, Any], reason: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = one_layer(len(tokenizer.hf), **options)
-    model.config = {"model_type": "custom"}  # a whole model has one
+    model.config = {"model_type": "custom"}  # a full model has one
     config = SamplerConfig(engine="vllm", urls=(URL,))
     assert not VllmSampler(model, tokenizer, config, tmp_path).adapter_only
     with pytest.raises(EngineError, match=rf"adapter has {reason}, which .*--sampler.lora-sync merged"):
