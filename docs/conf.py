@@ -43,7 +43,7 @@ NAV = {
     "Reference": ("reference/index", "metrics", "architecture"),
     "When something goes wrong": ("troubleshooting", "reliability"),
 }
-"""What stands at the side, in groups. A page that no group names comes last, under `FINAL_FRACTION`; one that is not there is left out."""
+"""Groups of the sidebar. A page that no group names comes last, under `LAST`; a missing page is left out."""
 LAST = "More"
 
 WIDE = ("algorithms/index", "benchmarks", "measured")

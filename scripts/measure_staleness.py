@@ -101,7 +101,7 @@ def run(made: pg.Run, train: Callable[..., object] = pg.train) -> Seen:
 
 
 def seen(metrics: Sequence[Row], completions: Sequence[Row], staleness: int = 0) -> Seen:
-    """What the logs of a run say; seconds and shares of the steps that are like those of a long run, as in `Timeline.steady_state`."""
+    """Measurements from a run's logs, over the steps that resemble those of a long run, as in `Timeline.steady_state`."""
     lengths = [[row["tokens"] for row in completions if row["step"] == m["step"]] for m in metrics]
     draws = [m["time/rollout"] for m in metrics]
     publishes = [m["publication/seconds"] for m in metrics]

@@ -1,6 +1,6 @@
 """The soak: one long run that is never killed and is watched, one that is killed again and again; docs/results/soak.json.
 
-python scripts/stress_soak.py [--steps 2000] [--kills 200] [--minutes N] [--only RUN] [--folder DIR] [-- options of `policygrad train`]
+python scripts/stress_soak.py [--steps 2000] [--kills 200] [--minutes N] [--only RUN] [--folder DIR] [-- TRAIN_OPTIONS]
 
 1. `policygrad train` as it is, never killed. Every few steps: resident memory of trainer and reward workers, open descriptors,
    threads, processes, files. After a warm-up they have to stay as they are, memory within 2 %.

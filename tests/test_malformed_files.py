@@ -212,7 +212,13 @@ def test_report_refuses_a_line_without_an_end(run: Path, run_command: Command) -
 def test_report_of_versions_of_another_kind_has_none(run: Path, run_command: Command) -> None:
     folder = run / "checkpoints" / "step-000001"
     folder.mkdir(parents=True)
-    for text in ('{"state": [1]}', '{"state": {"fingerprint": 3}}', '{"state": {"fingerprint": {"versions": "x"}}}', DEEP, "NaN"):
+    for text in (
+        '{"state": [1]}',
+        '{"state": {"fingerprint": 3}}',
+        '{"state": {"fingerprint": {"versions": "x"}}}',
+        DEEP,
+        "NaN",
+    ):
         (folder / "state.json").write_text(text)
         assert run_command("report", str(run))[0] == 0
 

@@ -237,7 +237,8 @@ def faults_block(found: dict[str, Any] | None = None) -> str:
     rows = [_engine_faults_row(kind, seen) for kind, seen in found["kinds"].items() if "steps" in seen]
     versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("xllamacpp", "torch"))
     intro = (
-        f"`{found['made_by']}`: two real llama.cpp servers, the embedded model, `--max-staleness {found['staleness']}`, each fault at "
+        f"`{found['made_by']}`: two real llama.cpp servers, the embedded model, "
+        f"`--max-staleness {found['staleness']}`, each fault at "
         f"random moments, for a random while ({versions}; {found['machine']}). {found.get('note', '')}".rstrip()
     )
     wrong = "\n".join(f"- **It does not hold:** {text}." for text in found["broken"])
@@ -316,7 +317,8 @@ def accuracy_block(found: Mapping[str, Any] | None = None) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     return "\n\n".join(
         (
-            f"`python scripts/measure_default.py --ranks` ({versions}): held-out accuracy of `policygrad train --learner.world-size N`, "
+            f"`python scripts/measure_default.py --ranks` ({versions}): held-out accuracy of "
+            "`policygrad train --learner.world-size N`, "
             "before (mean of the seeds) and after.",
             table(("processes", "before", *(f"seed {seed}" for seed in seeds), "mean"), body),
         )

@@ -241,7 +241,7 @@ PAGES = {
     "models": (
         "Samplers and learners",
         "What draws completions, and what owns the weights. [One file each](../extending.md), if they are yours.",
-        "Sampler Request Generation LocalSampler EngineSampler PublishedWeights Learner LocalLearner "
+        "Sampler Request Generation LocalSampler EngineSampler PublishedWeights Learner LearnerSpec LocalLearner "
         "make_local_learner load_reference clone_model",
     ),
     "errors": (

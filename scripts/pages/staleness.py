@@ -10,7 +10,7 @@ from pages.formatting import Data, block, estimate, files, link, load, page, sho
 
 INTRO = """# Training on samples of older weights
 
-With `--max-staleness K` a rollout is drawn while the weights of the K steps before it are still learned, so that sampler and learner
+With `--max-staleness K` a rollout is sampled while the K steps before it are still being learned, so that sampler and learner
 need not wait for each other. What it costs in learning, and what it gains in time, is below.
 
 π_old is the policy that drew the tokens. Where it is computed by the learner (`old_policy = "learner"`), the tokens count as its

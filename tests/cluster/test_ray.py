@@ -80,7 +80,9 @@ def test_a_run_of_actors_is_that_of_one_process(alone: Path, acted: Path) -> Non
     check_alike(alone, acted)
 
 
-@pytest.mark.parametrize("title", ["ray::SamplerActor.generate", "ray::RewardActor.run_rewards", "ray::TrainerActor.train"])
+@pytest.mark.parametrize(
+    "title", ["ray::SamplerActor.generate", "ray::RewardActor.run_rewards", "ray::TrainerActor.train"]
+)
 def test_an_actor_that_is_killed_costs_nothing(
     title: str, run: pg.Run, acted: Path, tmp_path: Path, cluster: RayCluster
 ) -> None:

@@ -405,7 +405,9 @@ def test_resume_plan_with_options_that_no_row_has_is_refused(
 def test_resume_plan_whose_values_name_other_folders_or_words_is_refused(
     run_command: Any, here: Path, field: str, value: Any, reason: str
 ) -> None:
-    folder = received(here / "c", "grpo", **({field: value} if field in ("label", "tuned_option", "grid", "argv") else {}))
+    folder = received(
+        here / "c", "grpo", **({field: value} if field in ("label", "tuned_option", "grid", "argv") else {})
+    )
     if field in ("seeds", "tuning_seeds", "tokens"):
         sent = json.loads((folder / "plan.json").read_text())
         (folder / "plan.json").write_text(json.dumps(sent | {field: value}))

@@ -1,4 +1,4 @@
-"""scripts/stress_soak.py: when it kills, what it takes for a difference, what for not constant; and a small one on the real path."""
+"""scripts/stress_soak.py: when it kills, what counts as a difference and as not constant, and a small run on the real path."""
 
 from __future__ import annotations
 

@@ -113,9 +113,7 @@ def test_every_kind_of_number_is_a_reward(tokenizer: Tokenizer, reward: Any) -> 
 
 
 @pytest.mark.parametrize("reward", ["1", 1j, [1.0, 2.0], float("nan"), 10**400])
-def test_rewards_that_are_not_finite_fail_the_episode(
-    tokenizer: Tokenizer, reward: Any
-) -> None:
+def test_rewards_that_are_not_finite_fail_the_episode(tokenizer: Tokenizer, reward: Any) -> None:
     class Scored(World):
         async def step(self, action: pg.Action) -> pg.Step:
             return pg.Step(reward=reward)
@@ -290,9 +288,7 @@ def run(small: pg.Run, tmp_path: Path) -> pg.Run:
     )
 
 
-def test_an_environment_that_always_raises_ends_the_run_resumably(
-    run: pg.Run, tmp_path: Path
-) -> None:
+def test_an_environment_that_always_raises_ends_the_run_resumably(run: pg.Run, tmp_path: Path) -> None:
     with pytest.raises(
         pg.RewardError,
         match=r"no sample of the first step has a reward: the environment's Away\.step raised ValueError: the server",

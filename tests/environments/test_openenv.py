@@ -276,7 +276,7 @@ def test_a_turn_becomes_an_action(action: Any, text: str, read: Any) -> None:
 
 def test_an_ambiguous_text_field_is_refused() -> None:
     with pytest.raises(
-        pg.ConfigError, match="fields a, b, and it is unclear which one takes the text: .*give text_field="
+        pg.ConfigError, match=r"fields a, b, and it is unclear which one takes the text: .*give text_field="
     ):
         asked(a="string", b="string")
     with pytest.raises(pg.ConfigError, match="fields none"):

@@ -125,7 +125,10 @@ def test_pings_are_answered_while_this_process_computes() -> None:
 
 
 def test_a_server_that_dies_is_reported() -> None:
-    with serving() as address, pytest.raises(pg.EngineError, match=rf"{address} closed the connection during a step .*in turn 1"):
+    with (
+        serving() as address,
+        pytest.raises(pg.EngineError, match=rf"{address} closed the connection during a step .*in turn 1"),
+    ):
         episodes(pg.OpenEnv(address), [1], lambda heard, turn: "99")
 
 

@@ -150,7 +150,9 @@ def test_a_new_head_on_other_families(tmp_path: Path, kind: str, config: tf.Pret
         load_classifier(str(tmp_path), new_head=True)
 
 
-def test_missing_weights_of_an_adapter_and_its_base(copy: Callable[..., Path], random_model: Path, tmp_path: Path) -> None:
+def test_missing_weights_of_an_adapter_and_its_base(
+    copy: Callable[..., Path], random_model: Path, tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     base = copy()
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -102,9 +102,7 @@ def test_onednn_s_cache_is_limited_in_half_precision_on_a_cpu(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_moe"])
-def test_a_generic_tokenizer_of_a_qwen_model_uses_its_own_file(
-    random_model: Path, kind: str, tmp_path: Path
-) -> None:
+def test_a_generic_tokenizer_of_a_qwen_model_uses_its_own_file(random_model: Path, kind: str, tmp_path: Path) -> None:
     """transformers would take a class of the model type's, which splits text in another way and adds a token."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((random_model / name).read_bytes())

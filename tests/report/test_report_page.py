@@ -108,8 +108,8 @@ def test_a_unit_that_repeats_the_name_is_left_out(text: str) -> None:
 def test_every_metric_is_there_with_what_it_means(text: str) -> None:
     data = embedded(text)
     assert data["first"] == ["reward", "eval/reward", "entropy", "grad_norm"]  # nothing was cut off
-    assert data["metrics"]["entropy"]["unit"] == "nats a token"
-    assert "exploration is over" in data["metrics"]["entropy"]["interpretation"]
+    assert data["metrics"]["entropy"]["unit"] == "nats per token"
+    assert "exploration has ended" in data["metrics"]["entropy"]["interpretation"]
     assert data["chapters"]["Others"] == ["mine/own"]
     assert sorted(n for names in data["chapters"].values() for n in names) == sorted(data["metrics"])
     assert data["metrics"]["eval/reward"]["lines"][0] == {"value": [0.1, 0.9], "low": [0.1, 0.8], "high": [0.1, 1.0]}
@@ -126,7 +126,7 @@ def test_what_is_left_out_is_said(folders: list[Path], monkeypatch: pytest.Monke
 
 def test_steps_that_are_left_out_are_counted(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1500)
-    monkeypatch.setattr("policygrad.report.completions.STEPS", 4)
+    monkeypatch.setattr("policygrad.report.completions.SAMPLED_STEPS", 4)
     found = re.sub(r"\s+", " ", render_report([read_run(folders[0])]))
     assert "completions from 4 of the 8 steps, which are not all" in found
 
@@ -178,7 +178,7 @@ def test_the_command_writes_it_and_names_the_way_out(folders: list[Path], tmp_pa
         ([str(tmp_path), str(file)], "is a run. Give the folder"),
         ([str(folders[0]), "--port", "1"], "add --watch"),
         ([str(folders[0]), "--watch", "--output", "x.html"], "give only one of them"),
-        ([str(folders[0]), "--output", str(tmp_path / "no" / "x.html")], "make it first"),
+        ([str(folders[0]), "--output", str(tmp_path / "no" / "x.html")], "create it first"),
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_curves_have_bands_a_legend_hides_and_the_picker_explains(chromium: Brow
     tab.select_option("#picker", "mine/own")
     assert "the run's own" in tab.locator("#meaning").inner_text()
     tab.locator("#first").get_by_role("button", name="entropy").click()
-    assert "exploration is over" in tab.locator("#meaning").inner_text()
+    assert "exploration has ended" in tab.locator("#meaning").inner_text()
     tab.locator("#picked svg[role=img]").focus()
     tab.keyboard.press("End")
     assert "step: 8" in tab.locator("#tip").inner_text()

@@ -69,9 +69,9 @@ def test_the_last_level_is_the_task_s() -> None:
 def test_refusals() -> None:
     with pytest.raises(pg.ConfigError, match=r"MovingLevel\.down must be below MovingLevel\.up"):
         pg.MovingLevel(0.5, 0.5)
-    with pytest.raises(pg.ConfigError, match=r"MovingLevel\.rollouts is a number of rollouts"):
+    with pytest.raises(pg.ConfigError, match=r"MovingLevel\.rollouts must be at least 1"):
         pg.MovingLevel(rollouts=0)
-    with pytest.raises(pg.ConfigError, match=r"start a level from 0 on"):
+    with pytest.raises(pg.ConfigError, match=r"MovingLevel\.start at least 0"):
         pg.MovingLevel(start=-1)
     with pytest.raises(pg.ConfigError, match=r"MovingLevel needs Batch\.level"):
         MOVING.update_state(MOVING.init_state(), replace(batch_of(1, level=0), level=None))
@@ -148,7 +148,7 @@ def test_rollouts_drawn_before_the_level_moved_do_not_count(run: pg.Run) -> None
 
 
 def test_levels_that_nothing_moves_and_what_moves_none_are_refused(run: pg.Run) -> None:
-    with pytest.raises(pg.ConfigError, match="11 levels of difficulty, and nothing moves them"):
+    with pytest.raises(pg.ConfigError, match="11 levels of difficulty, and nothing changes them"):
         pg.train(replace(run, algorithm=pg.DR_GRPO), display=False)
-    with pytest.raises(pg.ConfigError, match="MovingLevel moves the difficulty of a task that has levels"):
+    with pytest.raises(pg.ConfigError, match="MovingLevel changes the difficulty of a task with levels"):
         pg.train(replace(run, task="chain_sum"), display=False)

@@ -109,7 +109,12 @@ def valued(sampler: Any, batch: pg.Batch, groups: list[EpisodeGroup], score: Any
     """(batch, metrics, messages) with K samples a prefix in step 2."""
     player = rollouter(sampler, score)
     out, judged = add_prefix_values(
-        batch, groups, K, lambda specs, n: player.play(specs, n, SAMPLING), lambda some: score_groups(some, score), step=2
+        batch,
+        groups,
+        K,
+        lambda specs, n: player.play(specs, n, SAMPLING),
+        lambda some: score_groups(some, score),
+        step=2,
     )
     return out, judged.metrics, judged.messages
 

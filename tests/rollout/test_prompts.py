@@ -77,7 +77,7 @@ def test_what_is_outside_the_band_rests_twice_as_long_each_time_in_a_row() -> No
 def test_refusals() -> None:
     with pytest.raises(pg.ConfigError, match=r"PassRateBand\.low must be below PassRateBand\.high"):
         pg.PassRateBand(0.5, 0.5)
-    with pytest.raises(pg.ConfigError, match=r"PassRateBand\.rest is a number of rollouts from 1 to longest"):
+    with pytest.raises(pg.ConfigError, match=r"PassRateBand\.cooldown must be from 1 to max_cooldown"):
         pg.PassRateBand(cooldown=0)
     with pytest.raises(pg.ConfigError, match=r"NoPositiveResampling\.threshold is a mean reward and must be above 0"):
         pg.NoPositiveResampling(0.0)

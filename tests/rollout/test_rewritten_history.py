@@ -190,7 +190,7 @@ def test_a_template_that_moves_its_tools_branches_within_the_prompt() -> None:
     assert trajectory.num_branches == 2
     assert trajectory.segments[1].prefix_length is not None
     assert 0 < trajectory.segments[1].prefix_length < len(group.prompt_ids)
-    read = tokenizer("mistral_tools").hf.decode(sampler.asked[-1].tokens)
+    read = tokenizer("mistral_tools").hf.decode(sampler.asked[-1].prompt_ids)
     assert read.count("[AVAILABLE_TOOLS]") == 1
     assert read.index("1 + 1 =?") < read.index("[AVAILABLE_TOOLS]") < read.index("2 + 2 =?")
     check(group, sampler.asked)
@@ -203,10 +203,10 @@ def test_what_is_read_after_it_is_what_the_template_makes_of_the_conversation() 
     messages: list[Any] = [{"role": "user", "content": "1 + 1 =?"}]
     for reply, answer in zip(replies, ("2 + 2 =?", "4 + 4 =?"), strict=False):
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": answer}]
-    assert own.hf.decode(sampler.asked[-1].tokens) == render(own, messages, generation_prompt=True)
+    assert own.hf.decode(sampler.asked[-1].prompt_ids) == render(own, messages, generation_prompt=True)
     assert trajectory.num_branches == 3
     first, second = (s for s in trajectory.segments if s.prefix_length is not None)
-    before, at = sampler.asked[0].tokens, first.prefix_length or 0
+    before, at = sampler.asked[0].prompt_ids, first.prefix_length or 0
     assert at == len(before)  # up to where the reasoning began
     assert own.hf.decode(first.tokens).startswith("It is 2.")
     assert own.hf.decode(second.tokens).startswith("4<|im_end|>")  # and what had been written anew before stays
@@ -217,7 +217,7 @@ def test_what_is_read_after_it_is_what_the_template_makes_of_the_conversation() 
 def test_the_text_is_what_was_said_also_where_a_template_shows_nothing_of_a_reply() -> None:
     group, sampler = spoken("forgetful", ("two", "four"), [("user", "2 + 2 =?")])
     (trajectory,) = group.trajectories
-    assert "two" not in tokenizer("forgetful").hf.decode(sampler.asked[-1].tokens)
+    assert "two" not in tokenizer("forgetful").hf.decode(sampler.asked[-1].prompt_ids)
     assert trajectory.text == "two2 + 2 =?four"
     check(group, sampler.asked)
 

@@ -131,11 +131,11 @@ def test_a_tool_is_called_and_answered_in_the_template_s_own_words(name: str) ->
     assert trajectory.metrics["calls"] == 1.0
     assert not any(count for why, count in trajectory.metrics.items() if why != "calls")
     first, answer, second = trajectory.segments
-    assert (first.sampled, answer.sampled, second.sampled) == (True, False, True)
+    assert (first.is_sampled, answer.is_sampled, second.is_sampled) == (True, False, True)
     assert trajectory.mask.tolist() == [True] * len(first.tokens) + [False] * len(answer.tokens) + [True] * len(
         second.tokens
     )
-    before, after = (request.tokens for request in sampler.asked)
+    before, after = (request.prompt_ids for request in sampler.asked)
     assert torch.equal(after, torch.cat([before, first.tokens, answer.tokens]))
     schema = list(pg.ToolUse((add,))(ASKED).tools["add"].schema["function"]["parameters"]["properties"])  # type: ignore[attr-defined]
     assert all(f'"{word}"' in own.hf.decode(before) for word in schema)
@@ -148,7 +148,7 @@ def test_reasoning_stays_while_tools_are_called() -> None:
     thought = f"<think>\nI add.\n</think>\n\n{CALLS['qwen3']}"
     group, sampler = played("qwen3", thought, thought, "<think>\nDone.\n</think>\n\n3")
     assert group.trajectories[0].metrics["calls"] == 2.0
-    read = tokenizer("qwen3").hf.decode(sampler.asked[-1].tokens)
+    read = tokenizer("qwen3").hf.decode(sampler.asked[-1].prompt_ids)
     assert read.count("I add.") == 2
     assert "<tool_response>\n3\n</tool_response>" in read
 

@@ -65,7 +65,8 @@ def test_eval_problems_are_fixed_distinct_and_never_trained_on(name):
 
 
 def test_another_process_generates_the_same_examples():
-    code = "from policygrad.tasks import load_task; t = load_task('embedded', seed=5); print([t.train_example(7), t.eval_examples(3)])"
+    code = "from policygrad.tasks import load_task; t = load_task('embedded', seed=5); "
+    code += "print([t.train_example(7), t.eval_examples(3)])"
     task = load_task("embedded", seed=5)
     env = {**os.environ, "PYTHONHASHSEED": "12345"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

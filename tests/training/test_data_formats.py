@@ -110,8 +110,8 @@ def test_the_command_applies_a_row_map_and_skips_bad_rows(
             code,
             f"another {flag.replace('--no-', '--')} would make evaluations before and after incomparable" in err,
         ) == (2, True), err
-    assert run_command("eval", str(run.model), "--task", str(run.task), "--row-map", "mapping.py:shorter", "--reward", "exact_match",
-                       "--problems", "2", "--samples", "1", "--max-tokens", "4")[0] == 0  # fmt: skip
+    words = "--row-map mapping.py:shorter --reward exact_match --problems 2 --samples 1 --max-tokens 4"
+    assert run_command("eval", str(run.model), "--task", str(run.task), *words.split())[0] == 0
 
 
 def test_an_invalid_row_map_is_refused(run: pg.Run, tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def test_a_task_without_demonstrations_is_refused_before_anything_is_sampled(run
     ):
         pg.train(replace(run, algorithm=pg.LUFFY, task=bare), display=False)
     with pytest.raises(
-        pg.ConfigError, match=r"learns from demonstrations, which are single completions, and an environment's episodes consist of turns"
+        pg.ConfigError,
+        match=r"learns from demonstrations, which are single completions, and an environment's episodes consist of turns",
     ):
         pg.train(replace(run, algorithm=pg.LUFFY), environment=lambda example: pg.SingleTurn(example), display=False)
 

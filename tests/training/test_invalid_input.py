@@ -23,7 +23,6 @@ from policygrad.models.loading import locate_model, resolve_model
 from policygrad.rewards.config import RewardConfig
 from policygrad.samplers.base import SamplingParams
 from policygrad.training.config.run import CheckpointConfig, EvaluationConfig, LearnerConfig, Run
-from policygrad.training.evaluation import evaluate as measure_model
 from policygrad.training.trainer import train
 
 REWARDS = """
@@ -157,7 +156,9 @@ def test_equal_rewards_leave_the_weights(bench: Bench, name: str) -> None:
 
 def test_fewer_prompts_than_minibatches_are_noted_once(bench: Bench) -> None:
     metrics, notes = bench.go(algorithm=ALGORITHMS["gspo"], prompts_per_step=2, steps=2)
-    assert notes.count("gspo splits a rollout into 4 minibatches of whole groups, and 2 prompts a step make 2") == 1
+    assert (
+        notes.count("gspo splits a rollout into 4 minibatches of whole groups, but 2 prompts per step make only 2") == 1
+    )
     assert all(row.get("updates/taken", 0) + row.get("updates/skipped", 0) == 2 for row in metrics)
 
 
@@ -224,7 +225,7 @@ def test_a_task_without_a_reward_is_refused(bench: Bench) -> None:
         (b"\xff\xfe{\x00", "rows.jsonl:1: this is UTF-16 text"),
         (b'{"promt": "1"}', "rows.jsonl:1: no column 'prompt' (it has 'promt')"),
         (b'{"prompt": ""}', "rows.jsonl:1: 'prompt' is empty"),
-        (b"[1]", "rows.jsonl:1: a JSON object is needed"),
+        (b"[1]", "rows.jsonl:1: every line must be a JSON object"),
         (b'{"prompt": "1", "answer": "1"}\n{"prompt": "2"}', "rows.jsonl:2: no column 'answer'"),
     ],
 )
@@ -321,7 +322,7 @@ def test_a_damaged_model_is_refused(bench: Bench, changed_model: Callable[..., s
 
 
 def test_a_missing_device_is_refused(bench: Bench) -> None:
-    with pytest.raises(RunError, match=r"learner.device 'nosuch' cannot be used here"):
+    with pytest.raises(RunError, match=r"learner.device='nosuch' cannot be used here"):
         bench.go(learner=LearnerConfig(device="nosuch"))
 
 
@@ -331,7 +332,7 @@ def test_a_missing_device_is_refused(bench: Bench) -> None:
         ("reinforce", "in every group all rewards are equal"),
         ("dr_grpo", "in every group all rewards are equal"),
         ("dapo", "in every group all rewards are equal"),
-        ("remax", "worth what the greedy one of its prompt is"),
+        ("remax", "every completion has the reward of its prompt's greedy one"),
     ],
 )
 def test_empty_completions_leave_the_weights(
@@ -371,14 +372,14 @@ def test_an_output_folder_that_is_not_empty_is_refused(bench: Bench) -> None:
     folder = bench.folder / "run"
     folder.mkdir()
     (folder / "precious").write_text("data")
-    with pytest.raises(RunError, match="is not empty: resume with it by --resume"):
+    with pytest.raises(RunError, match="is not empty: resume the run in it by --resume"):
         bench.go()
     assert (folder / "precious").read_text() == "data"
 
 
 def test_resuming_a_folder_without_a_run_is_refused(bench: Bench) -> None:
     for folder in (bench.folder, bench.folder / "nosuch"):
-        with pytest.raises(RunError, match=r"holds no run of `policygrad train`, there is no run.toml in it"):
+        with pytest.raises(RunError, match=r"holds no run of `policygrad train`, since there is no run.toml in it"):
             train(resume=folder)
 
 
@@ -404,14 +405,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(bench: Bench) -> None
 
 def test_eval_counts_failed_rewards_as_zero(bench: Bench) -> None:
     """A completion without a reward counts as wrong, and is counted."""
-    outcome = measure_model(
-        bench.run.model,
-        bench.run.task,
+    options = pg.RunOptions(
+        model=bench.run.model,
+        task=bench.run.task,
         reward=bench.reward("nan"),
-        problems=4,
-        samples=2,
-        sampling=SamplingParams(max_tokens=8),
+        evaluation=pg.EvaluationConfig(problems=4, samples_per_prompt=2),
+        sampling=pg.SamplingParams(max_tokens=8),
     )
+    outcome = pg.evaluate(options)
     assert 0 < outcome.num_failed < 8
     assert outcome.mean == 1 - outcome.num_failed / 8
     assert any("returned nan" in message for message in outcome.messages)

@@ -171,9 +171,9 @@ def test_an_adapter_without_its_base_is_refused(trained: Path, tmp_path: Path, m
     shutil.copytree(trained / "model", folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    found = pg.evaluate(
-        str(folder), problems=2, samples=1, sampling=pg.SamplingParams(max_tokens=4)
-    )  # its base's tokenizer
+    sizes = pg.EvaluationConfig(problems=2, samples_per_prompt=1)
+    options = pg.RunOptions(model=str(folder), evaluation=sizes, sampling=pg.SamplingParams(max_tokens=4))
+    found = pg.evaluate(options)  # with its base's tokenizer
     assert found.num_tokens > 0
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(

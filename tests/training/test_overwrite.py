@@ -135,4 +135,4 @@ def test_overwrite_needs_output_and_excludes_resume(
     assert run_command(*words, "--overwrite")[0] == 0
     code, _, err = run_command("train", "--resume", str(tmp_path / "run"), "--overwrite")
     assert code == 2
-    assert "--resume goes on with a run and --overwrite begins anew" in err
+    assert "--resume continues a run and --overwrite replaces it" in err

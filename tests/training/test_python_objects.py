@@ -169,10 +169,10 @@ def test_episodes_without_an_environment_reward_are_reported(run: pg.Run) -> Non
     record = Record()
     silent = replace(run, reward=(), model="tiny")
     with pytest.raises(
-        pg.RewardError, match="no sample of the first evaluation has a reward: the environment gave no reward"
+        pg.RewardError, match="no sample of the first evaluation has a reward: an episode got no reward"
     ):
         pg.train(silent, environment=Silent, display=record, stop_after=1)
-    assert "the environment gave no reward" in record.said
+    assert "an episode got no reward" in record.said
 
 
 def test_an_environment_with_inconsistent_prompts_is_refused(run: pg.Run) -> None:

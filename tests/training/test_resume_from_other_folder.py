@@ -16,8 +16,8 @@ from doubles.files import rows, same, untimed, weights, write_rows
 from policygrad.errors import ConfigError, RunError
 from policygrad.training.config.paths import (
     relative_to_folder,
-    resolve_directory,
     resolve_config_paths,
+    resolve_directory,
     resolve_rewards,
     with_full_paths,
 )
@@ -155,7 +155,7 @@ def test_missing_files_are_reported_with_the_directory_option(
         shutil.move(project / name, there / name)
         code, _, err = run_command(*map(str, go_on))
         assert code == 2
-        assert f"--{option}: there is no {project / name}" in err
+        assert f"--{option}: {project / name}, which the run used, does not exist" in err
         assert "--directory DIR says where such files are now" in err
         if name != "mine.py":
             shutil.move(there / name, project / name)
@@ -174,7 +174,7 @@ def test_code_in_another_folder_needs_permission(
     folder.mkdir(parents=True)
     text = "directory = '../..'\n{}\n"
     monkeypatch.chdir(project.parent / "elsewhere")
-    for line in ("reward = ['0.5*strange.py:f']", "map = 'strange.py:f'", "environment = 'strange.py:F'"):
+    for line in ("reward = ['0.5*strange.py:f']", "row_map = 'strange.py:f'", "environment = 'strange.py:F'"):
         (folder / "run.toml").write_text(text.format(line))
         for words in (("--resume", folder), ("--config", folder / "run.toml")):
             code, _, err = run_command("train", *map(str, words), "--dry-run")
@@ -269,8 +269,8 @@ def test_directory_is_relative_to_the_configuration_file(project: Path, monkeypa
     assert relative_to_folder(draft, file.parent).directory == "../.."
     assert relative_to_folder(replace(draft, output="../project/runs/x"), file.parent).output == "runs/x"
     assert resolve_directory({"task": "gcd"}, file) == {"task": "gcd"}
-    with pytest.raises(ConfigError, match=r"run\.toml: directory .* is no folder's name"):
+    with pytest.raises(ConfigError, match=r"run\.toml: directory .* cannot be a folder's name"):
         resolve_directory({"directory": "a\0b"}, file)
-    with pytest.raises(RunError, match=r"--task: there is no .*gone\.jsonl, where the run has had it"):
+    with pytest.raises(RunError, match=r"--task: .*gone\.jsonl, which the run used, does not exist"):
         pg.train(pg.Run(task="gone.jsonl", directory=str(project), output="new"), display=False)
     assert not Path("new").exists()

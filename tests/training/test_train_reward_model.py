@@ -360,7 +360,7 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
             "must be one message of the assistant, got user",
         ),
         ({"prompt": "a", "chosen": "b\ud800", "rejected": "c"}, "half a surrogate pair"),
-        ([1], r"bad.jsonl:3: a JSON object is needed .* got a list; write \{\"prompt\""),
+        ([1], r"bad.jsonl:3: every line must be a JSON object .* got a list; write \{\"prompt\""),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
@@ -391,7 +391,7 @@ def test_invalid_files_models_and_folders_are_refused(
     refused(r"equal.jsonl:\d+: 'chosen' and 'rejected' are equal in token ids", data=special)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(RunError, match="is not empty: resume with it by --resume"):
+    with pytest.raises(RunError, match="is not empty: resume the run in it by --resume"):
         pg.train_reward_model(replace(config, output=str(tmp_path / "full")))
     with pytest.raises(RunError, match="holds no run of `policygrad reward-model`"):
         pg.train_reward_model(resume=tmp_path / "full")

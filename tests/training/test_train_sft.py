@@ -235,7 +235,7 @@ def test_a_resumed_run_refuses_other_data(config: SFTConfig, tmp_path: Path) -> 
         ({"messages": CHAT[2:]}, "the conversation begins with the assistant"),
         ({"messages": [{"role": "user"}]}, "bad.jsonl:2: message 1 must be an object like"),
         ({"messages": [*CHAT, {"role": "tool", "content": "\ud800"}]}, "message 7 contains half a surrogate pair"),
-        ("text", "bad.jsonl:2: a JSON object is needed on every line, got a str"),
+        ("text", "bad.jsonl:2: every line must be a JSON object, got a str"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:
@@ -263,7 +263,7 @@ def test_the_command_line(run_command: Callable[..., tuple[int, str, str]], comm
     code, out = run(command, "--resume", str(tmp_path), "--dry-run")
     assert (code, "epochs = 3" in out) == (0, True)
     for args, says in (
-        (("--resume", str(tmp_path), "--epochs", "5"), "so another --epochs would not be what the run started with"),
+        (("--resume", str(tmp_path), "--epochs", "5"), "continues with the run's own weights"),
         (("--resume", str(tmp_path / "nowhere")), f"holds no run of `policygrad {command}`"),
         ((), f"{command} needs data: --data FILE.jsonl"),
         (("--data", "a", "--batch-size", "0"), "batch_size must be at least 1, not 0"),

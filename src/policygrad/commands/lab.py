@@ -545,7 +545,9 @@ def control(args: list[str]) -> int:
             RunInfo(title, algorithm.equation(), options.steps, step_unit="environment step", config=asdict(settings))
         )
         watch = lambda update: trackers.log(update.steps, update_metrics(update))  # noqa: E731
-        trained = train_control(environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=watch)
+        trained = train_control(
+            environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=watch
+        )
         fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
         episodes = evaluate_control(
             trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy

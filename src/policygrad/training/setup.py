@@ -142,7 +142,7 @@ def load_resources(
         pool = stack.enter_context(_make_pool(rewards, options.rewards, placement, phase))
     model = load_model(
         options.model,
-        dtype=options.learner.dtype,
+        dtype=options.learner.resolve().dtype,
         device=pick_device(options.learner.device),
         trust_remote_code=options.trust_remote_code,
         lora=None if algorithm is None else options.learner.adapters,

@@ -250,7 +250,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def max_snapshot_bytes(self) -> int:
         if self.config.guard.action != "warn":  # any step may have to be undone
             return sys.maxsize
-        return super().max_snapshot_bytes if isinstance(self.learner, SnapshotLearner) else 0  # elsewhere it may be costly
+        return (
+            super().max_snapshot_bytes if isinstance(self.learner, SnapshotLearner) else 0
+        )  # elsewhere it may be costly
 
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm

@@ -99,7 +99,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert printed["evaluation"] == written["evaluation"]  # the same seed
     assert printed["settings"]["environments"] == 2
     assert cli.main(["lab", "control", "--algorithm", "trpo", "--lr", "1e-3"]) == 2
-    assert "--lr: trpo sets its step's length by a KL" in capsys.readouterr().err
+    assert "--lr: trpo sets its step length by a KL" in capsys.readouterr().err
     assert cli.main(["lab", "control", "--env", "CartPol", "--steps", "99"]) == 2
     assert "did you mean" in capsys.readouterr().err
 

@@ -8,7 +8,13 @@ from policygrad.rewards.workers.messages import SampleResult
 
 MIN_LOST_CALLS = 4  # before a function is given up, with one worker or two
 _MAX_MESSAGES = 3  # in an error
-_REWARD_MESSAGES = ("reward ", "no reward", "no steps", "the environment")  # how messages about rewards begin
+_REWARD_MESSAGES = (
+    "reward ",
+    "no reward",
+    "no steps",
+    "the environment",
+    "an episode got no reward",
+)  # how messages about rewards begin
 
 
 class UnresponsiveFunctionDetector:

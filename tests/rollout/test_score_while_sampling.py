@@ -81,7 +81,7 @@ def equal(a: Rollout, b: Rollout) -> bool:
     return same and values == said and (a.completions, a.prompts, a.lengths) == (b.completions, b.prompts, b.lengths)
 
 
-def test_a_rollout_is_the_same(made: Rollouter, pool: Early) -> None:
+def test_a_rollout_is_identical_when_scored_while_sampling(made: Rollouter, pool: Early) -> None:
     before = pool.completions
     early = collected(with_pool(made, pool))
     assert pool.completions - before == 24
@@ -89,7 +89,7 @@ def test_a_rollout_is_the_same(made: Rollouter, pool: Early) -> None:
     assert equal(early, collected(with_pool(made, pool, early=False)))
 
 
-def test_so_is_an_evaluation(made: Rollouter, pool: Early) -> None:
+def test_an_evaluation_is_identical_when_scored_while_sampling(made: Rollouter, pool: Early) -> None:
     examples, before = [made.examples(i) for i in range(5)], pool.completions
     early = with_pool(made, pool).evaluate(examples, 3, SAMPLING)
     assert pool.completions - before == 15
