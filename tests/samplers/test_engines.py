@@ -1,5 +1,5 @@
-"""Every engine: replies are checked, servers are compared with the learner, and an unavailable server is prepared again. The servers here
-are tables in this process, with faults; real ones are in the files named after them."""
+"""Every engine: replies are checked, servers are compared with the learner, and an unavailable server is prepared again. The
+servers here are tables in this process, with faults; real ones are in the files named after them."""
 
 from __future__ import annotations
 

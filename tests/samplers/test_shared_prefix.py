@@ -78,7 +78,8 @@ def test_shared_prefix_logprobs_equal_full_sequences(name: str, rows: int) -> No
 
 @pytest.mark.parametrize("rows", [512, 7, 1])
 def test_unused_columns_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """With the alignment of half precision: beyond a multiple of 32, after moves, with later rows, and uninitialised memory set to NaN."""
+    """With the alignment of half precision: beyond a multiple of 32, after moves, with later rows, and uninitialised memory set
+    to NaN."""
     model, sampling = built("qwen3"), SamplingParams(max_tokens=90, decode_rows=rows)
     requests = [
         replace(r, max_tokens=max(r.max_tokens, 40 + 7 * i % 50)) for i, r in enumerate(asked(GROUPS, sampling))
