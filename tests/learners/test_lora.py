@@ -225,7 +225,7 @@ def test_layers_by_name_and_the_head_too(random_model: Path) -> None:
         ("rank=four", "rank must be a number, not 'four'"),
         ("rank=0", "rank must be at least 1"),
         ("alpha=nan", "alpha must be above 0"),
-        ("targets=q_proj++v_proj", r"names with \+ between them"),
+        ("targets=q_proj++v_proj", r"names joined by \+"),
         ("bits=8", "bits must be 4"),
     ],
 )
