@@ -1,4 +1,4 @@
-"""Servers that take adapters by name, in the form that vLLM and SGLang document, and a model of one linear layer to put one on.
+"""Servers that load adapters by name, in the form that vLLM and SGLang document, and a model of one linear layer to adapt.
 
 Forms and words: vLLM 0.32, vllm/entrypoints/openai/models/serving.py; SGLang 0.5, python/sglang/srt/managers/
 {io_struct,tokenizer_control_mixin}.py and python/sglang/srt/lora/lora_manager.py.
@@ -21,7 +21,7 @@ from doubles.http_engines import FormServer, SglangForm, VllmForm
 
 
 class OneLayer(nn.Module):
-    """A language model that looks at one token: logits [V] = the layer's column of it."""
+    """A language model that depends on one token: logits [V] are the layer's column for it."""
 
     def __init__(self, vocabulary: int, spread: float = 3.0) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class OneLayer(nn.Module):
     def get_output_embeddings(self) -> None: ...
 
     def enable_input_require_grads(self) -> None:
-        """PEFT asks for it of a model that says nothing of its embeddings."""
+        """PEFT needs it for a model without embeddings."""
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
         return SimpleNamespace(logits=self.layer(F.one_hot(input_ids, self.layer.in_features).float()))
 
 
 def adapted(table: Tensor, folder: str) -> Tensor:
-    """The logits [V, V] under the adapter in a folder, as PEFT names what is in it."""
+    """Return the logits [V, V] with the adapter in a folder, in PEFT's format."""
     said = json.loads((Path(folder) / "adapter_config.json").read_text())
     found = load_file(Path(folder) / "adapter_model.safetensors")
     a, b = (found.pop(f"base_model.model.layer.lora_{part}.weight") for part in "AB")
@@ -51,17 +51,17 @@ def adapted(table: Tensor, folder: str) -> Tensor:
 
 
 class Adapters(FormServer):
-    """enabled: with --enable-lora. most: the rank that it has room for."""
+    """Started with --enable-lora if `enabled`, and --max-lora-rank `most`."""
 
     enabled, most = True, 8
 
     def __init__(self, table: Tensor, end: frozenset[int]) -> None:
         super().__init__(table, end)
         self.adapters: dict[str, tuple[str, Tensor]] = {}
-        """By name, the folder and the logits."""
+        """Name to (folder, logits)."""
 
     def under(self, name: str, path: str, body: Any) -> Any:
-        """What is told with the adapter's logits in the place of the model's own."""
+        """Return the reply with the adapter's logits instead of the model's own."""
         own = self.table
         self.table = self.adapters[name][1]
         try:
@@ -74,7 +74,7 @@ class Adapters(FormServer):
 
 
 class VllmAdapters(Adapters, VllmForm):
-    """updating: with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+    """Started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 if `updating`."""
 
     updating = True
 
@@ -108,7 +108,7 @@ class VllmAdapters(Adapters, VllmForm):
 
 
 class SglangAdapters(Adapters, SglangForm):
-    """It does not list what it has but in its answers to loading."""
+    """Lists its adapters only in replies to a load request."""
 
     def tell(self, path: str, body: Any) -> Any:
         if path == "/generate" and body.get("lora_path") is not None:

@@ -1,4 +1,4 @@
-"""Engines without a network: servers that draw from a table in this process, each with a fault of its own."""
+"""Engines without a network: servers that sample from a table in this process, each with its own fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Fault = Callable[["Standin", Request, EngineCompletion], EngineCompletion]
 
 
 class Bigram(nn.Module):
-    """A language model that looks at one token: logits [V, V]."""
+    """A language model that depends on one token: logits [V, V]."""
 
     def __init__(self, vocabulary: int, spread: float = 3.0) -> None:
         super().__init__()
@@ -45,22 +45,22 @@ class Bigram(nn.Module):
 
 @dataclass
 class Standin:
-    """A server: weights of its own, and what it does wrong."""
+    """A server with its own weights and faults."""
 
     model: Bigram
     fault: Fault = lambda server, request, drawn: drawn
     top_k: int = 0
-    """Cut off at, whatever a request says."""
+    """Truncation that it applies to every request."""
     stale: bool = False
-    """Keeps the weights that it has."""
+    """True: it never loads weights."""
     away: int = 0
-    """So many more questions are not answered."""
+    """Number of further requests that it does not answer."""
     drawn: int = 0
     loaded: int = 0
 
 
 class Standins(EngineSampler):
-    """A sampler whose servers are stand-ins."""
+    """A sampler with these servers."""
 
     name, launch_hint = "stand-in", "Start it as it should be"
 
@@ -87,7 +87,7 @@ class Standins(EngineSampler):
     async def complete(self, url: str, request: Request, seed: int) -> EngineCompletion:
         server = self._there(url)
         server.drawn += 1
-        await asyncio.sleep(0)  # others are asked meanwhile
+        await asyncio.sleep(0)  # lets other requests run
         asked = replace(request, sampling=replace(request.sampling, top_k=server.top_k))
         return server.fault(server, request, walk(server.model.table, asked, seed, self.tokenizer.end_ids))
 
@@ -100,7 +100,7 @@ class Standins(EngineSampler):
 
 
 def walk(table: Tensor, request: Request, seed: int, end: frozenset[int]) -> EngineCompletion:
-    """A completion drawn token by token from the logits [V, V]."""
+    """Sample a completion token by token from the logits [V, V]."""
     rng, token, tokens, logps = np.random.default_rng(seed), int(request.prompt_ids[-1]), [], []
     while len(tokens) < request.max_tokens and not (tokens and token in end):
         logp = log_probabilities(table[None, token].detach(), request.sampling)[0]
@@ -112,7 +112,7 @@ def walk(table: Tensor, request: Request, seed: int, end: frozenset[int]) -> Eng
 def whole(
     server: Standin, request: Request, drawn: EngineCompletion, temperature: float | None = None
 ) -> EngineCompletion:
-    """The same tokens with the log-probabilities of the whole distribution, at the temperature asked for, or another."""
+    """Return the same tokens with the log-probabilities of the full distribution, at the requested temperature or another."""
     ids = torch.cat([request.prompt_ids, torch.tensor(drawn.tokens)])
     heat = request.sampling.temperature if temperature is None else temperature
     with torch.no_grad():
@@ -122,5 +122,5 @@ def whole(
 
 
 def refused(server: Standin, request: Request, drawn: EngineCompletion) -> EngineCompletion:
-    """An id that it does not know."""
+    """Refuse the request's ids."""
     raise EngineError("400: token id out of vocabulary")

@@ -1,4 +1,4 @@
-"""An engine in this process: it loads what is published, as servers do, and draws with that."""
+"""An engine in this process: it loads published weights, as servers do, and samples with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safe
 
 
 class FolderEngine(EngineSampler):
-    """One server, whose weights are those of the folder."""
+    """One server, which loads the folder."""
 
     name, launch_hint = "a folder's engine", "There is no other way to start it"
     served: LocalSampler

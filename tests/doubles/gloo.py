@@ -1,4 +1,4 @@
-"""Groups of real processes, over gloo instead of NCCL: this process's side. The other is `receiver.py`."""
+"""Groups of real processes, over gloo instead of NCCL: this process's side. `receiver.py` is the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT = timedelta(seconds=60)
 
 
 def gloo(kept: Store, rank: int, size: int) -> ProcessGroup:
-    """All of a group's processes have to call it."""
+    """Form a group; all of its processes must call it."""
     found = ProcessGroup(kept, rank, size)
     found._register_backend(
         torch.device("cpu"), ProcessGroup.BackendType.GLOO, ProcessGroupGloo(kept, rank, size, WAIT)
@@ -33,14 +33,14 @@ def gloo(kept: Store, rank: int, size: int) -> ProcessGroup:
 
 
 def broadcast(group: ProcessGroup, tensor: Tensor) -> None:
-    """From rank 0, in place."""
+    """Broadcast from rank 0, in place."""
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([tensor], options).wait()
 
 
 class GlooGroup:
-    """As SGLang's process group is formed: name, store, prefixes."""
+    """A group formed like SGLang's: name, store, prefixes."""
 
     def __init__(self, size: int, address: str, name: str) -> None:
         self._size, self._address, self._name = size, address, name
@@ -65,7 +65,7 @@ class GlooGroup:
 
 
 class GlooIdGroup(GlooGroup):
-    """As vLLM's communicator is formed: from 128 bytes that say where, and with one number that is summed at once."""
+    """A group formed like vLLM's: from 128 bytes with the address, and one number that is summed at once."""
 
     def init_request(self) -> Mapping[str, Any]:
         where = f"{self._address}:{self._store.port}".encode().ljust(UNIQUE_ID_BYTES, b"\0")

@@ -1,6 +1,6 @@
-"""Servers that answer in the form that vLLM and SGLang document, drawing from a table, without a network.
+"""Servers that reply in the form that vLLM and SGLang document, sampling from a table, without a network.
 
-The form of vLLM's answers was recorded from a server of version 0.32; that of SGLang's is its documentation's, version 0.5.
+The form of vLLM's replies was recorded from a server of version 0.32; that of SGLang's is its documentation's, version 0.5.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policygrad.samplers.engines.base import EngineCompletion
 
 
 class FormServer:
-    """Keeps what it was asked; `tell` is what it draws from, unless a test replaces it."""
+    """Keeps its requests. Tests may replace `tell`, which returns the reply."""
 
     def __init__(self, table: Tensor, end: frozenset[int]) -> None:
         self.table, self.end, self.version = table.detach().clone(), end, "default"
@@ -29,7 +29,7 @@ class FormServer:
 
     @property
     def paths(self) -> list[str]:
-        """Questions other than for completions."""
+        """Routes of requests other than for completions."""
         return [path for path, _ in self.asked if path not in ("/v1/completions", "/generate")]
 
     def answer(self, request: httpx.Request) -> httpx.Response:
@@ -55,7 +55,7 @@ class FormServer:
 
 
 class VllmForm(FormServer):
-    """`vllm serve`, version 0.32. raw: without --logprobs-mode; developing: with VLLM_SERVER_DEV_MODE=1."""
+    """`vllm serve`, version 0.32; without --logprobs-mode if `raw`, with VLLM_SERVER_DEV_MODE=1 if `developing`."""
 
     raw, developing = False, True
 
@@ -98,7 +98,7 @@ class VllmForm(FormServer):
 
 
 class SglangForm(FormServer):
-    """`sglang.launch_server`, version 0.5. broken: it cannot read the weights."""
+    """`sglang.launch_server`, version 0.5; cannot read the weights if `broken`."""
 
     broken = False
 

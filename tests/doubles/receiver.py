@@ -1,8 +1,8 @@
-"""A server's process of a group, over gloo: it takes orders as lines of JSON, and says what it has received, byte for byte.
+"""A server's process in a group, over gloo: it reads requests as lines of JSON, and replies with the received bytes.
 
     {"engine": "sglang", "init_request": …}   {"engine": "vllm", "init_request": …}   {"names": …, "dtypes": …, "shapes": …}
 
-It forms its side in the way of the engine: SGLang's by torch's own helper on a store that it is told of, vLLM's by an id.
+It forms its side like the engine: SGLang's with torch's own helper on the given store, vLLM's from an id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from doubles.gloo import WAIT, broadcast, gloo
 
 
 def sglang(told: Mapping[str, Any]) -> ProcessGroup:
-    """The group that torch makes of a rendezvous over TCP and a name."""
+    """Return the group that torch makes from a rendezvous over TCP and a name."""
     where = f"tcp://{told['master_address']}:{told['master_port']}"
     kept, rank, size = next(rendezvous(where, told["rank_offset"], told["world_size"], timeout=WAIT))
     named, backend = PrefixStore(told["group_name"], kept), Backend(told["backend"])
@@ -30,7 +30,7 @@ def sglang(told: Mapping[str, Any]) -> ProcessGroup:
 
 
 def vllm(told: Mapping[str, Any]) -> ProcessGroup:
-    """The group of an id, over which a number is summed before anything else."""
+    """Return the group of an id, after summing one number over it."""
     unique_id = base64.b64decode(told["nccl_unique_id_b64"], validate=True)
     assert len(unique_id) == 128
     host, _, port = unique_id.rstrip(b"\0").decode().rpartition(":")

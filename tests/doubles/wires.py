@@ -1,4 +1,4 @@
-"""Groups without a network: what is sent goes from a thread to a server that answers in the form of vLLM or SGLang."""
+"""Groups without a network: tensors go from a thread to a server double of vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_groups(sampler_class: type[EngineSampler], factory: GroupFactory) -> ty
 
 
 class WireGroup:
-    """A group with one server, which takes what is sent from `tensors`."""
+    """A group with one server, which receives from `tensors`."""
 
     def __init__(self, number: int, size: int, name: str) -> None:
         self.number, self.size, self.name = number, size, name
@@ -56,7 +56,7 @@ class WireGroup:
 
 
 class Wires:
-    """Every group that was opened, in order."""
+    """A group factory that keeps every group, in order."""
 
     def __init__(self) -> None:
         self.opened: list[WireGroup] = []
@@ -67,8 +67,8 @@ class Wires:
 
 
 class Taking(FormServer):
-    """A server that takes weights from a wire. workers: its processes. lost: tensors that it takes before it is gone for good.
-    hangs: it takes none, and never says so."""
+    """A server that receives weights from a wire: with `workers` processes; `lost` tensors before it is gone for good; without ever
+    receiving if it `hangs`."""
 
     workers = 1
     lost: int | None = None
@@ -80,7 +80,7 @@ class Taking(FormServer):
         self.begin()
 
     def begin(self) -> None:
-        """As a process that was just started: with weights of its own, in no group."""
+        """Reset to a process that was just started, with its own weights and no group."""
         self.version, self.lost, self.hangs = "default", None, False
         self.groups: dict[str, WireGroup] = {}
         self.got: dict[str, Tensor] = {}
@@ -96,7 +96,7 @@ class Taking(FormServer):
         return httpx.Response(404, json={"detail": "Not Found"}) if told is None else httpx.Response(code, json=told)
 
     async def transferred(self, path: str, body: Any) -> tuple[int, Any]:
-        """(status, answer) to what is about groups; an answer of None = nothing that is."""
+        """Return (status, reply) to a request about groups; a reply of None for other requests."""
         raise NotImplementedError
 
     def join(self, init_request: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class Taking(FormServer):
 
 
 class VllmTaking(Taking, VllmForm):
-    """configured: with --weight-transfer-config."""
+    """Started with --weight-transfer-config if `configured`."""
 
     configured = True
     active = False
@@ -134,7 +134,7 @@ class VllmTaking(Taking, VllmForm):
         if path == "/init_weight_transfer_engine":
             if not self.configured:
                 return 500, refused
-            self.groups.clear()  # it has one
+            self.groups.clear()  # it has one group
             self.join(body["init_info"])
             return 200, {"message": "Weight transfer initialized"}
         if path == "/start_weight_update":
@@ -166,7 +166,7 @@ class VllmTaking(Taking, VllmForm):
 
 
 class SglangTaking(Taking, SglangForm):
-    """many: processes of other kinds than tensor parallelism."""
+    """With processes of other kinds than tensor parallelism in `many`."""
 
     many: Mapping[str, Any] = {}
 
@@ -179,7 +179,7 @@ class SglangTaking(Taking, SglangForm):
             self.join(body)
             return 200, {"success": True, "message": "Succeeded to initialize custom process group."}
         if path == "/update_weights_from_distributed":
-            assert body["group_name"] in self.groups  # a real one ends otherwise
+            assert body["group_name"] in self.groups  # a real server would exit
             await self.take(self.groups[body["group_name"]], body["names"], body["dtypes"], body["shapes"])
             self.table, self.version = self.got.get("table", self.table), body.get("weight_version", self.version)
             return 200, {"success": True, "message": "Succeeded to update parameter online."}

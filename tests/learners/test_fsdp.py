@@ -20,13 +20,13 @@ import policygrad as pg
 from doubles.architectures import PLAIN
 from doubles.experts import built, drawn, shaken
 from doubles.ranked import BATCH, agree, learned, make_spec, model, pair, started, values
-from policygrad.learners.fsdp import controller
 from policygrad.learners.fsdp.controller import FsdpController, check_shardable
 from policygrad.learners.fsdp.distributed_ops import FsdpWorkDivision
 from policygrad.learners.fsdp.processes import WorkerGroup, check_devices
 from policygrad.learners.fsdp.torchrun import check_not_torchrun, resolve_world_size
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.learners.local.packing import Pack, pack_micro_batches
+from policygrad.utils.signals import defer_signals
 
 TWICE = pg.GradientSteps(epochs=2, minibatches=2)
 ALGORITHMS = {
@@ -183,7 +183,7 @@ def test_a_signal_waits_for_what_all_processes_do() -> None:
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        with controller.defer_signals():
+        with defer_signals():
             signal.raise_signal(signal.SIGTERM)
             assert came == []
         assert came == [signal.SIGTERM]

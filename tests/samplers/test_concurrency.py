@@ -1,4 +1,4 @@
-"""How much a server is given at a time, and who goes first."""
+"""Concurrency limits of servers, and the order of requests."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_load_is_parsed_from_prometheus_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "asked", "load", "becomes"),
+    ("limit", "requests", "load", "becomes"),
     [
-        (16, 16, ServerLoad(0, 0.5), 20),  # all are busy, and there is room
-        (16, 7, ServerLoad(0, 0.5), 16),  # it is not asked for as many as it could be
+        (16, 16, ServerLoad(0, 0.5), 20),  # all slots are used, and the cache has room
+        (16, 7, ServerLoad(0, 0.5), 16),  # not all slots are used
         (16, 16, ServerLoad(0, 0.9), 16),
-        (16, 16, ServerLoad(3, 0.5), 13),  # three wait there
+        (16, 16, ServerLoad(3, 0.5), 13),  # three requests are in its queue
         (2, 2, ServerLoad(9, 0.5), 1),
         (16, 16, ServerLoad(0, 0.96), 15),
         (200, 200, ServerLoad(0, 0.96), 180),
@@ -60,13 +60,13 @@ def test_load_is_parsed_from_prometheus_text() -> None:
         (MAX_CONCURRENCY, MAX_CONCURRENCY, ServerLoad(0, 0.0), MAX_CONCURRENCY),
     ],
 )
-def test_limit_follows_queue_and_cache_use(limit: int, asked: int, load: ServerLoad, becomes: int) -> None:
-    assert adjust_concurrency(limit, asked, load) == becomes
+def test_limit_follows_queue_and_cache_use(limit: int, requests: int, load: ServerLoad, becomes: int) -> None:
+    assert adjust_concurrency(limit, requests, load) == becomes
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))
 def test_limit_converges_to_server_capacity(most: int, first: int) -> None:
-    """One whose cache is full at `most`, and which then queues what is more."""
+    """A server whose cache is full at `most` requests, and which queues the rest."""
     limit, seen = first, list[int]()
     for _ in range(120):
         limit = adjust_concurrency(limit, limit, ServerLoad(max(0, limit - most), min(1.0, limit / most)))
@@ -106,24 +106,24 @@ async def ready(server: EngineServer) -> None:
 
 def test_continuations_go_before_new_requests() -> None:
     async def order() -> list[str]:
-        servers, said, release = ServerPool(("http://a",), ready, 1, 1.0), list[str](), asyncio.Event()
+        servers, message, release = ServerPool(("http://a",), ready, 1, 1.0), list[str](), asyncio.Event()
         await servers.ready()
 
         async def ask(name: str) -> None:
-            said.append(name)
+            message.append(name)
             if name == "first":
                 await release.wait()
 
-        async def call(name: str, begun: bool) -> None:
-            await servers.call(lambda server: ask(name), begun)
+        async def call(name: str, started: bool) -> None:
+            await servers.call(lambda server: ask(name), started)
 
         names = {"first": False, "new 1": False, "new 2": False, "begun 1": True, "begun 2": True, "new 3": False}
-        tasks = [asyncio.ensure_future(call(name, begun)) for name, begun in names.items()]
-        while not said or servers._waiting_continuations < 2:
+        tasks = [asyncio.ensure_future(call(name, started)) for name, started in names.items()]
+        while not message or servers._waiting_continuations < 2:
             await asyncio.sleep(0)
         release.set()
         await asyncio.gather(*tasks)
-        return said
+        return message
 
     assert asyncio.run(order()) == ["first", "begun 1", "begun 2", "new 1", "new 2", "new 3"]
 
@@ -148,32 +148,32 @@ def test_all_slots_of_all_servers_are_used() -> None:
 
 
 def test_slots_freed_together_are_all_taken() -> None:
-    """Four answers end at once, where one that is begun waits beside ten that are not: the other three places are theirs."""
+    """Four requests finish at once while one continuation and ten new requests wait: the new ones get the other three slots."""
 
     async def asked_after() -> int:
-        servers, asked, gates = ServerPool(("http://a",), ready, 4, 1.0), 0, (asyncio.Event(), asyncio.Event())
+        servers, requests, gates = ServerPool(("http://a",), ready, 4, 1.0), 0, (asyncio.Event(), asyncio.Event())
         await servers.ready()
 
         async def ask(gate: asyncio.Event) -> None:
-            nonlocal asked
-            asked += 1
+            nonlocal requests
+            requests += 1
             await gate.wait()
 
-        async def call(gate: asyncio.Event, begun: bool = False) -> None:
-            await servers.call(lambda server: ask(gate), begun)
+        async def call(gate: asyncio.Event, started: bool = False) -> None:
+            await servers.call(lambda server: ask(gate), started)
 
         tasks = [asyncio.ensure_future(call(gates[0])) for _ in range(4)]
-        while asked < 4:
+        while requests < 4:
             await asyncio.sleep(0)
-        tasks += [asyncio.ensure_future(call(gates[1], begun=i == 0)) for i in range(11)]
+        tasks += [asyncio.ensure_future(call(gates[1], started=i == 0)) for i in range(11)]
         while not servers._waiting_continuations:
             await asyncio.sleep(0)
         gates[0].set()
         for _ in range(100):
             await asyncio.sleep(0)
-        found = asked
+        result = requests
         gates[1].set()
         await asyncio.gather(*tasks)
-        return found
+        return result
 
     assert asyncio.run(asked_after()) == 8

@@ -1,5 +1,5 @@
-"""What is held of every engine: what comes back is checked, servers are compared with the learner, and one that is away is made
-ready again. The servers here are tables in this process, with faults; real ones are in the files named after them."""
+"""Every engine: replies are checked, servers are compared with the learner, and an unavailable server is prepared again. The
+servers here are tables in this process, with faults; real ones are in the files named after them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Make:
 
 
 def weights(sampler: Standins, version: int, change: float = 0.0) -> PublishedWeights:
-    """The model's own tensors, each moved by `change`."""
+    """Return the model's own tensors, each changed by `change`."""
     with torch.no_grad():
         for parameter in sampler.model.parameters():
             parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
@@ -69,34 +69,34 @@ def request(i: int = 0, max_tokens: int = 8) -> Request:
 
 def test_completions_come_from_the_policy_and_have_its_version(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
-    told = wait(sampler.update(weights(sampler, 3)))
-    found = wait(sampler.generate([request(i) for i in range(5)]))
-    assert [g.version for g in found] == [3] * 5
-    assert all(g.finish_reason == "stop" or len(g.tokens) == 8 for g in found)
-    assert told["publication/bytes"].value > 4 * sum(p.numel() for p in sampler.model.parameters())
-    assert told["publication/seconds"].value > 0
-    assert told["publication/probe_max"].value < 1e-5
+    metrics = wait(sampler.update(weights(sampler, 3)))
+    generations = wait(sampler.generate([request(i) for i in range(5)]))
+    assert [g.version for g in generations] == [3] * 5
+    assert all(g.finish_reason == "stop" or len(g.tokens) == 8 for g in generations)
+    assert metrics["publication/bytes"].value > 4 * sum(p.numel() for p in sampler.model.parameters())
+    assert metrics["publication/seconds"].value > 0
+    assert metrics["publication/probe_max"].value < 1e-5
 
 
 def test_completions_depend_on_the_key(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
-    asked = [request(i, 16) for i in range(4)]
-    first, again = wait(sampler.generate(asked)), wait(sampler.generate(asked[::-1]))[::-1]
-    assert [g.tokens.tolist() for g in first] == [g.tokens.tolist() for g in again]
+    requests = [request(i, 16) for i in range(4)]
+    first, second = wait(sampler.generate(requests)), wait(sampler.generate(requests[::-1]))[::-1]
+    assert [g.tokens.tolist() for g in first] == [g.tokens.tolist() for g in second]
     assert len({tuple(g.tokens.tolist()) for g in first}) == 4
 
 
-def raw(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
-    return whole(server, request, drawn, temperature=1.0)
+def raw(server: Any, request: Request, completion: EngineCompletion) -> EngineCompletion:
+    return whole(server, request, completion, temperature=1.0)
 
 
-def noisy(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
-    return replace(drawn, logp=[x - 0.025 * (i % 2) for i, x in enumerate(drawn.logp)])
+def noisy(server: Any, request: Request, completion: EngineCompletion) -> EngineCompletion:
+    return replace(completion, logp=[x - 0.025 * (i % 2) for i, x in enumerate(completion.logp)])
 
 
 @pytest.mark.parametrize(
-    ("fault", "top_k", "words"),
+    ("fault", "top_k", "message"),
     [
         (raw, 0, "before the temperature"),
         (None, 40, "and all are larger: it truncates the distribution"),
@@ -106,14 +106,14 @@ def noisy(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompl
     ],
 )
 def test_server_with_another_distribution_is_refused(
-    make: Make, wait: AsyncRunner, fault: Fault | None, top_k: int, words: str
+    make: Make, wait: AsyncRunner, fault: Fault | None, top_k: int, message: str
 ) -> None:
     sampler = make()
     server = sampler.standins[ONE]
     server.top_k, server.fault = top_k, fault or server.fault
     with pytest.raises(EngineError) as error:
         wait(sampler.update(weights(sampler, 0)))
-    assert words in str(error.value)
+    assert message in str(error.value)
     assert "Start it as it should be" in str(error.value)
 
 
@@ -152,7 +152,7 @@ def test_old_weights_at_first_contact_are_refused_at_once(make: Make, wait: Asyn
 
 
 def garbled(share: int) -> Fault:
-    """Every `share`-th answer is one that no rollout can be made of."""
+    """Every `share`-th reply is invalid."""
     count = iter(range(10**6))
     return lambda s, r, d: replace(d, tokens=[-1] * len(d.tokens)) if next(count) % share == 0 else d
 
@@ -160,18 +160,18 @@ def garbled(share: int) -> Fault:
 def test_server_with_invalid_replies_is_probed_before_further_requests(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO, recovery_timeout=60.0)
     wait(sampler.update(weights(sampler, 4)))
-    asked = [request(i) for i in range(24)]
-    alone = wait(sampler.generate(asked))
+    requests = [request(i) for i in range(24)]
+    baseline = wait(sampler.generate(requests))
     one = sampler.standins[ONE]
     one.fault, loaded = garbled(60), one.loaded
-    found = wait(sampler.generate(asked))
-    assert [g.tokens.tolist() for g in found] == [g.tokens.tolist() for g in alone]
+    generations = wait(sampler.generate(requests))
+    assert [g.tokens.tolist() for g in generations] == [g.tokens.tolist() for g in baseline]
     assert sampler.servers.num_retries == 1
     assert one.loaded > loaded
 
 
 def test_reply_sampled_with_old_weights_is_retried(make: Make, wait: AsyncRunner) -> None:
-    """A server that went and came back between two requests, which no connection tells of."""
+    """The server restarted between two requests, which no connection error shows."""
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     one = sampler.standins[ONE]
@@ -190,36 +190,36 @@ def test_waiting_for_servers_is_reported_and_ended(
     make: Make, wait: AsyncRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_pool, "WAIT_REPORT_SECONDS", 0.0)
-    said: list[str] = []
+    message: list[str] = []
     sampler = make(ONE, TWO, recovery_timeout=60.0)
-    sampler.on_progress = lambda text, done, total: said.append(text)
+    sampler.on_progress = lambda text, done, total: message.append(text)
     for server in sampler.standins.values():
         server.away = 2
     wait(sampler.update(weights(sampler, 0)))
-    assert said[0] == "waiting for a server, each for up to 60 s (http://one: not there)"
-    assert "http://two: not there" in said[1]
-    assert said[-1] == ""
-    assert said.count("") == 1
+    assert message[0] == "waiting for a server, each for up to 60 s (http://one: not there)"
+    assert "http://two: not there" in message[1]
+    assert message[-1] == ""
+    assert message.count("") == 1
 
 
 def test_chunks_continue_with_the_remaining_tokens(make: Make, wait: AsyncRunner) -> None:
     sampler = make(chunk_tokens=3)
     wait(sampler.update(weights(sampler, 5)))
-    asked: list[tuple[list[int], int]] = []
+    requests: list[tuple[list[int], int]] = []
 
-    def noted(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
-        asked.append((request.prompt_ids.tolist(), request.max_tokens))
-        return drawn
+    def noted(server: Any, request: Request, completion: EngineCompletion) -> EngineCompletion:
+        requests.append((request.prompt_ids.tolist(), request.max_tokens))
+        return completion
 
     sampler.standins[ONE].fault = noted
-    [found] = wait(sampler.generate([request(4, 8)]))
-    tokens, begin = found.tokens.tolist(), [5, 70, 300]
-    assert (len(tokens), found.finish_reason, found.version) == (8, "length", 5)
-    assert asked == [(begin, 3), (begin + tokens[:3], 3), (begin + tokens[:6], 2)]
-    own = sampler.model(torch.tensor([begin + tokens])).logits[0, 2:-1].log_softmax(-1)
-    assert torch.allclose(found.logp, own.gather(-1, found.tokens[:, None])[:, 0], atol=1e-5)
-    [again] = wait(sampler.generate([request(4, 8)]))
-    assert again.tokens.tolist() == tokens
+    [generation] = wait(sampler.generate([request(4, 8)]))
+    tokens, begin = generation.tokens.tolist(), [5, 70, 300]
+    assert (len(tokens), generation.finish_reason, generation.version) == (8, "length", 5)
+    assert requests == [(begin, 3), (begin + tokens[:3], 3), (begin + tokens[:6], 2)]
+    expected = sampler.model(torch.tensor([begin + tokens])).logits[0, 2:-1].log_softmax(-1)
+    assert torch.allclose(generation.logp, expected.gather(-1, generation.tokens[:, None])[:, 0], atol=1e-5)
+    [second] = wait(sampler.generate([request(4, 8)]))
+    assert second.tokens.tolist() == tokens
     ended = [g for g in wait(sampler.generate([request(i, 400) for i in range(4)])) if g.finish_reason == "stop"]
     assert ended
     assert all((g.tokens == 1).nonzero().tolist() == [[len(g.tokens) - 1]] for g in ended)
@@ -229,28 +229,28 @@ def test_tokens_have_their_own_version_when_weights_change_between_chunks(make: 
     sampler = make(ONE, TWO, chunk_tokens=2, max_concurrency=2)
     wait(sampler.update(weights(sampler, 0)))
     tables = {0: sampler.model.table.detach().clone()}
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
-    def starts(server: Any, request: Request, drawn: EngineCompletion) -> EngineCompletion:
-        if len(request.prompt_ids) == 7:  # two pieces are there
-            begun.set()
-        return drawn
+    def starts(server: Any, request: Request, completion: EngineCompletion) -> EngineCompletion:
+        if len(request.prompt_ids) == 7:  # two chunks are finished
+            started.set()
+        return completion
 
     for server in sampler.standins.values():
         server.fault = starts
 
     async def both() -> list[Any]:
         drawing = asyncio.ensure_future(sampler.generate([request(i, 40) for i in range(6)]))
-        await begun.wait()
+        await started.wait()
         await sampler.update(weights(sampler, 3, 0.1))
         tables[3] = sampler.model.table.detach().clone()
         assert not drawing.done()
         return list(await drawing)
 
-    found = wait(both())
-    changed = [g for g in found if isinstance(g.version, torch.Tensor)]
+    generations = wait(both())
+    changed = [g for g in generations if isinstance(g.version, torch.Tensor)]
     assert changed
-    for generation in found:
+    for generation in generations:
         versions = generation.version
         if isinstance(versions, int):
             versions = torch.full_like(generation.tokens, versions)
@@ -258,77 +258,77 @@ def test_tokens_have_their_own_version_when_weights_change_between_chunks(make: 
         assert set(versions.tolist()) <= {0, 3}
         before = torch.cat([torch.tensor([300]), generation.tokens[:-1]])
         rows = torch.stack([tables[int(v)][token] for v, token in zip(versions, before, strict=True)])
-        own = rows.log_softmax(-1).gather(-1, generation.tokens[:, None])[:, 0]
-        assert torch.allclose(generation.logp, own, atol=1e-5)
+        expected = rows.log_softmax(-1).gather(-1, generation.tokens[:, None])[:, 0]
+        assert torch.allclose(generation.logp, expected, atol=1e-5)
 
 
 def test_open_requests_finish_before_new_weights_load(make: Make, wait: AsyncRunner) -> None:
     sampler = make(chunk_tokens=0)
     wait(sampler.update(weights(sampler, 0)))
     before = sampler.model.table.detach().clone()
-    holding, held = asyncio.Event(), asyncio.Event()
-    drawing, loading = sampler.complete, sampler.load_weights
+    holding, blocked = asyncio.Event(), asyncio.Event()
+    complete, load_weights = sampler.complete, sampler.load_weights
     order: list[str] = []
 
-    async def holds(url: str, asked: Request, seed: int) -> EngineCompletion:
-        if len(asked.prompt_ids) == 3:
-            held.set()
+    async def holds(url: str, request: Request, seed: int) -> EngineCompletion:
+        if len(request.prompt_ids) == 3:
+            blocked.set()
             await holding.wait()
             order.append("answered")
-        return await drawing(url, asked, seed)
+        return await complete(url, request, seed)
 
-    async def loads(url: str, publication: Any) -> None:
+    async def loads(url: str, version: Any) -> None:
         order.append("loaded")
-        await loading(url, publication)
+        await load_weights(url, version)
 
     sampler.complete, sampler.load_weights = holds, loads  # type: ignore[method-assign]
 
     async def both() -> Any:
-        asked = asyncio.ensure_future(sampler.generate([request()]))
-        await held.wait()
+        generating = asyncio.ensure_future(sampler.generate([request()]))
+        await blocked.wait()
         asyncio.get_running_loop().call_later(0, lambda: asyncio.get_running_loop().call_soon(holding.set))
         await sampler.update(weights(sampler, 1, 0.1))
-        return await asked
+        return await generating
 
-    [found] = wait(both())
+    [generation] = wait(both())
     assert order == ["answered", "loaded"]
-    assert found.version == 0
-    rows = torch.cat([torch.tensor([300]), found.tokens[:-1]])
-    own = before[rows].log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
-    assert torch.allclose(found.logp, own, atol=1e-5)
+    assert generation.version == 0
+    rows = torch.cat([torch.tensor([300]), generation.tokens[:-1]])
+    expected = before[rows].log_softmax(-1).gather(-1, generation.tokens[:, None])[:, 0]
+    assert torch.allclose(generation.logp, expected, atol=1e-5)
 
 
 def test_completions_are_reported_while_others_are_sampled(make: Make, wait: AsyncRunner) -> None:
     sampler = make(max_concurrency=2)
     assert isinstance(sampler, SupportsStreaming)
     wait(sampler.update(weights(sampler, 0)))
-    asked = [request(i) for i in range(6)]
+    requests = [request(i) for i in range(6)]
     seen: list[tuple[Request, list[int]]] = []
-    drawn: list[int] = []
+    completion: list[int] = []
 
     def watch(over: Any) -> None:
         seen.extend((request, tokens.tolist()) for request, tokens in over)
-        drawn.append(sampler.standins[ONE].drawn)
+        completion.append(sampler.standins[ONE].drawn)
 
     with sampler.on_completion(watch):
-        found = wait(sampler.generate(asked))
+        generations = wait(sampler.generate(requests))
     assert {r.key: tokens for r, tokens in seen} == {
-        r.key: g.tokens.tolist() for r, g in zip(asked, found, strict=True)
+        r.key: g.tokens.tolist() for r, g in zip(requests, generations, strict=True)
     }
     assert len(seen) == 6
-    assert drawn[0] < drawn[-1]
-    wait(sampler.generate(asked))
+    assert completion[0] < completion[-1]
+    wait(sampler.generate(requests))
     assert len(seen) == 6
 
     def stops(over: Any) -> None:
         raise ZeroDivisionError
 
     with sampler.on_completion(stops), pytest.raises(ZeroDivisionError):
-        wait(sampler.generate(asked))
+        wait(sampler.generate(requests))
 
 
 def test_request_ends_when_the_heartbeat_fails(wait: AsyncRunner) -> None:
-    asked, ended = list[int](), list[bool]()
+    requests, ended = list[int](), list[bool]()
 
     async def never() -> str:
         try:
@@ -338,26 +338,26 @@ def test_request_ends_when_the_heartbeat_fails(wait: AsyncRunner) -> None:
         return "said"
 
     async def pulse() -> None:
-        asked.append(len(asked))
-        if len(asked) == 3:
+        requests.append(len(requests))
+        if len(requests) == 3:
             raise ServerUnavailableError("no answer within 30 seconds")
 
     with pytest.raises(ServerUnavailableError, match="no answer within 30 seconds"):
         wait(with_heartbeat(never(), pulse, 1e-4))
-    assert (asked, ended) == ([0, 1, 2], [True])
+    assert (requests, ended) == ([0, 1, 2], [True])
     for seconds in (0.0, 60.0):
         assert wait(with_heartbeat(asyncio.sleep(0, "said"), pulse, seconds)) == "said"
         with pytest.raises(ZeroDivisionError):
             wait(with_heartbeat(broken(), pulse, seconds))
-    assert len(asked) == 3
+    assert len(requests) == 3
 
 
 def test_consecutive_failures_raise_one_error_and_log_nothing(wait: AsyncRunner) -> None:
-    """All refused by one server: the first is raised; asyncio has nothing to say of the others."""
-    said = list[str]()
+    """All requests fail at one server: the first error is raised, and asyncio logs nothing about the rest."""
+    message = list[str]()
 
     async def asked() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: message.append(context["message"]))
 
         async def question(after: int) -> None:
             for _ in range(after):
@@ -372,7 +372,7 @@ def test_consecutive_failures_raise_one_error_and_log_nothing(wait: AsyncRunner)
 
     wait(asked())
     gc.collect()
-    assert said == []
+    assert message == []
 
 
 async def broken() -> None:
@@ -383,14 +383,14 @@ def test_logprob_tolerance_allows_small_differences(make: Make, wait: AsyncRunne
     sampler = make(logprob_tolerance=1.0)
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].stale = True
-    told = wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, and nobody asked to see it
+    metrics = wait(sampler.update(weights(sampler, 1, 1e-3)))  # stale, within the tolerance
     largest = max(verdict.difference for verdict in sampler.probe_results.values())
     assert 1e-4 < largest < 1.0
-    assert told["publication/probe_max"].value == largest
+    assert metrics["publication/probe_max"].value == largest
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "message"),
     [
         (lambda s, r, d: replace(d, logp=d.logp[:-1]), "7 log-probabilities for 8 tokens"),
         (lambda s, r, d: replace(d, logp=[-9999.0, *d.logp[1:]]), "a placeholder"),
@@ -404,22 +404,26 @@ def test_logprob_tolerance_allows_small_differences(make: Make, wait: AsyncRunne
         (lambda s, r, d: EngineCompletion([*d.tokens, 1], [*d.logp, -1.0]), "9 tokens, and was asked for 8"),
     ],
 )
-def test_invalid_completions_are_refused(make: Make, wait: AsyncRunner, fault: Fault, words: str) -> None:
+def test_invalid_completions_are_refused(make: Make, wait: AsyncRunner, fault: Fault, message: str) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     probed = lambda s, r, d: d if len(r.prompt_ids) > 3 else fault(s, r, EngineCompletion([7] * 8, [-1.0] * 8))  # noqa: E731
     sampler.standins[ONE].fault = probed
     with pytest.raises(EngineError) as error:
         wait(sampler.generate([request()]))
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_tokens_after_an_end_token_are_cut_off(make: Make, wait: AsyncRunner) -> None:
     sampler = make()
     wait(sampler.update(weights(sampler, 0)))
     sampler.standins[ONE].fault = lambda s, r, d: EngineCompletion([7, 1, 8, 1], [-1.0, -2.0, -3.0, -4.0])
-    [found] = wait(sampler.generate([request()]))
-    assert (found.tokens.tolist(), found.logp.tolist(), found.finish_reason) == ([7, 1], [-1.0, -2.0], "stop")
+    [generation] = wait(sampler.generate([request()]))
+    assert (generation.tokens.tolist(), generation.logp.tolist(), generation.finish_reason) == (
+        [7, 1],
+        [-1.0, -2.0],
+        "stop",
+    )
 
 
 def test_requests_go_to_the_least_busy_server(make: Make, wait: AsyncRunner) -> None:
@@ -427,28 +431,28 @@ def test_requests_go_to_the_least_busy_server(make: Make, wait: AsyncRunner) -> 
     wait(sampler.update(weights(sampler, 0)))
     before = [s.drawn for s in sampler.standins.values()]
     wait(sampler.generate([request(i) for i in range(40)]))
-    asked = [s.drawn - n for s, n in zip(sampler.standins.values(), before, strict=True)]
-    assert sum(asked) == 40
-    assert min(asked) >= 15
+    requests = [s.drawn - n for s, n in zip(sampler.standins.values(), before, strict=True)]
+    assert sum(requests) == 40
+    assert min(requests) >= 15
 
 
 def test_requests_of_an_unavailable_server_move_and_it_loads_the_weights_again(make: Make, wait: AsyncRunner) -> None:
     sampler = make(ONE, TWO, recovery_timeout=5.0)
     wait(sampler.update(weights(sampler, 0)))
-    alone = wait(sampler.generate([request(i) for i in range(12)]))
+    baseline = wait(sampler.generate([request(i) for i in range(12)]))
     first = sampler.standins[ONE]
-    first.away, loaded, drawn = 3, first.loaded, first.drawn
-    found = wait(sampler.generate([request(i) for i in range(12)]))
-    assert [g.tokens.tolist() for g in found] == [g.tokens.tolist() for g in alone]
+    first.away, loaded, num_sampled = 3, first.loaded, first.drawn
+    generations = wait(sampler.generate([request(i) for i in range(12)]))
+    assert [g.tokens.tolist() for g in generations] == [g.tokens.tolist() for g in baseline]
     assert sampler.servers.num_retries >= 1
-    for i in range(200):  # it comes back while others are asked
+    for i in range(200):  # it comes back during these requests
         wait(sampler.generate([request(i)]))
         if sampler.servers.all[0].ready:
             break
     assert first.loaded == loaded + 1
-    assert first.drawn >= drawn + 48  # it was probed
-    told = wait(sampler.update(weights(sampler, 1)))
-    assert told["publication/retries"].value >= 1
+    assert first.drawn >= num_sampled + 48  # it was probed
+    metrics = wait(sampler.update(weights(sampler, 1)))
+    assert metrics["publication/retries"].value >= 1
     assert wait(sampler.update(weights(sampler, 2)))["publication/retries"].value == 0
 
 
@@ -482,10 +486,10 @@ def test_failing_request_is_not_retried_forever(make: Make, wait: AsyncRunner) -
     sampler = make(recovery_timeout=10.0)
     wait(sampler.update(weights(sampler, 0)))
 
-    def fails(server: Any, asked: Request, drawn: EngineCompletion) -> EngineCompletion:
-        if len(asked.prompt_ids) == 3:  # not the probe's
+    def fails(server: Any, requests: Request, completion: EngineCompletion) -> EngineCompletion:
+        if len(requests.prompt_ids) == 3:  # not a probe
             raise ServerUnavailableError("500 it cannot")
-        return drawn
+        return completion
 
     sampler.standins[ONE].fault = fails
     with pytest.raises(EngineError, match=r"failed 10 times, the last time at http://one: 500 it cannot"):
@@ -493,7 +497,7 @@ def test_failing_request_is_not_retried_forever(make: Make, wait: AsyncRunner) -
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "words"),
+    ("answer", "error", "message"),
     [
         (lambda r: httpx.Response(503, text="loading"), ServerUnavailableError, "503 loading"),
         (lambda r: httpx.Response(429), ServerUnavailableError, "429"),
@@ -501,9 +505,11 @@ def test_failing_request_is_not_retried_forever(make: Make, wait: AsyncRunner) -
         (lambda r: httpx.Response(302), EngineError, "answers 302"),
     ],
 )
-def test_http_status_means_retry_or_refusal(answer: Any, error: type[Exception], words: str, wait: AsyncRunner) -> None:
+def test_http_status_means_retry_or_refusal(
+    answer: Any, error: type[Exception], message: str, wait: AsyncRunner
+) -> None:
     http = HttpClient(1.0, httpx.MockTransport(answer))
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         wait(http.post(f"{ONE}/x", {}))
 
 
@@ -516,7 +522,7 @@ def test_broken_connection_means_retry(wait: AsyncRunner) -> None:
 
 
 def test_interrupted_call_is_cancelled(wait: AsyncRunner) -> None:
-    """It would go on beside the next call, with the weights of before."""
+    """It would continue during the next call, with the old weights."""
     ended: list[str] = []
 
     async def asks() -> None:
@@ -544,8 +550,8 @@ def test_versions_are_complete_and_old_ones_removed(tmp_path: Path) -> None:
     )
     first = folder.publish(PublishedWeights(0, {"a": torch.zeros(1)}))
     second = folder.publish(PublishedWeights(1, {"b": torch.zeros(1)}))
-    (tmp_path / "w" / ".tmp-v00000009-0123abcd").mkdir()  # of a process that was killed
-    (tmp_path / "w" / "vacation").mkdir()  # somebody's
+    (tmp_path / "w" / ".tmp-v00000009-0123abcd").mkdir()  # left by a killed process
+    (tmp_path / "w" / "vacation").mkdir()  # another file
     assert first.path != second.path
     assert (first.path / "file").exists()  # a server may still read it
     folder.remove_old_versions(second)
@@ -566,14 +572,14 @@ def test_version_may_contain_subfolders(tokenizer: Tokenizer, tmp_path: Path) ->
     def write(tensors: Any, path: Path) -> None:
         plural.save_pretrained(path)
 
-    found = VersionFolder(tmp_path / "w", write).publish(PublishedWeights(0, {}))
-    files = [path for path in found.path.rglob("*") if path.is_file()]
-    assert any(path.parent != found.path for path in files)
-    assert found.bytes == sum(path.stat().st_size for path in files)
+    result = VersionFolder(tmp_path / "w", write).publish(PublishedWeights(0, {}))
+    files = [path for path in result.path.rglob("*") if path.is_file()]
+    assert any(path.parent != result.path for path in files)
+    assert result.bytes == sum(path.stat().st_size for path in files)
 
 
 def test_published_files_have_default_permissions(tmp_path: Path) -> None:
-    """safetensors gives its own 0600, which a server of another user could not read."""
+    """safetensors makes its files 0600, which a server of another user could not read."""
 
     def write(tensors: Any, folder: Path) -> None:
         (folder / "weights").touch(0o600)
@@ -605,15 +611,15 @@ def test_failed_write_leaves_the_previous_version(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     folder = VersionFolder(tmp_path, write)
-    kept = folder.publish(PublishedWeights(0, {}))
+    retained = folder.publish(PublishedWeights(0, {}))
     with pytest.raises(EngineError, match=r"No space left on device.*--sampler.folder"):
         folder.publish(PublishedWeights(1, {"bad": torch.zeros(1)}))
-    assert kept.name in (tmp_path / "current.json").read_text()
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["current.json", kept.name])
+    assert retained.name in (tmp_path / "current.json").read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["current.json", retained.name])
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"engine": "llama"}, "one of local, llama_cpp"),
         ({"urls": ("http://a",)}, "sampler.engine is local"),
@@ -625,8 +631,8 @@ def test_failed_write_leaves_the_previous_version(tmp_path: Path) -> None:
         ({"engine": "llama_cpp", "heartbeat": float("nan")}, "sampler.heartbeat at least 0"),
     ],
 )
-def test_invalid_sampler_options_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_sampler_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         SamplerConfig(**options)
 
 

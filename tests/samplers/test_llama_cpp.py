@@ -1,4 +1,4 @@
-"""The native llama.cpp server, the real one: what it draws is the policy, and its death costs nothing."""
+"""A real llama.cpp server samples from the policy, and the run survives its death."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer("tiny", load_model("tiny", dtype="fp32", device="cpu"))
 
 
-def published(model: Any, version: int, change: float = 0.0) -> PublishedWeights:
+def publish(model: Any, version: int, change: float = 0.0) -> PublishedWeights:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(change * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
     return PublishedWeights(version, dict(model.named_parameters()))
 
 
-def asked(count: int, max_tokens: int = 16) -> list[Request]:
+def make_requests(count: int, max_tokens: int = 16) -> list[Request]:
     return [
         Request(torch.tensor([5, 70, 300, 40]), (1, i), SamplingParams(max_tokens=max_tokens), max_tokens)
         for i in range(count)
@@ -99,7 +99,7 @@ def test_exported_architectures_agree_to_1e_4_nats(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | more)).eval()
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     try:
-        wait(sampler.update(published(model, 0, 0.01)))
+        wait(sampler.update(publish(model, 0, 0.01)))
         (verdict,) = sampler.probe_results.values()
         assert verdict.tokens > 300
         assert verdict.difference < 1e-4
@@ -113,11 +113,13 @@ def test_adapter_is_merged_for_llama_cpp(tokenizer: Tokenizer, tmp_path: Path, w
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path)
     try:
         for version in range(2):
-            own = dict(model.named_parameters())
+            expected = dict(model.named_parameters())
             with torch.no_grad():
-                for name in (name for name in own if "lora_B" in name):
-                    own[name].add_(0.1 * torch.sin(torch.arange(own[name].numel()).float()).view_as(own[name]))
-            assert wait(sampler.update(PublishedWeights(version, own)))["publication/probe_max"].value < 1e-4
+                for name in (name for name in expected if "lora_B" in name):
+                    expected[name].add_(
+                        0.1 * torch.sin(torch.arange(expected[name].numel()).float()).view_as(expected[name])
+                    )
+            assert wait(sampler.update(PublishedWeights(version, expected)))["publication/probe_max"].value < 1e-4
     finally:
         wait(sampler.close())
 
@@ -145,13 +147,13 @@ def test_server_that_does_not_start_is_given_up_with_its_log(
     sampler.versions.write = lambda tensors, folder: (folder / "model.gguf").write_text("no such thing") and None
     try:
         with pytest.raises(EngineError, match=r"no server has answered for 3 seconds .*llama.cpp does not start with"):
-            wait(sampler.update(published(model, 0)))
+            wait(sampler.update(publish(model, 0)))
     finally:
         wait(sampler.close())
 
 
-def native(sampler: LlamaCppSampler) -> int:
-    """The process that serves, below the one that watches."""
+def find_server_pid(sampler: LlamaCppSampler) -> int:
+    """Return the process that serves, the child of the one that watches the folder."""
     assert sampler.process is not None
     assert sampler.process.process is not None
     [child] = (
@@ -164,36 +166,36 @@ def native(sampler: LlamaCppSampler) -> int:
 def test_killed_server_restarts_with_its_weights(tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
     sampler = LlamaCppSampler(model, tokenizer, CONFIG, tmp_path / "weights")
-    wait(sampler.update(published(model, 0)))
-    wait(sampler.update(published(model, 7, 1e-3)))
-    server, watcher = native(sampler), sampler.process and sampler.process.process
+    wait(sampler.update(publish(model, 0)))
+    wait(sampler.update(publish(model, 7, 1e-3)))
+    server, watcher = find_server_pid(sampler), sampler.process and sampler.process.process
 
-    drawing = sampler.complete
-    begun: list[int] = []
+    complete = sampler.complete
+    started: list[int] = []
 
     async def killing(url: str, request: Request, seed: int) -> Any:
-        begun.append(seed)
-        if len(begun) == 10:
+        started.append(seed)
+        if len(started) == 10:
             os.kill(server, signal.SIGKILL)
-        return await drawing(url, request, seed)
+        return await complete(url, request, seed)
 
     sampler.complete = killing  # type: ignore[method-assign]
-    found = wait(sampler.generate(asked(40)))
-    assert len(found) == 40
-    assert {g.version for g in found} == {7}
+    generations = wait(sampler.generate(make_requests(40)))
+    assert len(generations) == 40
+    assert {g.version for g in generations} == {7}
     assert sampler.servers.num_retries >= 1
-    assert native(sampler) != server
+    assert find_server_pid(sampler) != server
 
     assert watcher is not None
-    server = native(sampler)
-    watcher.kill()  # the one that watches, too: its server goes with it
+    server = find_server_pid(sampler)
+    watcher.kill()  # the watching process too, and its server with it
     watcher.wait()
-    gone(server)
-    assert len(wait(sampler.generate(asked(8)))) == 8
-    served = native(sampler)
+    wait_for_exit(server)
+    assert len(wait(sampler.generate(make_requests(8)))) == 8
+    served = find_server_pid(sampler)
     wait(sampler.close())
     assert not (tmp_path / "weights").exists()
-    gone(served)
+    wait_for_exit(served)
 
 
 @pytest.mark.slow
@@ -202,54 +204,54 @@ def test_llama_cpp_tokens_match_their_version_during_updates(
 ) -> None:
     model = load_model("tiny", dtype="fp32", device="cpu")
     sampler = LlamaCppSampler(model, tokenizer, replace(CONFIG, chunk_tokens=2), tmp_path)
-    wait(sampler.update(published(model, 0)))
+    wait(sampler.update(publish(model, 0)))
     models = {0: copy.deepcopy(model)}
-    requests = [replace(r, sampling=SamplingParams(temperature=3.0)) for r in asked(24)]
-    drawing, begun = sampler.complete, asyncio.Event()
+    requests = [replace(r, sampling=SamplingParams(temperature=3.0)) for r in make_requests(24)]
+    complete, started = sampler.complete, asyncio.Event()
 
-    async def drawn(url: str, request: Request, seed: int) -> Any:
-        found = await drawing(url, request, seed)
-        if len(request.prompt_ids) == 8:  # two pieces were there
-            begun.set()
-        return found
+    async def signalling(url: str, request: Request, seed: int) -> Any:
+        completion = await complete(url, request, seed)
+        if len(request.prompt_ids) == 8:  # two chunks are finished
+            started.set()
+        return completion
 
     async def both() -> list[Any]:
-        going = asyncio.ensure_future(sampler.generate(requests))
-        await begun.wait()
-        sampler.complete = drawing  # type: ignore[method-assign]
-        await sampler.update(published(model, 2, 1e-2))
-        assert not going.done()
-        return list(await going)
+        generating = asyncio.ensure_future(sampler.generate(requests))
+        await started.wait()
+        sampler.complete = complete  # type: ignore[method-assign]
+        await sampler.update(publish(model, 2, 1e-2))
+        assert not generating.done()
+        return list(await generating)
 
-    sampler.complete = drawn  # type: ignore[method-assign]
+    sampler.complete = signalling  # type: ignore[method-assign]
     try:
-        found = wait(both())
+        generations = wait(both())
     finally:
         wait(sampler.close())
     models[2] = model
     mixed = 0
-    for request, generation in zip(requests, found, strict=True):
+    for request, generation in zip(requests, generations, strict=True):
         versions = torch.as_tensor(generation.version).expand(len(generation.tokens))
         assert versions.tolist() == sorted(versions.tolist())
         assert set(versions.tolist()) <= {0, 2}
         mixed += len(set(versions.tolist())) == 2
-        own = {v: probe.score_tokens(m, [request], [generation])[0] for v, m in models.items()}
-        said = torch.stack([own[int(v)][i] for i, v in enumerate(versions)])
-        assert (generation.logp.double() - said).abs().max() < 1e-4
+        expected = {v: probe.score_tokens(m, [request], [generation])[0] for v, m in models.items()}
+        logp = torch.stack([expected[int(v)][i] for i, v in enumerate(versions)])
+        assert (generation.logp.double() - logp).abs().max() < 1e-4
     assert mixed
 
 
-def gone(pid: int) -> None:
-    """Returns when the process has ended."""
+def wait_for_exit(pid: int) -> None:
+    """Wait until the process has ended."""
     subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], timeout=60, check=True)
 
 
 class Killing(Callback):
-    """Kills the server after the second step."""
+    """Kills the server after step 2."""
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
         if step == 2:
-            os.kill(native(trainer.resources.rollouter.sampler), signal.SIGKILL)
+            os.kill(find_server_pid(trainer.resources.rollouter.sampler), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -265,11 +267,11 @@ def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
     first = pg.train(run, stop_after=3, display=False, callbacks=[Killing()])
     assert first.steps == 3
     assert not (tmp_path / "run" / "weights").exists()
-    whole = pg.train(resume=tmp_path / "run", display=False)
-    assert whole.steps == 5
-    assert whole.before is not None
-    assert whole.after is not None
-    assert whole.after - whole.before > 0.3
+    resumed = pg.train(resume=tmp_path / "run", display=False)
+    assert resumed.steps == 5
+    assert resumed.before is not None
+    assert resumed.after is not None
+    assert resumed.after - resumed.before > 0.3
     rows = [row for row in map(_json, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row["publication/bytes"] > 2e6 and row["publication/seconds"] > 0 for row in rows)
@@ -281,24 +283,24 @@ def test_run_survives_a_killed_server_and_resumes(tmp_path: Path) -> None:
 def test_eval_with_servers_equals_local_eval_and_scores_early(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy completions are the same ones, whoever draws them."""
-    early: list[int] = []
-    look = IncrementalScoring.add_completions
+    """Greedy completions are the same, and each is scored as soon as it is finished."""
+    counts: list[int] = []
+    add_completions = IncrementalScoring.add_completions
 
-    def looked(begun: IncrementalScoring, completions: Any) -> None:
-        early.append(len(completions))
-        look(begun, completions)
+    def counted(scoring: IncrementalScoring, completions: Any) -> None:
+        counts.append(len(completions))
+        add_completions(scoring, completions)
 
-    monkeypatch.setattr(IncrementalScoring, "look", looked)
-    monkeypatch.setattr(RewardPool, "pays", lambda *_: True)
-    words = ["eval", "tiny", "--problems", "12", "--samples", "1", "--temperature", "0", "--json"]
-    code, here, _ = run_command(*words)
+    monkeypatch.setattr(IncrementalScoring, "add_completions", counted)
+    monkeypatch.setattr(RewardPool, "is_overlap_worthwhile", lambda *_: True)
+    argv = ["eval", "tiny", "--problems", "12", "--samples", "1", "--temperature", "0", "--json"]
+    code, local, _ = run_command(*argv)
     assert code == 0
-    early.clear()
-    code, there, _ = run_command(*words, "--sampler.engine", "llama_cpp", "--sampler.context-length", "256")
+    counts.clear()
+    code, remote, _ = run_command(*argv, "--sampler.engine", "llama_cpp", "--sampler.context-length", "256")
     assert code == 0
-    assert there == here
-    assert early.count(1) == 12  # one by one, as they came
+    assert remote == local
+    assert counts.count(1) == 12  # one by one, as they finish
 
 
 @pytest.mark.slow
@@ -318,12 +320,13 @@ def test_collect_samples_from_servers() -> None:
 
 
 class Versions(pg.Trainer):
-    """Notes the versions that each completion's tokens were drawn with."""
+    """Records the versions of each completion's tokens."""
 
     seen: list[set[int]]
 
     def on_step(self, done: Any) -> Any:
-        self.seen += [set(v[own].tolist()) for v, own in zip(done.batch.version, done.batch.own, strict=True)]
+        batch = done.batch
+        self.seen += [set(v[mask].tolist()) for v, mask in zip(batch.version, batch.policy_tokens, strict=True)]
         return super().on_step(done)
 
 
@@ -336,7 +339,7 @@ def test_run_updates_weights_during_its_next_rollout(tmp_path: Path) -> None:
         steps=4,
         prompts_per_step=8,
         samples_per_prompt=4,
-        sampling=SamplingParams(temperature=3.0, max_tokens=24),  # which seldom ends early
+        sampling=SamplingParams(temperature=3.0, max_tokens=24),  # seldom ends early
         evaluation=pg.EvaluationConfig(problems=0),
         output=str(tmp_path / "run"),
     )
@@ -352,7 +355,7 @@ def test_run_updates_weights_during_its_next_rollout(tmp_path: Path) -> None:
 
 
 class Ending(Callback):
-    """Ends the server after the second step, for good."""
+    """Stops the server after step 2, for good."""
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
         if step == 2:
@@ -362,13 +365,13 @@ class Ending(Callback):
 
 
 class Phases(pg.Tracker):
-    """What is waited for."""
+    """Records progress reports."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def phase(self, text: str, done: int = 0, total: int = 0) -> None:
-        self.said.append(text)
+        self.texts.append(text)
 
 
 @pytest.mark.slow
@@ -383,12 +386,12 @@ def test_run_without_server_waits_ends_and_resumes(tmp_path: Path, monkeypatch: 
         evaluation=pg.EvaluationConfig(problems=0),
         output=str(tmp_path / "run"),
     )
-    told = Phases()
+    phases = Phases()
     with pytest.raises(EngineError, match=r"no server has answered for 2 seconds") as error:
-        pg.train(run, display=told, callbacks=[Ending()])
+        pg.train(run, display=phases, callbacks=[Ending()])
     assert any("step 2 is saved" in note and "--resume" in note for note in error.value.__notes__)
-    assert any(text.startswith("waiting for a server, each for up to 2 s (http://127.0.0.1:") for text in told.said)
-    assert told.said[-1] == ""
+    assert any(text.startswith("waiting for a server, each for up to 2 s (http://127.0.0.1:") for text in phases.texts)
+    assert phases.texts[-1] == ""
     patient = replace(run, sampler=CONFIG)
     assert pg.train(patient, resume=tmp_path / "run", display=False).steps == 4
     rows = [_json(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -398,40 +401,40 @@ def test_run_without_server_waits_ends_and_resumes(tmp_path: Path, monkeypatch: 
 def _json(line: str) -> dict[str, Any]:
     import json
 
-    found: dict[str, Any] = json.loads(line)
-    return found
+    result: dict[str, Any] = json.loads(line)
+    return result
 
 
 @pytest.mark.slow
 def test_server_started_by_command_follows_the_runs_folder(
     tokenizer: Tokenizer, tmp_path: Path, wait: AsyncRunner, run_command: Any
 ) -> None:
-    """Started as `policygrad engine` says, and named by its address."""
+    """It is started with the printed command, and named by its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     where = f"--folder {tmp_path}/shared --port {port} --max-concurrency 4 --context-length 256 --threads 1".split()
-    code, said, _ = run_command("engine", "llama_cpp", *where, "--print")
+    code, command, _ = run_command("engine", "llama_cpp", *where, "--print")
     assert code == 0
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(shlex.split(said), stdout=subprocess.DEVNULL) as server:
+    with subprocess.Popen(shlex.split(command), stdout=subprocess.DEVNULL) as server:
         try:
             model = load_model("tiny", dtype="fp32", device="cpu")
             config = replace(CONFIG, urls=(url,), folder=str(tmp_path / "shared"))
             sampler = build_engine_sampler(config, model, tokenizer, tmp_path / "run", 1.0)
-            wait(sampler.update(published(model, 0)))
-            code, told, _ = run_command("engine", "check", url, "--max-concurrency", "4")
-            assert (code, "samples from tiny" in told) == (0, True)
-            wait(sampler.update(published(model, 1, 1e-3)))
-            assert {g.version for g in wait(sampler.generate(asked(4)))} == {1}
-            code, _, told = run_command(
+            wait(sampler.update(publish(model, 0)))
+            code, output, _ = run_command("engine", "check", url, "--max-concurrency", "4")
+            assert (code, "samples from tiny" in output) == (0, True)
+            wait(sampler.update(publish(model, 1, 1e-3)))
+            assert {g.version for g in wait(sampler.generate(make_requests(4)))} == {1}
+            code, _, output = run_command(
                 "engine", "check", url, "--max-concurrency", "4"
-            )  # it is no longer the model that it was
-            assert (code, "its log-probabilities differ from the learner's" in told) == (2, True)
+            )  # it serves other weights now
+            assert (code, "its log-probabilities differ from the learner's" in output) == (2, True)
             other = replace(config, folder=str(tmp_path / "other"), recovery_timeout=0.5)
             elsewhere = build_engine_sampler(other, model, tokenizer, tmp_path, 1.0)
             with pytest.raises(EngineError, match=r"it still serves v00000001.*--sampler.folder"):
-                wait(elsewhere.update(published(model, 2)))
+                wait(elsewhere.update(publish(model, 2)))
             wait(elsewhere.close())
             wait(sampler.close())
         finally:

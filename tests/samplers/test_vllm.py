@@ -1,4 +1,4 @@
-"""A real vLLM: what it draws is the policy, before and after its weights are replaced. Where there is one: `make test-vllm`.
+"""A real vLLM samples from the policy, before and after its weights are replaced. Needs a vLLM: `make test-vllm`.
 
 POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, on a GPU or a CPU; it is started as `policygrad engine` says.
 """
@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VENV, reason="POLICYGRAD_
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(VENV, tmp_path_factory.mktemp("vllm")) as found:
-        yield found
+    with serving(VENV, tmp_path_factory.mktemp("vllm")) as result:
+        yield result
 
 
 @pytest.fixture
@@ -57,17 +57,17 @@ def changed(model: Any, version: int, change: float) -> PublishedWeights:
 def test_vllm_reloads_weights_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path)
     for version in range(3):
-        told = wait(sampler.update(changed(sampler.model, version, 0.02)))
-        assert told["publication/probe_max"].value < 1e-4
-    asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
-    found = wait(sampler.generate(asked))
-    assert {g.version for g in found} == {2}
-    assert len({tuple(g.tokens.tolist()) for g in found}) > 10
+        metrics = wait(sampler.update(changed(sampler.model, version, 0.02)))
+        assert metrics["publication/probe_max"].value < 1e-4
+    requests = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
+    generations = wait(sampler.generate(requests))
+    assert {g.version for g in generations} == {2}
+    assert len({tuple(g.tokens.tolist()) for g in generations}) > 10
     wait(sampler.close())
 
 
 def test_stale_tied_head_is_detected(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
-    """The fault of vLLM 0.32 that writing the head twice is a way around."""
+    """Writing the head twice works around this fault of vLLM 0.32."""
     sampler = made(url, tmp_path)
     wait(sampler.update(changed(sampler.model, 0, 0.0)))
     sampler.versions.write = make_safetensors_writer(sampler.model, sampler.tokenizer.hf)
@@ -84,18 +84,18 @@ def test_run_with_vllm_learns(url: str, tmp_path: Path) -> None:
         evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
         output=str(tmp_path / "run"),
     )
-    found = pg.train(run, display=False)
-    assert found.before is not None
-    assert found.after is not None
-    assert found.after - found.before > 0.3
+    result = pg.train(run, display=False)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after - result.before > 0.3
 
 
 @pytest.mark.parametrize(
-    ("option", "words"), [("--logprobs-mode", "before the temperature"), ("--dtype", "lower precision")]
+    ("option", "message"), [("--logprobs-mode", "before the temperature"), ("--dtype", "lower precision")]
 )
-def test_missing_vllm_options_are_detected(option: str, words: str, tmp_path: Path, wait: AsyncRunner) -> None:
+def test_missing_vllm_options_are_detected(option: str, message: str, tmp_path: Path, wait: AsyncRunner) -> None:
     with serving(VENV, tmp_path, (option,)) as url:
         sampler = made(url, tmp_path)
-        with pytest.raises(EngineError, match=words):
+        with pytest.raises(EngineError, match=message):
             wait(sampler.update(changed(sampler.model, 0, 0.0)))
         wait(sampler.close())

@@ -1,4 +1,4 @@
-"""Portions of a policy's weights."""
+"""A policy's weights in buckets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from policygrad.weight_sync.base import iter_buckets
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(1, 40))
 def test_buckets_contain_all_weights_in_order_within_the_limit(lengths: list[int], most: int) -> None:
     tensors = {f"w{i}": torch.zeros(length) for i, length in enumerate(lengths)}  # 4 bytes a number
-    found = list(iter_buckets(tensors, most))
-    assert [name for bucket in found for name in bucket.names] == list(tensors)
-    assert [bucket.is_last for bucket in found] == [False] * (len(found) - 1) + [True]
-    for bucket in found:
+    generations = list(iter_buckets(tensors, most))
+    assert [name for bucket in generations for name in bucket.names] == list(tensors)
+    assert [bucket.is_last for bucket in generations] == [False] * (len(generations) - 1) + [True]
+    for bucket in generations:
         assert all(tensors[name] is tensor for name, tensor in zip(bucket.names, bucket.tensors, strict=True))
         assert sum(tensor.nbytes for tensor in bucket.tensors) <= most or len(bucket.names) == 1
 

@@ -1,4 +1,4 @@
-"""NCCL's functions, as they are called: with a library that writes down what it is asked. Nothing here needs a GPU."""
+"""Calls of NCCL's functions, with a library that records them. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from policygrad.weight_sync.nccl import (
 
 
 class Library:
-    """`libnccl`, as far as this process can tell. fails: functions that return an error."""
+    """A substitute for `libnccl`. The functions in `fails` return an error."""
 
     def __init__(self, *fails: str) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -105,18 +105,18 @@ def test_unsupported_dtype_is_refused() -> None:
 
 def test_vllm_receives_the_id_in_base64() -> None:
     group = UniqueIdGroup(3, torch.device("cuda", 0), Nccl(Library().load))
-    told = group.init_request()
-    assert told["nccl_unique_id_b64"] == "BwcH" * 42 + "Bwc="  # 128 bytes of 7
-    assert (told["rank_offset"], told["world_size"], told["packed"]) == (1, 3, False)
-    group.abort()  # nothing was joined
+    reply = group.init_request()
+    assert reply["nccl_unique_id_b64"] == "BwcH" * 42 + "Bwc="  # 128 bytes of 7
+    assert (reply["rank_offset"], reply["world_size"], reply["packed"]) == (1, 3, False)
+    group.abort()  # before joining
 
 
 def test_sglang_finds_the_id_in_the_process_groups_store() -> None:
     library = Library()
     group = StoreGroup(2, "127.0.0.1", "policygrad-1", torch.device("cuda", 0), Nccl(library.load))
-    told = dict(group.init_request())
-    port = told.pop("master_port")
-    assert told == {
+    reply = dict(group.init_request())
+    port = reply.pop("master_port")
+    assert reply == {
         "master_address": "127.0.0.1",
         "rank_offset": 1,
         "world_size": 2,
@@ -133,7 +133,7 @@ def test_sglang_finds_the_id_in_the_process_groups_store() -> None:
 def test_local_address_is_reachable_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_local_address("http://127.0.0.1:8000") == "127.0.0.1"
 
-    def nowhere(*asked: Any, **options: Any) -> Any:
+    def nowhere(*requests: Any, **options: Any) -> Any:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
@@ -146,7 +146,7 @@ def test_single_gpu_machine_has_none_for_a_server(tmp_path: Path) -> None:
     (tmp_path / "0000:01:00.0").mkdir()
     with pytest.raises(EngineError, match=r"the server at http://127.0.0.1:8000, and this machine has one. .*folder"):
         check_device(cuda, here, str(tmp_path))
-    check_device(cuda, ["http://192.0.2.1:8000"], str(tmp_path))  # a server elsewhere has its own
+    check_device(cuda, ["http://192.0.2.1:8000"], str(tmp_path))  # a remote server has its own
     (tmp_path / "0000:02:00.0").mkdir()
     check_device(cuda, here, str(tmp_path))
     check_device(cuda, here, str(tmp_path / "unknown"))

@@ -24,7 +24,6 @@ from policygrad.checkpoint.manifest import shard_name
 from policygrad.checkpoint.shards import ShardFile, TensorShard, write_shard_file
 from policygrad.errors import CheckpointError, PolicygradError
 from policygrad.learners.base import DistributedLearner, Learner
-from policygrad.learners.fsdp.controller import defer_signals
 from policygrad.learners.fsdp.learner import FsdpLearner
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.models.moe_routing import Routing
@@ -32,6 +31,7 @@ from policygrad.rollout.serialization import LEFTOVER_PREFIX, QUEUED_PREFIX
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.setup import Resources
+from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import PublishedWeights
 
 POLL_SECONDS = 0.02

@@ -7,13 +7,10 @@ the ranks cannot diverge.
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -34,7 +31,7 @@ from policygrad.learners.fsdp.watchdog import ControlStore
 from policygrad.learners.local.learner import check_learner_state, check_vocabulary_sizes
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.moe_routing import Routing
-from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SIGNALS
+from policygrad.utils.signals import defer_signals
 from policygrad.weight_sync.base import LazyStateDict, PublishedWeights, StaleWeightsError
 
 T = TypeVar("T")
@@ -312,28 +309,3 @@ def describe_lost_connection(error: BaseException) -> str:
         word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection")
     )
     return f"one of the processes that learn together has exited ({str(error).splitlines()[0]})" if is_lost else ""
-
-
-@contextmanager
-def defer_signals() -> Iterator[None]:
-    """A signal waits until what all processes do is done: whoever left it would leave the others waiting. A second one does not."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[int, float]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if came and time.monotonic() - came[0][1] > DUPLICATE_WINDOW_SECONDS:
-            raise KeyboardInterrupt
-        came.append((number, time.monotonic()))
-
-    before = {n: handler for n in SIGNALS if callable(handler := signal.getsignal(n))}
-    try:
-        for number in before:
-            signal.signal(number, hold)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0][0])

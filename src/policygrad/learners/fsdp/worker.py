@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import traceback
 from contextlib import suppress
 
@@ -11,7 +10,7 @@ from policygrad.learners.fsdp.controller import SYMMETRIC_ERRORS, describe_lost_
 from policygrad.learners.fsdp.learner import FsdpLearner, FsdpSpec
 from policygrad.learners.fsdp.processes import WorkerGroup, exit_with_parent
 from policygrad.learners.fsdp.watchdog import HeartbeatThread
-from policygrad.utils.signals import SIGNALS
+from policygrad.utils.signals import ignore_signals
 
 
 def main(port: int, rank: int, size: int) -> None:
@@ -35,8 +34,7 @@ def serve_controller(workers: WorkerGroup) -> int:
 
     Signals are ignored: those of a terminal and of torchrun reach every process, and rank 0 handles them.
     """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     learner: FsdpLearner | None = None
     heartbeat = HeartbeatThread(workers.store, workers.rank)
     try:

@@ -24,6 +24,7 @@ from policygrad.rewards.builtin import check_step_pattern
 from policygrad.rewards.config import RewardConfig
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import LOCAL, SamplerConfig
+from policygrad.samplers.engines.registry import load_engine_class
 from policygrad.trackers.services import check_services
 
 MAX_LR = 1e6
@@ -338,9 +339,10 @@ def check_run(run: Run) -> None:
             f"a filter of {run.algorithm.name} reads {min(learner_fields)}, which the learner computes during a rollout, but with "
             f"max_staleness={run.max_staleness} it is updating then: set max_staleness to 0, or drop the filter"
         )
-    if run.learner.routing_replay and run.sampler.engine != LOCAL:
+    engine = run.sampler.engine
+    if run.learner.routing_replay and engine != LOCAL and not load_engine_class(engine).returns_routed_experts:
         raise ConfigError(
-            f"learner.routing_replay replays the experts that the sampler used, which {run.sampler.engine} does not report: set it "
+            f"learner.routing_replay replays the experts that the sampler used, which {engine} does not report: set it "
             "to false, or use --sampler.engine local"
         )
     check_fsdp_options(run.learner)

@@ -1,4 +1,4 @@
-"""One loop for calls of many threads: what another brings while one is going on is run beside it."""
+"""AsyncRunner: one loop for the calls of many threads, which run concurrently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from policygrad.utils.async_runner import AsyncRunner
 
 
 def test_work_of_another_thread_runs_concurrently() -> None:
-    """Each waits for the other, so that neither could end before it."""
-    begun, order = threading.Event(), list[str]()
+    """Each waits for the other, so that neither can finish first."""
+    started, order = threading.Event(), list[str]()
 
     async def first(one: asyncio.Event) -> str:
-        begun.set()
+        started.set()
         await one.wait()
         order.append("first")
         return "of the first"
@@ -26,26 +26,26 @@ def test_work_of_another_thread_runs_concurrently() -> None:
         return "of the second"
 
     with AsyncRunner() as wait:
-        one, said = asyncio.Event(), list[str]()
-        thread = threading.Thread(target=lambda: said.append(wait(first(one))))
+        one, message = asyncio.Event(), list[str]()
+        thread = threading.Thread(target=lambda: message.append(wait(first(one))))
         thread.start()
-        begun.wait()
+        started.wait()
         assert wait(second(one)) == "of the second"
         thread.join()
-        assert said == ["of the first"]
+        assert message == ["of the first"]
         assert order == ["second", "first"]
         assert wait(asyncio.sleep(0, "later")) == "later"
 
 
 def test_finished_thread_does_not_wait_for_others() -> None:
-    """The loop goes on in the thread whose call is not over."""
-    begun, order = threading.Event(), list[str]()
+    """The loop continues in the thread whose call is not finished."""
+    started, order = threading.Event(), list[str]()
 
     with AsyncRunner() as wait:
         brought, released = asyncio.Event(), threading.Event()
 
         async def first() -> None:
-            begun.set()
+            started.set()
             await brought.wait()
 
         async def second() -> None:
@@ -60,7 +60,7 @@ def test_finished_thread_does_not_wait_for_others() -> None:
 
         thread = threading.Thread(target=shorter)
         thread.start()
-        begun.wait()
+        started.wait()
         wait(second())
         order.append("second")
         thread.join()
@@ -68,10 +68,10 @@ def test_finished_thread_does_not_wait_for_others() -> None:
 
 
 def test_all_work_can_be_cancelled() -> None:
-    begun, ended = threading.Event(), list[BaseException]()
+    started, ended = threading.Event(), list[BaseException]()
 
     async def endless() -> None:
-        begun.set()
+        started.set()
         await asyncio.Event().wait()
 
     def waits() -> None:
@@ -83,32 +83,32 @@ def test_all_work_can_be_cancelled() -> None:
     with AsyncRunner() as wait:
         thread = threading.Thread(target=waits)
         thread.start()
-        begun.wait()
+        started.wait()
         wait.cancel()
         thread.join()
         assert [type(error) for error in ended] == [asyncio.CancelledError]
-        wait.cancel()  # nobody waits
+        wait.cancel()  # nothing runs
         assert wait(asyncio.sleep(0, "later")) == "later"
 
 
 def test_waiting_thread_takes_over_the_loop_and_gets_its_own_error() -> None:
-    begun, brought = threading.Event(), threading.Event()
+    started, brought = threading.Event(), threading.Event()
 
     async def ends_first() -> None:
-        begun.set()
+        started.set()
         while not brought.is_set():
             await asyncio.sleep(0)
 
     async def fails() -> None:
         brought.set()
-        for _ in range(50):  # goes on when the one beside which it runs is over
+        for _ in range(50):  # continues after the other call has finished
             await asyncio.sleep(0)
         raise ZeroDivisionError
 
     with AsyncRunner() as wait:
         thread = threading.Thread(target=lambda: wait(ends_first()))
         thread.start()
-        begun.wait()
+        started.wait()
         with pytest.raises(ZeroDivisionError):
             wait(fails())
         thread.join()
@@ -116,7 +116,7 @@ def test_waiting_thread_takes_over_the_loop_and_gets_its_own_error() -> None:
 
 
 def test_runner_closes_inside_a_running_loop() -> None:
-    """As a notebook's cells are, which run inside the kernel's."""
+    """Like a notebook's cells, which run inside the kernel's loop."""
 
     async def cell() -> str:
         with AsyncRunner() as wait:

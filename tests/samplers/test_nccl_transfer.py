@@ -1,7 +1,7 @@
-"""Weights that are sent to servers: what they are asked, in which order, and what is left when one goes away in the middle.
+"""Weights sent to servers over groups: requests and their order, and recovery when a server is lost during a transfer.
 
 The servers answer in the form of vLLM 0.32 and SGLang 0.5; the groups are wires of this process (a real group of two processes:
-test_transfer_processes.py; two GPUs: test_transfer_gpus.py).
+test_nccl_transfer_processes.py; two GPUs: test_nccl_transfer_gpus.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Made = tuple[EngineSampler, list[Any], Wires]
 
 
 class Wide(Bigram):
-    """With weights that it does not read, of other shapes and another type."""
+    """Has further weights, of other shapes and another dtype, that it does not use."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__(vocabulary)
@@ -85,30 +85,30 @@ def wait() -> Iterator[AsyncRunner]:
 
 
 def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
-    """Weights that are not what the servers have."""
+    """Return weights that the servers do not have."""
     with torch.no_grad():
         sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
     return PublishedWeights(version, dict(sampler.model.named_parameters()))
 
 
 def bodies(server: Taking, path: str) -> list[Any]:
-    return [body for asked, body in server.asked if asked == path]
+    return [body for requests, body in server.asked if requests == path]
 
 
 @both
 def test_server_samples_from_the_sent_weights(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make(name)
     for version in (4, 5):
-        told = wait(sampler.update(publish(sampler, version)))
-        assert told["publication/probe_max"].value < 1e-5
-        assert told["publication/bytes"].value == sum(p.nbytes for p in sampler.model.parameters())
+        metrics = wait(sampler.update(publish(sampler, version)))
+        assert metrics["publication/probe_max"].value < 1e-5
+        assert metrics["publication/bytes"].value == sum(p.nbytes for p in sampler.model.parameters())
         assert server.version == sampler.published.name  # type: ignore[union-attr]
-        own = dict(sampler.model.named_parameters())
-        assert list(server.got) == list(own) == ["table", "scale", "narrow"]
-        assert all(torch.equal(server.got[n], own[n]) for n in own)
+        expected = dict(sampler.model.named_parameters())
+        assert list(server.got) == list(expected) == ["table", "scale", "narrow"]
+        assert all(torch.equal(server.got[n], expected[n]) for n in expected)
     assert len(wires.opened) == 1  # one group for both
-    [found] = wait(sampler.generate([Request(torch.tensor([3, 9]), (1, 2), SamplingParams(max_tokens=4), 4)]))
-    assert found.version == 5
+    [generation] = wait(sampler.generate([Request(torch.tensor([3, 9]), (1, 2), SamplingParams(max_tokens=4), 4)]))
+    assert generation.version == 5
     assert not sampler.versions.root.exists()
     wait(sampler.close())
     assert wires.opened[0].ended
@@ -118,10 +118,10 @@ def test_server_samples_from_the_sent_weights(name: str, make: Callable[..., Mad
 def test_vllm_transfer_requests(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], _ = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
-    told = ["/start_weight_update", *["/update_weights"] * 3, "/finish_weight_update"]
+    metrics = ["/start_weight_update", *["/update_weights"] * 3, "/finish_weight_update"]
     joins = ["/get_world_size", "/init_weight_transfer_engine"]
     after = ["/reset_prefix_cache", "/resume", "/update_weight_version"]
-    assert server.paths == ["/v1/models", "/weight_info", "/pause?mode=keep", *joins, *told, *after]
+    assert server.paths == ["/v1/models", "/weight_info", "/pause?mode=keep", *joins, *metrics, *after]
     size = len(sampler.model.table)  # type: ignore[arg-type]
     assert bodies(server, "/update_weights") == [
         {"update_info": {"names": ["table"], "dtype_names": ["float32"], "shapes": [[size, size]]}},
@@ -136,8 +136,8 @@ def test_vllm_transfer_requests(make: Callable[..., Made], wait: AsyncRunner) ->
 def test_sglang_transfer_requests(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("sglang")
     wait(sampler.update(publish(sampler, 0)))
-    told = ["/init_weights_update_group", *["/update_weights_from_distributed"] * 3]
-    assert server.paths == ["/model_info", "/server_info", *told]
+    metrics = ["/init_weights_update_group", *["/update_weights_from_distributed"] * 3]
+    assert server.paths == ["/model_info", "/server_info", *metrics]
     first, second, last = bodies(server, "/update_weights_from_distributed")
     assert (first["names"], first["dtypes"], first["flush_cache"]) == (["table"], ["float32"], False)
     assert (second["names"], second["shapes"]) == (["scale"], [[3, 2]])
@@ -218,26 +218,26 @@ def test_restarted_server_joins_a_new_group(name: str, make: Callable[..., Made]
 def test_interrupted_update_is_finished_before_joining_again(make: Callable[..., Made], wait: AsyncRunner) -> None:
     sampler, [server], wires = make("vllm")
     wait(sampler.update(publish(sampler, 0)))
-    wires.opened[0].abort()  # the learner's side of it breaks: the server is in the middle, and is there
-    told = wait(sampler.update(publish(sampler, 1)))
-    assert told["publication/probe_max"].value < 1e-5
+    wires.opened[0].abort()  # the learner's side breaks, while the server is in the middle of an update
+    metrics = wait(sampler.update(publish(sampler, 1)))
+    assert metrics["publication/probe_max"].value < 1e-5
     assert "/shutdown_weight_transfer_engine" in server.paths
     assert len(wires.opened) == 2
 
 
 @both
 def test_cancelled_transfer_is_completed(name: str, make: Callable[..., Made], wait: AsyncRunner) -> None:
-    """A server that waits for the rest of a broadcast waits for ever."""
+    """A server that waits for the rest of a broadcast waits forever."""
     sampler, [server], _ = make(name)
     wait(sampler.update(publish(sampler, 0)))
     weights = publish(sampler, 1)
     assert sampler.transfer is not None
     publication = sampler.transfer.publish(weights)
-    begun, goes_on = asyncio.Event(), asyncio.Event()
+    started, goes_on = asyncio.Event(), asyncio.Event()
     take = server.take
 
     async def slow(*args: Any) -> None:
-        begun.set()
+        started.set()
         await goes_on.wait()
         await take(*args)
 
@@ -246,7 +246,7 @@ def test_cancelled_transfer_is_completed(name: str, make: Callable[..., Made], w
         sent = asyncio.ensure_future(
             sampler.transfer.send(sampler.http, sampler.config.urls[0], publication, server.version)  # type: ignore[union-attr]
         )
-        await begun.wait()
+        await started.wait()
         sent.cancel()
         goes_on.set()
         with pytest.raises(asyncio.CancelledError):
@@ -321,19 +321,19 @@ async def _strange(path: str, body: Any) -> tuple[int, Any]:
 
 def test_tied_head_is_sent_twice_to_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = load_model(str(random_model), dtype="fp32", device="cpu")
-    own = dict(model.named_parameters())
-    for sampler_class, names in ((VllmSampler, [*own, "lm_head.weight"]), (SglangSampler, [*own])):
+    expected = dict(model.named_parameters())
+    for sampler_class, names in ((VllmSampler, [*expected, "lm_head.weight"]), (SglangSampler, [*expected])):
         wired = with_groups(sampler_class, Wires())
         config = SamplerConfig(
             engine=sampler_class.__name__.lower().removesuffix("sampler"), urls=("http://a:1",), weight_transport="nccl"
         )
         sampler = wired(model, tokenizer, config, tmp_path)
-        found = sampler.transfer.publish(PublishedWeights(0, own))
+        result = sampler.transfer.publish(PublishedWeights(0, expected))
         sent = sampler.transfer._tensors
         assert list(sent) == names
-        assert found.bytes == sum(tensor.nbytes for tensor in sent.values())
-        assert all(sent[name].data_ptr() == own[name].data_ptr() for name in own)  # as they lie
-    assert "lm_head.weight" not in own
+        assert result.bytes == sum(tensor.nbytes for tensor in sent.values())
+        assert all(sent[name].data_ptr() == expected[name].data_ptr() for name in expected)  # not copied
+    assert "lm_head.weight" not in expected
 
 
 def test_nccl_from_a_cpu_is_refused(tokenizer: Tokenizer) -> None:
@@ -356,14 +356,14 @@ def test_adapters_are_not_sent_over_nccl(random_model: Path, tokenizer: Tokenize
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    ("engine", "message"),
     [
         ("llama_cpp", r"supported by vllm and sglang, not by llama_cpp.* --sampler.weight-transport folder"),
         ("local", "is local"),
     ],
 )
-def test_nccl_is_refused_for_other_engines(engine: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{said}"):
+def test_nccl_is_refused_for_other_engines(engine: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{message}"):
         SamplerConfig(engine=engine, weight_transport="nccl")
     with pytest.raises(ConfigError, match=r"sampler.weight_transport must be folder or nccl, not 'infiniband'"):
         SamplerConfig(weight_transport="infiniband")
@@ -385,10 +385,10 @@ def test_broken_group_means_unavailable(make: Callable[..., Made], wait: AsyncRu
 
 
 def test_printed_command_enables_the_transfer(run_command: Any) -> None:
-    code, said, _ = run_command("engine", "vllm", "--weight-transport", "nccl", "--print")
+    code, message, _ = run_command("engine", "vllm", "--weight-transport", "nccl", "--print")
     assert code == 0
-    assert """--weight-transfer-config '{"backend":"nccl"}'""" in said
-    assert "VLLM_SERVER_DEV_MODE=1" in said
-    code, said, _ = run_command("engine", "vllm", "--print")
+    assert """--weight-transfer-config '{"backend":"nccl"}'""" in message
+    assert "VLLM_SERVER_DEV_MODE=1" in message
+    code, message, _ = run_command("engine", "vllm", "--print")
     assert code == 0
-    assert "--weight-transfer-config" not in said
+    assert "--weight-transfer-config" not in message

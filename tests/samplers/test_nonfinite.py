@@ -1,4 +1,4 @@
-"""Logits that are no distribution: said before anything is drawn, with the place where they come from."""
+"""Non-finite logits and gradients are reported with their origin."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def test_masked_logits_are_accepted(dtype: torch.dtype, temperature: float) -> N
 def test_nonfinite_logits_are_refused_with_their_row(
     random_model: Path, row: list[float], says: str, temperature: float
 ) -> None:
-    logits, asked = torch.tensor([[0.0, 1.0], row]), list[int]()
+    logits, requests = torch.tensor([[0.0, 1.0], row]), list[int]()
 
     def text(place: int) -> Tensor:
-        asked.append(place)
+        requests.append(place)
         return torch.tensor([1, 2, 3])
 
     with pytest.raises(NumericsError, match=rf"logits are not finite \({says}\).*all layers' outputs are"):
         check_finite_logits(logits, SamplingParams(temperature=temperature), load_model(str(random_model)), text)
-    assert asked == [1]
+    assert requests == [1]
 
 
 @pytest.fixture
 def go(small: pg.Run, random_model: Path, tmp_path: Path) -> Callable[..., str]:
-    """Trains with the random model after a change to it; what the refusal says."""
+    """Return a function that changes the random model, trains it, and returns the error message."""
 
     def run(change: Callable[[nn.Module], object] = lambda model: None, **changes: object) -> str:
         model = load_model(str(random_model))
@@ -89,13 +89,13 @@ def test_first_layer_with_nan_output_is_named(go: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-44])
 def test_too_small_temperature_is_named(go: Callable[..., str], temperature: float) -> None:
-    said = go(sampling=pg.SamplingParams(max_tokens=4, temperature=temperature))
-    assert f"temperature {temperature:g} divides logits" in said
-    assert "--temperature" in said
+    message = go(sampling=pg.SamplingParams(max_tokens=4, temperature=temperature))
+    assert f"temperature {temperature:g} divides logits" in message
+    assert "--temperature" in message
 
 
 def stepped(gradients: dict[str, float], weight: float = 1.0) -> str:
-    """A step with one number of these parameters' gradients changed; what the refusal says."""
+    """Take a step with one number of these gradients changed; return the error message."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.constant_(model[1].bias, weight)
     before = [p.clone() for p in model.parameters()]
@@ -110,8 +110,8 @@ def stepped(gradients: dict[str, float], weight: float = 1.0) -> str:
 
 
 def test_first_parameter_with_nonfinite_gradient_is_named() -> None:
-    said = stepped({"0.bias": NAN, "1.weight": INF})
-    assert "norm is nan at update 1, first in 0.bias (1 of 2 numbers are not finite)" in said
+    message = stepped({"0.bias": NAN, "1.weight": INF})
+    assert "norm is nan at update 1, first in 0.bias (1 of 2 numbers are not finite)" in message
     assert "norm is inf at update 1, first in 1.weight (1 of 4 numbers are not finite)" in stepped({"1.weight": INF})
     assert "the weight itself is not finite" in stepped({"1.bias": NAN}, weight=NAN)
     assert "every number in it is finite: their squares are not" in stepped({"1.weight": 3e38, "0.weight": 3e38})
@@ -127,9 +127,9 @@ def test_trust_region_names_the_nonfinite_gradient(small: pg.Run, random_model: 
 
 
 def test_trust_region_names_a_nonfinite_fisher_product(small: pg.Run, random_model: Path, tmp_path: Path) -> None:
-    """The gradient is finite, what comes after it is not, from the first product on or from the third."""
+    """The gradient is finite; the first product is not, or the third."""
     name = "model.layers.1.mlp.up_proj.weight"
-    for good, kept in ((1, "left the weights unchanged"), (3, "took a shorter step")):
+    for good, retained in ((1, "left the weights unchanged"), (3, "took a shorter step")):
         model, record, seen = load_model(str(random_model)), Record(), count()
 
         def spoiled(gradient: Tensor, seen: Iterator[int] = seen, good: int = good) -> Tensor:
@@ -141,7 +141,9 @@ def test_trust_region_names_a_nonfinite_fisher_product(small: pg.Run, random_mod
         )
         run = replace(run, learner=replace(run.learner, micro_tokens=10**6))
         pg.train(replace(run, output=str(tmp_path / str(good))), display=record)
-        where = f"in a product with the Fisher matrix, first in {name} (64 of 2048 numbers are not finite) and {kept}"
+        where = (
+            f"in a product with the Fisher matrix, first in {name} (64 of 2048 numbers are not finite) and {retained}"
+        )
         assert f"step 1: the trust region met values that are not finite, {where}" in record.said
 
 

@@ -1,4 +1,4 @@
-"""Weights that are gathered one by one: what is written of them is what they are, and no more than a portion is ever held."""
+"""Weights gathered one by one: they are written correctly, and only one bucket is in memory at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from policygrad.weight_sync.folder import (
 
 
 class Source:
-    """Tensors as of other processes: each is made anew, and those that somebody still has are counted whenever one is asked for."""
+    """Tensors as if from other processes: each access makes a new one and counts those still alive."""
 
     def __init__(self, make: Callable[[str], Tensor], likes: dict[str, Tensor]) -> None:
         self.asked: list[str] = []
@@ -62,39 +62,39 @@ def source() -> Source:
 
 
 def test_lazy_state_dict_knows_specs_without_gathering() -> None:
-    found = source()
-    assert list(found.tensors) == list(SIZES)
-    assert split_by_bytes(found.tensors, 4000) == [["a", "b"], ["c", "d"], ["e"], ["f"]]
-    assert "a" in found.tensors or not found.asked
+    result = source()
+    assert list(result.tensors) == list(SIZES)
+    assert split_by_bytes(result.tensors, 4000) == [["a", "b"], ["c", "d"], ["e"], ["f"]]
+    assert "a" in result.tensors or not result.asked
     with pytest.raises(KeyError):
-        found.tensors["z"]
+        result.tensors["z"]
 
 
 def test_only_one_bucket_is_in_memory() -> None:
-    """4000 bytes, or the one tensor that has more, 8000."""
-    found, names = source(), list[str]()
-    for bucket in iter_buckets(found.tensors, 4000):
+    """4000 bytes, or a single larger tensor of 8000."""
+    result, names = source(), list[str]()
+    for bucket in iter_buckets(result.tensors, 4000):
         names += bucket.names
         del bucket
-    assert names == found.asked == list(SIZES)
-    assert found.most == 8000
+    assert names == result.asked == list(SIZES)
+    assert result.most == 8000
 
 
 def test_only_one_file_is_in_memory_while_writing(tmp_path: Path) -> None:
-    """Of what is gathered one tensor; of what is written copies."""
-    found = source()
-    write_safetensors(found.tensors, tmp_path, 4000)
-    assert found.asked == list(SIZES)
-    assert found.most == 8000
+    """One gathered tensor at a time; copies of the file's tensors."""
+    result = source()
+    write_safetensors(result.tensors, tmp_path, 4000)
+    assert result.asked == list(SIZES)
+    assert result.most == 8000
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == [*(f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)), INDEX]
-    together = {name: x for file in files[:-1] for name, x in load_file(tmp_path / file).items()}
-    assert {name: (len(x), float(x[0])) for name, x in together.items()} == {n: (s, ord(n)) for n, s in SIZES.items()}
+    batched = {name: x for file in files[:-1] for name, x in load_file(tmp_path / file).items()}
+    assert {name: (len(x), float(x[0])) for name, x in batched.items()} == {n: (s, ord(n)) for n, s in SIZES.items()}
 
 
 def test_alias_is_gathered() -> None:
-    found = source()
-    two = with_alias(found.tensors, "head", "b")
+    result = source()
+    two = with_alias(result.tensors, "head", "b")
     assert [*two] == [*SIZES, "head"]
     assert torch.equal(two["head"], two["b"])
     assert with_alias(two, "head", "c") is two
@@ -103,11 +103,11 @@ def test_alias_is_gathered() -> None:
 
 
 def gathered(model: nn.Module) -> LazyStateDict:
-    """A model's tensors as of other processes; the model is left without its own."""
-    held = {name: p.detach().clone() for name, p in model.named_parameters()}
+    """Return a model's tensors as if from other processes; the model keeps none."""
+    cached = {name: p.detach().clone() for name, p in model.named_parameters()}
     move_to_meta(model)
     assert all(p.is_meta for p in model.parameters())
-    return LazyStateDict({name: p.detach() for name, p in model.named_parameters()}, lambda name: held[name].clone())
+    return LazyStateDict({name: p.detach() for name, p in model.named_parameters()}, lambda name: cached[name].clone())
 
 
 def test_sharded_safetensors_load(random_model: Path, tmp_path: Path) -> None:
@@ -135,20 +135,20 @@ def test_lazy_adapters_are_merged_and_written_alone(random_model: Path, tmp_path
                 nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(len(name)))
         return made
 
-    whole, model = adapted(), adapted()
-    expected = dict(iter_merged_tensors(whole))
+    full, model = adapted(), adapted()
+    expected = dict(iter_merged_tensors(full))
     tensors = gathered(model)
-    found = merge_adapters_lazily(model, tensors)
-    assert found.keys() == expected.keys()
-    assert all(found.specs[name].shape == x.shape for name, x in expected.items())
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
-    for one, given in ((whole, dict(whole.named_parameters())), (model, tensors)):
-        folder = tmp_path / str(one is whole)
+    result = merge_adapters_lazily(model, tensors)
+    assert result.keys() == expected.keys()
+    assert all(result.specs[name].shape == x.shape for name, x in expected.items())
+    assert all(torch.equal(result[name], x) for name, x in expected.items())
+    for one, given in ((full, dict(full.named_parameters())), (model, tensors)):
+        folder = tmp_path / str(one is full)
         folder.mkdir()
         make_adapter_writer(one)(given, folder)
-    alone = [load_file(tmp_path / str(which) / "adapter_model.safetensors") for which in (True, False)]
-    assert alone[0].keys() == alone[1].keys()
-    assert all(torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
+    baseline = [load_file(tmp_path / str(which) / "adapter_model.safetensors") for which in (True, False)]
+    assert baseline[0].keys() == baseline[1].keys()
+    assert all(torch.equal(baseline[0][name], baseline[1][name]) for name in baseline[0])
     assert adapter_configs(model)
 
 

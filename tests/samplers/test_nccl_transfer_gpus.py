@@ -1,4 +1,4 @@
-"""A real vLLM on a second GPU, whose weights come over NCCL. Where there are two GPUs and a vLLM: `make test-vllm`.
+"""A real vLLM on a second GPU receives weights over NCCL. Needs two GPUs and a vLLM: `make test-vllm`.
 
 POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32.
 """
@@ -35,19 +35,19 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """On the first GPU, before the server is told that it sees the second alone."""
+    """Load it on the first GPU, before the environment hides it from the server."""
     return load_model("tiny", dtype="fp32", device="cuda:0")
 
 
 @pytest.fixture
 def url(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    with serving(VENV, tmp_path, weight_transport="nccl") as found:
-        yield found
+    with serving(VENV, tmp_path, weight_transport="nccl") as result:
+        yield result
 
 
 def test_vllm_receives_weights_over_nccl(url: str, model: Any, tmp_path: Path) -> None:
-    """The embedded model's head is tied. What was not taken over moves log-probabilities by more than the probe allows."""
+    """The embedded model's head is tied. A tensor that was not loaded changes log-probabilities by more than the probe allows."""
     config = SamplerConfig(
         engine="vllm", urls=(url,), recovery_timeout=START, weight_transport="nccl", logprob_tolerance=1e-2
     )
@@ -62,8 +62,8 @@ def test_vllm_receives_weights_over_nccl(url: str, model: Any, tmp_path: Path) -
                 assert sampler.transfer is not None
                 wait(sampler.transfer.close(sampler.http))
             wait(sampler.update(PublishedWeights(version, dict(model.named_parameters()))))
-        asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
-        found = wait(sampler.generate(asked))
-        assert {g.version for g in found} == {3}
+        requests = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
+        generations = wait(sampler.generate(requests))
+        assert {g.version for g in generations} == {3}
         wait(sampler.close())
     assert not (tmp_path / "weights").exists()

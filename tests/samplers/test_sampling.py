@@ -1,4 +1,4 @@
-"""Sampling: the distribution, its recorded log-probability, and random numbers that belong to the completion."""
+"""Sampling: the distribution, the recorded log-probability, and random numbers that depend on the completion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ P = torch.tensor([[0.5, 0.25, 0.15, 0.1]], dtype=torch.float64)
         (SamplingParams(), [0.5, 0.25, 0.15, 0.1]),
         (SamplingParams(top_k=2), [2 / 3, 1 / 3, 0, 0]),
         (SamplingParams(top_k=99), [0.5, 0.25, 0.15, 0.1]),
-        (SamplingParams(top_p=0.6), [2 / 3, 1 / 3, 0, 0]),  # 0.5 is short of 0.6, so the token that crosses it stays
+        (SamplingParams(top_p=0.6), [2 / 3, 1 / 3, 0, 0]),  # 0.5 is below 0.6, so the token that crosses it stays
         (SamplingParams(top_p=0.45), [1, 0, 0, 0]),
         (SamplingParams(top_p=0.6, top_k=1), [1, 0, 0, 0]),
         (SamplingParams(temperature=0), [1, 0, 0, 0]),
@@ -63,11 +63,11 @@ def test_sample_frequencies_match_the_probabilities() -> None:
     st.integers(1, 9),
 )
 def test_uniforms_depend_on_the_key_alone(keys: list[tuple[int, ...]], n: int) -> None:
-    together = philox_uniforms(keys, n)
-    assert torch.equal(together, torch.cat([philox_uniforms([key], n) for key in keys]))
-    assert torch.equal(philox_uniforms(keys, n + 3)[:, :n], together)  # a larger budget draws the same numbers first
-    assert len({tuple(row.tolist()) for row in together}) == len(keys)
-    assert bool(((together >= 0) & (together < 1)).all())
+    batched = philox_uniforms(keys, n)
+    assert torch.equal(batched, torch.cat([philox_uniforms([key], n) for key in keys]))
+    assert torch.equal(philox_uniforms(keys, n + 3)[:, :n], batched)  # a longer row starts with the same numbers
+    assert len({tuple(row.tolist()) for row in batched}) == len(keys)
+    assert bool(((batched >= 0) & (batched < 1)).all())
 
 
 @settings(max_examples=50, deadline=None)
@@ -84,7 +84,7 @@ def test_negative_keys_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [487, 511, 512, 513, 576, 640, 1000, 8192])
 def test_blockwise_inversion_equals_plain_inversion(size: int) -> None:
-    """The same token as the plain rule: the first whose cumulative probability is above u; log π to the last digits."""
+    """The result is the first token whose cumulative probability exceeds u, and log π is exact to the last digits."""
     g = torch.Generator().manual_seed(size)
     logits = 3 * torch.randn(256, size, generator=g, dtype=torch.float64)
     logits[:, ::3] = -math.inf
@@ -96,7 +96,7 @@ def test_blockwise_inversion_equals_plain_inversion(size: int) -> None:
     cumulative = logits.softmax(-1).cumsum(-1)
     expected = (cumulative <= (u * cumulative[:, -1])[:, None]).sum(-1)
     usual = torch.ones(256, dtype=torch.bool)
-    usual[2:6] = False  # at the ends of [0, 1) the plain rule may name a token of probability 0
+    usual[2:6] = False  # at the ends of [0, 1) the plain rule may give a token of probability 0
     assert torch.equal(token[usual], expected[usual])
     assert token[:2].tolist() == [0, size - 1]
     truth = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""A real vLLM that is sent adapters alone, by the name of their version. Where there is one: `make test-vllm`.
+"""A real vLLM loads adapters alone, under the name of their version. Needs a vLLM: `make test-vllm`.
 
 POLICYGRAD_VLLM names a virtual environment of its own with vLLM 0.32, as for tests/samplers/test_vllm.py.
 """
@@ -35,13 +35,13 @@ pytestmark = [
     pytest.mark.skipif(not VENV, reason="POLICYGRAD_VLLM names no environment with vLLM"),
 ]
 RANK = 6
-"""The server has room for 8."""
+"""The server supports up to 8."""
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(VENV, tmp_path_factory.mktemp("vllm"), lora=f"rank={RANK}") as found:
-        yield found
+    with serving(VENV, tmp_path_factory.mktemp("vllm"), lora=f"rank={RANK}") as result:
+        yield result
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def made(url: str, folder: Path, rank: int = RANK) -> VllmSampler:
 
 
 def learnt(sampler: VllmSampler, version: int, spread: float) -> PublishedWeights:
-    generator, own = torch.Generator().manual_seed(version), dict(sampler.model.named_parameters())
+    generator, expected = torch.Generator().manual_seed(version), dict(sampler.model.named_parameters())
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in expected.items():
             if "lora_B" in name:
                 parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
-    return PublishedWeights(version, own)
+    return PublishedWeights(version, expected)
 
 
 def adapters(url: str) -> list[str]:
@@ -71,19 +71,19 @@ def adapters(url: str) -> list[str]:
 
 
 def test_vllm_loads_adapters_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
-    """The first adds nothing: the server's own weights are the learner's. Those after it change what is drawn."""
-    sampler, drawn = made(url, tmp_path), list[Any]()
-    asked = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
+    """The first adapter adds nothing, so the server's own weights are the learner's. Later ones change the completions."""
+    sampler, completion = made(url, tmp_path), list[Any]()
+    requests = [Request(torch.tensor([5, 70, 300]), (1, i), SamplingParams(max_tokens=8), 8) for i in range(40)]
     for version, spread in enumerate((0.0, 0.05, 0.2, 0.05)):
-        told = wait(sampler.update(learnt(sampler, version, spread)))
-        assert told["publication/probe_max"].value < 1e-4
-        assert told["publication/bytes"].value < 200_000
+        metrics = wait(sampler.update(learnt(sampler, version, spread)))
+        assert metrics["publication/probe_max"].value < 1e-4
+        assert metrics["publication/bytes"].value < 200_000
         assert sampler.published is not None
         assert adapters(url) == [sampler.published.name]
-        found = wait(sampler.generate(asked))
-        assert {g.version for g in found} == {version}
-        drawn.append([g.tokens.tolist() for g in found])
-    assert all(one != other for one, other in pairwise(drawn))
+        generations = wait(sampler.generate(requests))
+        assert {g.version for g in generations} == {version}
+        completion.append([g.tokens.tolist() for g in generations])
+    assert all(one != other for one, other in pairwise(completion))
     wait(sampler.close())
     assert adapters(url) == []
 
@@ -91,16 +91,16 @@ def test_vllm_loads_adapters_and_agrees_to_1e_4_nats(url: str, tmp_path: Path, w
 def test_greedy_completions_match_the_adapted_model(url: str, tmp_path: Path, wait: AsyncRunner) -> None:
     sampler = made(url, tmp_path)
     greedy, answers = SamplingParams(temperature=0.0, max_tokens=12), list[list[list[int]]]()
-    asked = [Request(torch.tensor([5, 70 + i, 300, 40]), (1, i), greedy, 12) for i in range(8)]
+    requests = [Request(torch.tensor([5, 70 + i, 300, 40]), (1, i), greedy, 12) for i in range(8)]
     for version, spread in ((0, 0.0), (1, 0.3)):
         wait(sampler.update(learnt(sampler, version, spread)))
-        found = wait(sampler.generate(asked))
-        for request, generation in zip(asked, found, strict=True):
+        generations = wait(sampler.generate(requests))
+        for request, generation in zip(requests, generations, strict=True):
             ids = torch.cat([request.prompt_ids, generation.tokens])[None]
             with torch.no_grad():
                 best = sampler.model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
             assert generation.tokens.tolist() == best.tolist()
-        answers.append([generation.tokens.tolist() for generation in found])
+        answers.append([generation.tokens.tolist() for generation in generations])
     assert answers[0] != answers[1]
     wait(sampler.close())
 
@@ -118,8 +118,8 @@ def test_unloaded_adapter_is_loaded_again(url: str, tmp_path: Path, wait: AsyncR
     assert sampler.published is not None
     body = {"lora_name": sampler.published.name}
     assert httpx.post(f"{url}/v1/unload_lora_adapter", json=body, trust_env=False).status_code == 200
-    [found] = wait(sampler.generate([Request(torch.tensor([5, 70]), (1,), SamplingParams(max_tokens=8), 8)]))
-    assert found.version == 5
+    [generation] = wait(sampler.generate([Request(torch.tensor([5, 70]), (1,), SamplingParams(max_tokens=8), 8)]))
+    assert generation.version == 5
     assert adapters(url) == [sampler.published.name]
     wait(sampler.close())
 
@@ -133,24 +133,24 @@ def test_run_with_vllm_adapter_learns(url: str, tmp_path: Path) -> None:
         evaluation=pg.EvaluationConfig(problems=48, samples_per_prompt=2),
         output=str(tmp_path / "run"),
     )
-    found = pg.train(run, display=False)
-    assert found.before is not None
-    assert found.after is not None
-    assert found.after - found.before > 0.1
+    result = pg.train(run, display=False)
+    assert result.before is not None
+    assert result.after is not None
+    assert result.after - result.before > 0.1
 
 
 @pytest.mark.parametrize(
-    ("lora", "without", "words"),
+    ("lora", "without", "message"),
     [
         ("", (), "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         (f"rank={RANK}", ("--enable-lora",), "--enable-lora"),
     ],
 )
 def test_missing_vllm_lora_options_are_named(
-    lora: str, without: tuple[str, ...], words: str, tmp_path: Path, wait: AsyncRunner
+    lora: str, without: tuple[str, ...], message: str, tmp_path: Path, wait: AsyncRunner
 ) -> None:
     with serving(VENV, tmp_path, without, lora=lora) as url:
         sampler = made(url, tmp_path)
-        with pytest.raises(EngineError, match=words):
+        with pytest.raises(EngineError, match=message):
             wait(sampler.update(learnt(sampler, 0, 0.0)))
         wait(sampler.close())

@@ -1,6 +1,6 @@
-"""What is said to vLLM and SGLang and heard from them, in the form that they document: no server of theirs is asked here.
+"""Requests to vLLM and SGLang, and replies in their documented form; no real server is used here.
 
-A real vLLM is asked by tests/samplers/test_vllm.py, where there is one.
+A real vLLM is used in tests/samplers/test_vllm.py, where there is one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def wait() -> Iterator[AsyncRunner]:
 
 
 def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
-    """Weights that are not what the server has."""
+    """Return weights that the server does not have."""
     with torch.no_grad():
         sampler.model.table.mul_(0.9)  # type: ignore[union-attr, operator]
     return PublishedWeights(version, dict(sampler.model.named_parameters()))
@@ -75,17 +75,17 @@ def publish(sampler: EngineSampler, version: int) -> PublishedWeights:
 def test_servers_load_weights_and_sample_from_the_policy(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     for version in (4, 5):
-        told = wait(sampler.update(publish(sampler, version)))
-        assert told["publication/probe_max"].value < 1e-5
+        metrics = wait(sampler.update(publish(sampler, version)))
+        assert metrics["publication/probe_max"].value < 1e-5
         assert server.version == sampler.published.name
         assert server.version.startswith(f"v0000000{version}-")
-    [found] = wait(
+    [generation] = wait(
         sampler.generate([Request(torch.tensor([3, 9]), (1, 2), SamplingParams(temperature=0.7, max_tokens=6), 6)])
     )
-    rows = torch.cat([torch.tensor([9]), found.tokens[:-1]])
-    own = (sampler.model.table[rows] / 0.7).log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
-    assert torch.allclose(found.logp, own, atol=1e-5)
-    assert found.version == 5
+    rows = torch.cat([torch.tensor([9]), generation.tokens[:-1]])
+    expected = (sampler.model.table[rows] / 0.7).log_softmax(-1).gather(-1, generation.tokens[:, None])[:, 0]
+    assert torch.allclose(generation.logp, expected, atol=1e-5)
+    assert generation.version == 5
     assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [server.version]
 
 
@@ -154,13 +154,13 @@ def test_another_kind_of_server_is_refused(name: str, make: Any, wait: AsyncRunn
 def test_greedy_tokens_have_logprob_zero(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, _ = make(name)
     wait(sampler.update(publish(sampler, 0)))
-    asked = Request(torch.tensor([3]), (1,), SamplingParams(temperature=0.0, max_tokens=4), 4)
-    [found] = wait(sampler.generate([asked]))
-    assert found.logp.tolist() == [0.0] * len(found.tokens)
+    requests = Request(torch.tensor([3]), (1,), SamplingParams(temperature=0.0, max_tokens=4), 4)
+    [generation] = wait(sampler.generate([requests]))
+    assert generation.logp.tolist() == [0.0] * len(generation.tokens)
 
 
 def test_tied_head_is_written_twice_for_vllm(random_model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A reload by vLLM 0.32 leaves a tied head as it was: tests/samplers/test_vllm.py sees it."""
+    """A reload by vLLM 0.32 keeps the old tied head, as tests/samplers/test_vllm.py shows."""
     from safetensors.torch import load_file
 
     model = load_model(str(random_model), dtype="fp32", device="cpu")
@@ -169,14 +169,14 @@ def test_tied_head_is_written_twice_for_vllm(random_model: Path, tokenizer: Toke
     for engine, heads in ((VllmSampler, 1), (SglangSampler, 0)):
         config = SamplerConfig(engine=engine.__name__.lower().removesuffix("sampler"), urls=(URL,))
         sampler = engine(model, tokenizer, config, tmp_path / engine.__name__)
-        found = sampler.versions.publish(PublishedWeights(0, tensors))
-        written = load_file(found.path / "model.safetensors")
+        result = sampler.versions.publish(PublishedWeights(0, tensors))
+        written = load_file(result.path / "model.safetensors")
         assert len(written) == len(tensors) + heads
         assert all(torch.equal(written[name], tensors[name]) for name in tensors)
         if heads:
             assert torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
-        assert (found.path / "config.json").is_file()
-        assert (found.path / "tokenizer.json").is_file()
+        assert (result.path / "config.json").is_file()
+        assert (result.path / "tokenizer.json").is_file()
 
 
 def test_external_engines_need_urls() -> None:
@@ -197,7 +197,7 @@ def test_four_bit_weights_are_not_published_in_full(random_model: Path, tokenize
 
 
 def test_recorded_vllm_reply_is_parsed(make: Any, wait: AsyncRunner) -> None:
-    """Of version 0.32, to ids of the embedded model at temperature 2, seed 3; shortened by what is not read."""
+    """A reply of version 0.32 to ids of the embedded model at temperature 2, seed 3, without fields that are not read."""
     answer = {
         "id": "cmpl-b6070f7e5641e197",
         "object": "text_completion",
@@ -229,10 +229,10 @@ def test_recorded_vllm_reply_is_parsed(make: Any, wait: AsyncRunner) -> None:
     tell = server.tell
     server.tell = lambda path, body: answer if path == "/v1/completions" else tell(path, body)
     request = Request(torch.tensor([5, 70, 300, 40]), (1,), SamplingParams(temperature=2.0, max_tokens=8), 8)
-    [found] = wait(sampler.generate([request, replace(request)]))[:1]
-    assert found.tokens.tolist() == [447, 275, 1]
-    assert found.logp.tolist() == pytest.approx([-5.219334125518799, -3.8465323448181152, -0.00394043792039156])
-    assert found.finish_reason == "stop"
+    [generation] = wait(sampler.generate([request, replace(request)]))[:1]
+    assert generation.tokens.tolist() == [447, 275, 1]
+    assert generation.logp.tolist() == pytest.approx([-5.219334125518799, -3.8465323448181152, -0.00394043792039156])
+    assert generation.finish_reason == "stop"
 
 
 def test_vllm_with_a_model_of_another_shape_is_refused_and_both_are_named(
@@ -250,12 +250,12 @@ def test_vllm_with_a_model_of_another_shape_is_refused_and_both_are_named(
         return httpx.Response(500, text="size mismatch") if path == "/collective_rpc" else tell(path, body)
 
     monkeypatch.setattr(server, "tell", other)
-    said = r"serves the model \S+theirs \(num_hidden_layers 30, hidden_size 576\) .* model ours \(.*hidden_size 64.*mismatch"
-    with pytest.raises(EngineError, match=said):
+    message = r"serves the model \S+theirs \(num_hidden_layers 30, hidden_size 576\) .* model ours \(.*hidden_size 64.*mismatch"
+    with pytest.raises(EngineError, match=message):
         wait(sampler.update(publish(sampler, 4)))
     assert server.paths.count("/collective_rpc") == 1
     monkeypatch.setattr(server, "tell", tell)
     wait(sampler.update(publish(sampler, 5)))
-    monkeypatch.setattr(server, "tell", other)  # one that has taken weights is in trouble for a while
+    monkeypatch.setattr(server, "tell", other)  # a server that has loaded weights before may have a passing fault
     with pytest.raises(EngineError, match="no server has answered"):
         wait(sampler.update(publish(sampler, 6)))

@@ -1,4 +1,4 @@
-"""The in-process sampler: the log-probability it records is the model's, and neighbours do not matter."""
+"""The local sampler: recorded log-probabilities are the model's, and completions do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_completions_end_at_the_end_token_or_the_limit(sampler: LocalSampler, pr
 
 def test_completions_do_not_depend_on_batch_or_limit(sampler: LocalSampler, prompts: list[Context]) -> None:
     sampling = SamplingParams(max_tokens=12)
-    together = _rows(sample(sampler, prompts, 4, sampling))
-    alone = [row for p in prompts for row in _rows(sample(sampler, [p], 4, sampling))]
-    assert together == alone
-    assert together == _rows(sample(sampler, prompts, 4, SamplingParams(max_tokens=12, decode_rows=4)))
-    assert _rows(sample(sampler, prompts, 2, sampling)) == [r for i, r in enumerate(together) if i % 4 < 2]
+    batched = _rows(sample(sampler, prompts, 4, sampling))
+    baseline = [row for p in prompts for row in _rows(sample(sampler, [p], 4, sampling))]
+    assert batched == baseline
+    assert batched == _rows(sample(sampler, prompts, 4, SamplingParams(max_tokens=12, decode_rows=4)))
+    assert _rows(sample(sampler, prompts, 2, sampling)) == [r for i, r in enumerate(batched) if i % 4 < 2]
     longer = _rows(sample(sampler, prompts, 4, SamplingParams(max_tokens=20)))
-    assert all(a == b[: len(a)] for a, b in zip(together, longer, strict=True))
+    assert all(a == b[: len(a)] for a, b in zip(batched, longer, strict=True))
 
 
 def test_decode_rows_limits_the_batch(sampler: LocalSampler, prompts: list[Context]) -> None:
@@ -105,18 +105,18 @@ def test_decode_rows_limits_the_batch(sampler: LocalSampler, prompts: list[Conte
 
 def test_cache_grows_when_full(sampler: LocalSampler, prompts: list[Context], monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(max_tokens=16)
-    whole = _rows(sample(sampler, prompts, 4, sampling))
+    full = _rows(sample(sampler, prompts, 4, sampling))
     monkeypatch.setattr("policygrad.samplers.local.kv_cache.GROWTH_TOKENS", 3)
-    assert _rows(sample(sampler, prompts, 4, sampling)) == whole
+    assert _rows(sample(sampler, prompts, 4, sampling)) == full
 
 
 def test_decoding_continues_from_a_prefix(sampler: LocalSampler, prompts: list[Context]) -> None:
-    """A prompt may end in the beginning of an answer; greedy decoding then goes on as if it had never stopped."""
+    """A prompt may end with the start of a completion; greedy decoding continues as if it had never stopped."""
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    whole = sample(sampler, prompts[:1], 1, greedy)[0][0].tokens
-    prefix = Context(torch.cat([prompts[0].tokens, whole[:5]]), prompts[0].key)
+    full = sample(sampler, prompts[:1], 1, greedy)[0][0].tokens
+    prefix = Context(torch.cat([prompts[0].tokens, full[:5]]), prompts[0].key)
     rest = sample(sampler, [prefix], 1, SamplingParams(temperature=0, max_tokens=7))[0][0].tokens
-    assert torch.equal(rest, whole[5:])
+    assert torch.equal(rest, full[5:])
 
 
 def test_update_copies_weights_and_sets_the_version(random_model: Path) -> None:
@@ -139,20 +139,20 @@ def test_weights_of_another_model_are_refused_by_name(random_model: Path) -> Non
 
 
 def test_each_completion_is_reported_once_with_its_tokens(sampler: LocalSampler, prompts: list[Context]) -> None:
-    """Whoever looks in changes nothing, and does so after every token, also when nothing is over."""
-    sampling = SamplingParams(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are filled again
-    told: list[list[tuple[tuple[int, ...], list[int]]]] = []
-    with sampler.on_completion(lambda over: told.append([(request.key, tokens.tolist()) for request, tokens in over])):
+    """The callback changes nothing, and is called after every token, also when no completion has finished."""
+    sampling = SamplingParams(temperature=1.5, max_tokens=12, decode_rows=8)  # slots are refilled
+    reply: list[list[tuple[tuple[int, ...], list[int]]]] = []
+    with sampler.on_completion(lambda over: reply.append([(request.key, tokens.tolist()) for request, tokens in over])):
         groups = sample(sampler, prompts, 4, sampling)
-    looks = len(told)
+    looks = len(reply)
     assert _rows(groups) == _rows(sample(sampler, prompts, 4, sampling))
-    assert len(told) == looks  # outside nobody looks in
-    found = [one for some in told for one in some]
+    assert len(reply) == looks  # no calls outside the context
+    result = [one for some in reply for one in some]
     expected = {(*p.key, j): c.tokens.tolist() for p, g in zip(prompts, groups, strict=True) for j, c in enumerate(g)}
-    assert len(found) == len(expected)
-    assert dict(found) == expected
-    assert [] in told
-    assert sum(map(bool, told)) >= 3  # or the test shows nothing of rows that leave before others
+    assert len(result) == len(expected)
+    assert dict(result) == expected
+    assert [] in reply
+    assert sum(map(bool, reply)) >= 3  # some rows finish before others, or the test shows nothing
 
 
 def test_callback_error_ends_sampling(sampler: LocalSampler, prompts: list[Context]) -> None:

@@ -1,4 +1,4 @@
-"""Weights that are broadcast to another process: a real group of two, over gloo in the place of NCCL.
+"""Weights broadcast to another process: a real group of two, over gloo instead of NCCL.
 
 The other process forms its side of the group, and receives, as an engine's does (doubles/receiver.py); HTTP is in this process.
 """
@@ -39,7 +39,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Process:
-    """The receiver, asked line by line."""
+    """The receiving process, with one request per line."""
 
     def __init__(self) -> None:
         paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH", "")])])
@@ -67,8 +67,8 @@ class Process:
 
 
 def over(form: type[Taking]) -> type[Taking]:
-    """The form of an engine's server, whose process in the group is `process`. kills: it dies when it is to take something, and the
-    one after it is there at once."""
+    """Return a server double whose process in the group is `process`. If `kills` is set, `process` dies when it is to receive, and
+    `kills` replaces it at once."""
     engine = "vllm" if form is VllmTaking else "sglang"
 
     class Over(form):  # type: ignore[valid-type, misc]
@@ -81,11 +81,11 @@ def over(form: type[Taking]) -> type[Taking]:
             self.joined = asyncio.ensure_future(self.process.ask(engine=engine, init_request=dict(init_request)))
 
         async def transferred(self, path: str, body: Any) -> tuple[int, Any]:
-            told: tuple[int, Any] = await super().transferred(path, body)
+            reply: tuple[int, Any] = await super().transferred(path, body)
             if self.joined is not None:
                 await self.joined
                 self.joined = None
-            return told
+            return reply
 
         async def take(self, wire: WireGroup, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
             if self.kills is not None:
@@ -94,17 +94,17 @@ def over(form: type[Taking]) -> type[Taking]:
                 self.begin()
                 raise httpx.ReadError("the connection is gone")
             raw = await self.process.ask(names=names, dtypes=dtypes, shapes=shapes)
-            for name, dtype, shape, said in zip(names, dtypes, shapes, raw, strict=True):
-                self.got[name] = torch.frombuffer(bytearray(said), dtype=getattr(torch, dtype)).reshape(shape)
+            for name, dtype, shape, message in zip(names, dtypes, shapes, raw, strict=True):
+                self.got[name] = torch.frombuffer(bytearray(message), dtype=getattr(torch, dtype)).reshape(shape)
 
     return Over
 
 
 @pytest.fixture
 def process() -> Iterator[Process]:
-    found = Process()
-    yield found
-    found.end()
+    result = Process()
+    yield result
+    result.end()
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +112,9 @@ def tokenizer(random_model: Path) -> Tokenizer:
     return load_tokenizer(str(random_model), load_model(str(random_model), dtype="fp32", device="cpu"))
 
 
-def same(found: Tensor, own: Tensor) -> bool:
-    bits = (found.dtype, found.shape) == (own.dtype, own.shape)
-    return bits and torch.equal(found.reshape(-1).view(torch.uint8), own.detach().reshape(-1).view(torch.uint8))
+def same(result: Tensor, expected: Tensor) -> bool:
+    bits = (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    return bits and torch.equal(result.reshape(-1).view(torch.uint8), expected.detach().reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_weights_arrive_byte_for_byte_in_another_process(
 ) -> None:
     model: Any = Bigram(len(tokenizer.hf))
     model.narrow = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
-    model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not as it lies in memory
+    model.across = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # not contiguous
     config = SamplerConfig(
         engine=sampler_class.__name__.lower().removesuffix("sampler"),
         urls=(URL,),
@@ -149,8 +149,8 @@ def test_weights_arrive_byte_for_byte_in_another_process(
             with torch.no_grad():
                 model.table.mul_(0.9)
                 model.narrow.add_(1)
-            told = wait(sampler.update(PublishedWeights(version, dict(model.named_parameters()))))
-            assert told["publication/probe_max"].value < 1e-5
+            metrics = wait(sampler.update(PublishedWeights(version, dict(model.named_parameters()))))
+            assert metrics["publication/probe_max"].value < 1e-5
             assert {name: same(server.got[name], p) for name, p in model.named_parameters()} == {
                 "table": True,
                 "narrow": True,

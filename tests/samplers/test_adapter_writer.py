@@ -1,4 +1,4 @@
-"""What is written for engines of a model with an adapter: the adapter alone, as PEFT reads it, or the sum of both."""
+"""Weights of a model with an adapter as engines read them: the adapter alone, in PEFT's format, or merged."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ IDS = torch.arange(4, 14)[None]
 
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
-    found: Tensor = model(input_ids=IDS).logits
-    return found
+    result: Tensor = model(input_ids=IDS).logits
+    return result
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """With B that is not 0."""
+    """Set B to values other than 0."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_B" in name:
             nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
@@ -70,9 +70,9 @@ def test_written_adapter_loads_in_peft_with_the_same_logits(make: Any, random_mo
         name.startswith("base_model.model.model.layers.") and name.endswith((".lora_A.weight", ".lora_B.weight"))
         for name in tensors
     )
-    said = json.loads((publication.path / "adapter_config.json").read_text())
-    assert said["r"] == 3
-    assert {"q_proj", "down_proj"} <= {*said["target_modules"]}
+    message = json.loads((publication.path / "adapter_config.json").read_text())
+    assert message["r"] == 3
+    assert {"q_proj", "down_proj"} <= {*message["target_modules"]}
     read = peft.PeftModel.from_pretrained(load_model(str(random_model)), publication.path).eval()
     assert torch.allclose(logits(read), logits(model), atol=1e-5)
     assert not torch.allclose(logits(load_model(str(random_model))), logits(model), atol=1e-2)
@@ -120,7 +120,7 @@ def test_full_modules_and_other_adapter_types_are_not_sent_as_adapter(random_mod
 
 
 class Writing(LocalSampler):
-    """Draws here, and writes what an engine would be given."""
+    """Samples in this process, and writes the weights for an engine."""
 
     versions: VersionFolder
     written: list[Path]
@@ -134,15 +134,15 @@ class Writing(LocalSampler):
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_two_process_learner_publishes_its_adapter(staleness: int, small: pg.Run, tmp_path: Path) -> None:
-    """What is written last is what the run saves; the last update is published as the others are."""
+    """The last published adapter is the saved one: the last update is published like the others."""
     made = list[Writing]()
 
     def sampler(model: nn.Module, tokenizer: Tokenizer) -> Writing:
-        found = Writing.from_tokenizer(model, tokenizer)
-        assert isinstance(found, Writing)
-        found.versions, found.written = VersionFolder(tmp_path / "weights", make_adapter_writer(model)), []
-        made.append(found)
-        return found
+        result = Writing.from_tokenizer(model, tokenizer)
+        assert isinstance(result, Writing)
+        result.versions, result.written = VersionFolder(tmp_path / "weights", make_adapter_writer(model)), []
+        made.append(result)
+        return result
 
     learner = pg.LearnerConfig(lora="rank=4", world_size=2, micro_tokens=64)
     run = replace(small, learner=learner, steps=2, lr=1e-2, max_staleness=staleness, output=str(tmp_path / "run"))

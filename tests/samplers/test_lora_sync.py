@@ -1,6 +1,6 @@
-"""Adapters alone, by the name of their version: what is said to vLLM and SGLang and heard, in the form that they document.
+"""Adapters alone, under the name of their version: requests to vLLM and SGLang, and replies in their documented form.
 
-A real vLLM is asked by tests/samplers/test_vllm_adapters.py, where there is one.
+A real vLLM is used in tests/samplers/test_vllm_lora.py, where there is one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tokenizer(random_model: Path) -> Tokenizer:
 
 
 def one_layer(vocabulary: int, **options: Any) -> Any:
-    """The model with an adapter of rank 3, that adds nothing yet. options: of PEFT's LoraConfig."""
+    """Return the model with an adapter of rank 3 that adds nothing yet. The options are those of PEFT's LoraConfig."""
     torch.manual_seed(0)
     config = peft.LoraConfig(**({"r": 3, "lora_alpha": 6, "target_modules": ["layer"]} | options))
     return peft.get_peft_model(OneLayer(vocabulary), config).eval()
@@ -68,21 +68,21 @@ def wait() -> Iterator[AsyncRunner]:
 
 
 def learnt(sampler: EngineSampler, version: int) -> PublishedWeights:
-    """An adapter that is not what the server has."""
+    """Return an adapter that the server does not have."""
     generator = torch.Generator().manual_seed(version)
-    own = dict(sampler.model.named_parameters())
+    expected = dict(sampler.model.named_parameters())
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in expected.items():
             if "lora_B" in name:
                 parameter.copy_(10 * torch.randn(parameter.shape, generator=generator))
-    return PublishedWeights(version, own)
+    return PublishedWeights(version, expected)
 
 
-def own_logp(sampler: EngineSampler, found: Any) -> torch.Tensor:
-    ids = torch.cat([ASKED.prompt_ids, found.tokens])[None]
+def own_logp(sampler: EngineSampler, result: Any) -> torch.Tensor:
+    ids = torch.cat([ASKED.prompt_ids, result.tokens])[None]
     with torch.no_grad():
         logits = sampler.model(input_ids=ids).logits[0, len(ASKED.prompt_ids) - 1 : -1] / ASKED.sampling.temperature
-    return logits.log_softmax(-1).gather(-1, found.tokens[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(-1, result.tokens[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -90,17 +90,17 @@ def test_adapter_is_loaded_under_its_version_name(name: str, make: Any, wait: As
     sampler, server = make(name)
     base = server.table.clone()
     for version in (4, 5):
-        told = wait(sampler.update(learnt(sampler, version)))
-        assert told["publication/probe_max"].value < 1e-4
+        metrics = wait(sampler.update(learnt(sampler, version)))
+        assert metrics["publication/probe_max"].value < 1e-4
         assert list(server.adapters) == [sampler.published.name]
         assert sampler.published.name.startswith(f"v0000000{version}-")
-        assert told["publication/bytes"].value < 0.1 * base.numel() * base.element_size()
+        assert metrics["publication/bytes"].value < 0.1 * base.numel() * base.element_size()
     assert torch.equal(server.table, base)
-    [found] = wait(sampler.generate([ASKED]))
-    assert found.version == 5
-    assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
-    plain = (base[torch.cat([ASKED.prompt_ids[-1:], found.tokens[:-1]])] / 0.7).log_softmax(-1)
-    assert not torch.allclose(found.logp, plain.gather(-1, found.tokens[:, None])[:, 0], atol=1e-2)
+    [generation] = wait(sampler.generate([ASKED]))
+    assert generation.version == 5
+    assert torch.allclose(generation.logp, own_logp(sampler, generation), atol=1e-5)
+    plain = (base[torch.cat([ASKED.prompt_ids[-1:], generation.tokens[:-1]])] / 0.7).log_softmax(-1)
+    assert not torch.allclose(generation.logp, plain.gather(-1, generation.tokens[:, None])[:, 0], atol=1e-2)
     assert [p.name for p in sampler.versions.root.iterdir() if p.is_dir()] == [sampler.published.name]
     files = {p.name for p in sampler.published.path.iterdir()}
     assert files == {"adapter_config.json", "adapter_model.safetensors"}
@@ -145,26 +145,26 @@ def test_adapters_left_by_a_killed_run_are_unloaded_and_others_stay(name: str, m
 
 @pytest.mark.parametrize("name", KINDS)
 def test_server_without_its_adapter_loads_it_again(name: str, make: Any, wait: AsyncRunner) -> None:
-    """Started again, say: no completion is drawn from its own weights instead."""
+    """For example after a restart: no completion is sampled from its own weights instead."""
     sampler, server = make(name)
     wait(sampler.update(learnt(sampler, 3)))
     server.adapters.clear()
-    [found] = wait(sampler.generate([ASKED]))
+    [generation] = wait(sampler.generate([ASKED]))
     assert list(server.adapters) == [sampler.published.name]
-    assert found.version == 3
-    assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
+    assert generation.version == 3
+    assert torch.allclose(generation.logp, own_logp(sampler, generation), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_server_with_another_adapter_of_the_same_name_loads_it_again(name: str, make: Any, wait: AsyncRunner) -> None:
     sampler, server = make(name)
     wait(sampler.update(learnt(sampler, 3)))
-    [(said, (folder, right))] = server.adapters.items()
+    [(message, (folder, right))] = server.adapters.items()
     sampler.servers.all[0].ready = False
-    server.adapters[said] = (folder, 0.5 * right)
-    [found] = wait(sampler.generate([ASKED]))
-    assert torch.equal(server.adapters[said][1], right)
-    assert torch.allclose(found.logp, own_logp(sampler, found), atol=1e-5)
+    server.adapters[message] = (folder, 0.5 * right)
+    [generation] = wait(sampler.generate([ASKED]))
+    assert torch.equal(server.adapters[message][1], right)
+    assert torch.allclose(generation.logp, own_logp(sampler, generation), atol=1e-5)
 
 
 def test_vllm_reply_under_another_name_is_discarded(make: Any, wait: AsyncRunner) -> None:
@@ -179,9 +179,9 @@ def test_vllm_reply_under_another_name_is_discarded(make: Any, wait: AsyncRunner
         return answer
 
     server.tell = told
-    [found] = wait(sampler.generate([ASKED]))
+    [generation] = wait(sampler.generate([ASKED]))
     assert not odd
-    assert found.version == 3
+    assert generation.version == 3
     assert wait(sampler.update(learnt(sampler, 4)))["publication/retries"].value == 1
 
 
@@ -240,7 +240,7 @@ def test_adapter_that_is_more_than_ba_is_sent_merged(
     options: dict[str, Any], reason: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = one_layer(len(tokenizer.hf), **options)
-    model.config = {"model_type": "custom"}  # a whole model has one
+    model.config = {"model_type": "custom"}  # a full model has one
     config = SamplerConfig(engine="vllm", urls=(URL,))
     assert not VllmSampler(model, tokenizer, config, tmp_path).adapter_only
     with pytest.raises(EngineError, match=rf"adapter has {reason}, which .*--sampler.lora-sync merged"):
@@ -267,7 +267,7 @@ def test_merged_sync_sends_full_weights_with_an_adapter(make: Any, tokenizer: To
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"lora_sync": "merged"}, "sampler.engine is local"),
         (
@@ -277,6 +277,6 @@ def test_merged_sync_sends_full_weights_with_an_adapter(make: Any, tokenizer: To
         ({"engine": "vllm", "urls": (URL,), "lora_sync": "lora"}, "must be auto, merged or adapter, not 'lora'"),
     ],
 )
-def test_invalid_lora_sync_options_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_lora_sync_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         SamplerConfig(**options)

@@ -1,4 +1,4 @@
-"""Decoding with contexts kept once and slots refilled: the numbers of whole sequences, whoever decodes beside whom."""
+"""Decoding with shared prompts and refilled slots: log-probabilities equal those of full sequences, in any batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def built(name: str, seed: int = 0) -> nn.Module:
 
 
 def asked(groups: list[tuple[int, int]], sampling: SamplingParams) -> list[Request]:
-    """For each (tokens of the context, completions): budgets spread from 1 to the sampling's."""
+    """Return requests for (prompt length, completions) pairs, with limits from 1 to the sampling's."""
     g = torch.Generator().manual_seed(3)
     requests = []
     for i, (size, n) in enumerate(groups):
@@ -57,7 +57,7 @@ def decoded(memory: DecodeCache, requests: list[Request], routing: Routing | Non
 
 
 def whole(model: nn.Module, request: Request, tokens: Tensor) -> Tensor:
-    """log π of the tokens by one forward pass over the sequence."""
+    """Return log π of the tokens from one forward pass over the sequence."""
     with torch.no_grad():
         logits = model(input_ids=torch.cat([request.prompt_ids, tokens])[None], use_cache=False).logits[0]
     logp = logits[len(request.prompt_ids) - 1 : -1].log_softmax(-1)
@@ -70,15 +70,16 @@ def test_shared_prefix_logprobs_equal_full_sequences(name: str, rows: int) -> No
     model, sampling = built(name), SamplingParams(max_tokens=24, decode_rows=rows)
     assert supports_shared_prefix(model, 0)
     requests = asked(GROUPS, sampling)
-    found = decoded(SharedPrefixCache(model, 0), requests)
-    assert {x.finish_reason for x in found} == {"stop", "length"}
-    for request, x in zip(requests, found, strict=True):
+    generations = decoded(SharedPrefixCache(model, 0), requests)
+    assert {x.finish_reason for x in generations} == {"stop", "length"}
+    for request, x in zip(requests, generations, strict=True):
         assert torch.allclose(x.logp.double(), whole(model, request, x.tokens), rtol=0, atol=2e-6)  # kept in float32
 
 
 @pytest.mark.parametrize("rows", [512, 7, 1])
 def test_unused_columns_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """As in half precision: beyond a multiple of 32, after moves, with rows that come later, whatever the memory held before."""
+    """With the alignment of half precision: beyond a multiple of 32, after moves, with later rows, and uninitialised memory set
+    to NaN."""
     model, sampling = built("qwen3"), SamplingParams(max_tokens=90, decode_rows=rows)
     requests = [
         replace(r, max_tokens=max(r.max_tokens, 40 + 7 * i % 50)) for i, r in enumerate(asked(GROUPS, sampling))
@@ -101,7 +102,7 @@ def test_unused_columns_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: in
 
 
 def test_shared_prefix_logits_are_exact_in_float64() -> None:
-    """What is handed back is float32; the logits behind it are compared here."""
+    """Generations are float32, so the logits behind them are compared here."""
     model = built("qwen3")
     memory, contexts = SharedPrefixCache(model, 0), [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8])]
     with torch.no_grad():
@@ -109,9 +110,9 @@ def test_shared_prefix_logits_are_exact_in_float64() -> None:
         truth = [model(input_ids=contexts[i][None]).logits[0, -1] for i in (0, 0, 1)]
         assert width == 4
         assert torch.allclose(read, torch.stack(truth), rtol=0, atol=1e-10)
-        drawn = torch.tensor([9, 10, 11])
-        stepped = memory.step(drawn, torch.tensor([4, 4, 2]))
-        rows = [torch.cat([contexts[i], drawn[j : j + 1]]) for i, j in ((0, 0), (0, 1), (1, 2))]
+        completion = torch.tensor([9, 10, 11])
+        stepped = memory.step(completion, torch.tensor([4, 4, 2]))
+        rows = [torch.cat([contexts[i], completion[j : j + 1]]) for i, j in ((0, 0), (0, 1), (1, 2))]
         truth = [model(input_ids=row[None]).logits[0, -1] for row in rows]
         assert torch.allclose(stepped, torch.stack(truth), rtol=0, atol=1e-10)
 
@@ -146,7 +147,7 @@ def test_attention_other_than_sdpa_is_detected() -> None:
 
 
 def passes(model: nn.Module, memory: DecodeCache, requests: list[Request]) -> list[int]:
-    """Rows of each forward pass after the contexts were read."""
+    """Return the rows of each forward pass after the prompts were read."""
     sizes: list[int] = []
 
     def see(_: nn.Module, args: Any, named: Any) -> None:
@@ -160,7 +161,7 @@ def passes(model: nn.Module, memory: DecodeCache, requests: list[Request]) -> li
 
 
 def test_forward_passes_follow_the_sum_of_lengths() -> None:
-    """Nothing ends by itself; lengths 1 to 64 in four slots, first by rounds, then refilled."""
+    """No end tokens; lengths 1 to 64 in four slots, first in rounds, then refilled."""
     model, sampling = built("qwen3"), SamplingParams(max_tokens=64, decode_rows=4)
     g = torch.Generator().manual_seed(0)
     lengths = [2 ** int(torch.randint(7, (), generator=g)) for _ in range(32)]
@@ -170,7 +171,7 @@ def test_forward_passes_follow_the_sum_of_lengths() -> None:
     rounds, refilled = (
         len(passes(model, memory, requests)) for memory in (PlainDecodeCache(model, 0), SharedPrefixCache(model, 0))
     )
-    assert refilled <= sum(lengths) / 4 + 64  # full slots, and at the end the longest alone
+    assert refilled <= sum(lengths) / 4 + 64  # full slots, and only the longest at the end
     assert refilled < 0.75 * rounds
     assert max(passes(model, SharedPrefixCache(model, 0), requests)) == 4
 
@@ -194,8 +195,8 @@ def test_experts_are_recorded_when_slots_are_refilled(kind: type[PlainDecodeCach
     model = tf.AutoModelForCausalLM.from_config(config).double().eval()
     routing, requests = Routing.for_model(model), asked(GROUPS, SamplingParams(max_tokens=12, decode_rows=6))
     with routing.recording():
-        found = decoded(kind(model, 0), requests, routing)
-    for request, x in zip(requests, found, strict=True):
+        generations = decoded(kind(model, 0), requests, routing)
+    for request, x in zip(requests, generations, strict=True):
         with torch.no_grad(), routing.recording():
             model(input_ids=torch.cat([request.prompt_ids, x.tokens])[None])
             truth = routing.pop_recorded()
@@ -207,27 +208,27 @@ def test_experts_are_recorded_when_slots_are_refilled(kind: type[PlainDecodeCach
 @pytest.mark.parametrize("gqa", [False, True])
 @pytest.mark.parametrize("owner", [[0, 0, 1, 1], [0, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
 def test_shared_attention_equals_plain_attention(owner: list[int], gqa: bool) -> None:
-    """Against `scaled_dot_product_attention` over the context's keys and the row's own, one after the other."""
+    """The reference is `scaled_dot_product_attention` over the prompt's keys followed by the row's own."""
     g = torch.Generator().manual_seed(1)
-    keys, values = torch.randn(2, 2, 2, 5, 4, generator=g, dtype=torch.float64)  # two contexts of 5, two heads
+    keys, values = torch.randn(2, 2, 2, 5, 4, generator=g, dtype=torch.float64)  # two prompts of 5, two heads
     query, rows = torch.randn(4, 4 if gqa else 2, 1, 4, generator=g, dtype=torch.float64), torch.tensor(owner)
-    own = torch.randn(2, 4, 2, 1, 4, generator=g, dtype=torch.float64)
+    parameters = torch.randn(2, 4, 2, 1, 4, generator=g, dtype=torch.float64)
     blind = torch.zeros(4, 1, 1, 6, dtype=torch.bool)
-    blind[rows == 1, ..., :2] = True  # the second context is three tokens long
+    blind[rows == 1, ..., :2] = True  # the second prompt is three tokens long
     counts, most = rows.bincount(minlength=2), int(rows.bincount().max())
     nth = torch.tensor([owner[:i].count(x) for i, x in enumerate(owner)])
     hidden = torch.zeros(blind.shape, dtype=torch.float64).masked_fill_(blind, -torch.inf)
     layout = PrefixLayout(rows * most + nth, len(counts), most, hidden, length=5)
     layer = SharedPrefixLayer(keys, values, 4, layout)
-    k, v = layer.update(own[0], own[1])
+    k, v = layer.update(parameters[0], parameters[1])
     got = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
-    full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, own[0]), (values, own[1]))]
+    full = [torch.cat([part[rows], mine], 2) for part, mine in ((keys, parameters[0]), (values, parameters[1]))]
     expected = F.scaled_dot_product_attention(query, *full, attn_mask=~blind, enable_gqa=gqa)
     assert torch.allclose(got, expected, rtol=0, atol=1e-12)
-    if gqa:  # as transformers 5.17 asks
+    if gqa:  # as transformers 5.17 calls it
         k, v = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (k, v))
-        again = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
-        assert torch.equal(again, got)
+        second = F.scaled_dot_product_attention(query, k, v, attn_mask=torch.ones(4, 1, 1, 1, dtype=torch.bool))
+        assert torch.equal(second, got)
 
 
 def test_shared_keys_refuse_other_operations() -> None:
