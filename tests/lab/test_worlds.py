@@ -170,7 +170,7 @@ def test_values_are_expected_rewards_and_distances_are_kept() -> None:
         perturb_policy(world, theta, -1.0)
     with pytest.raises(ValueError, match="no step"):
         perturb_policy(world, theta, 0.1, direction=torch.ones_like(theta))
-    with pytest.raises(ValueError, match="jumps along this direction"):
+    with pytest.raises(ValueError, match="the policy jumps over a KL"):
         perturb_policy(
             _mixture(), _mixture().policy.initial(0), 0.02, seed=10
         )  # a flip of the routing takes 0.084 nats at once
