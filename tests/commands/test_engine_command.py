@@ -70,7 +70,7 @@ def test_printed_command_is_shell_syntax(run_command: Callable[..., tuple[int, s
         ("vllm", "rank=600", "up to rank 512. Send all weights: --sampler.lora-sync merged"),
         ("vllm", "rank=8,bits=4", "Leave bits out"),
         ("llama_cpp", "rank=8", "--lora is for servers of vllm and sglang"),
-        ("vllm", "rank", "says nothing"),
+        ("vllm", "rank", "'rank' is not a setting: give rank, alpha, targets, bits"),
     ],
 )
 def test_invalid_lora_options_are_refused(engine: str, lora: str, words: str) -> None:
