@@ -83,7 +83,7 @@ def test_options_are_those_of_train(trained: Path, small: pg.Run, leave: tuple[s
     short = ("--problems", "3", "--samples", "2", "--device", "cpu", "--dtype", "bf16", "--timeout", "7")
     long = (
         "evaluation.problems",
-        "evaluation.samples_per_prompt",
+        "evaluation.samples-per-prompt",
         "learner.device",
         "learner.dtype",
         "rewards.timeout",
