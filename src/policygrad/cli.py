@@ -60,7 +60,7 @@ with interchangeable parts
                                           true gradient, on small problems
   policygrad lab control                  the same algorithms on Gymnasium
                                           environments
-  policygrad completion bash|zsh|fish          a script for tab completion
+  policygrad completion bash|zsh|fish     a script for tab completion
   policygrad --version
 
 `policygrad COMMAND --help` lists a command's options.

@@ -141,7 +141,7 @@ def test_tokens_of_a_step() -> None:
         **{f"linear-{k}": k * 16 * 252 for k in (1, 2, 4, 8, 16)},
     }
     assert next(w for w in WORKS if w.name == "embedded").tokens() is None
-    assert replace(WORKS[1], prompts=1, samples_per_prompt=3, lengths=(2, 5)).tokens() == 2 + 5 + 2
+    assert replace(WORKS[1], prompts=1, samples=3, lengths=(2, 5)).tokens() == 2 + 5 + 2
 
 
 def test_works_are_chosen_by_name() -> None:

@@ -180,12 +180,12 @@ def test_dry_run_is_a_configuration(run_command: Any, tmp_path: Path) -> None:
     out = run_command("train", "dapo", "--dry-run")[1]
     assert "∇J = Σ" in out
     assert tomllib.loads(out)["algorithm"]["name"] == "dapo"
-    assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 16
+    assert tomllib.loads(out)["algorithm"]["update_rule"]["minibatches"] == 16
     out = run_command("train", "dapo", "--prompts-per-step", "4", "--dry-run")[1]
     assert out.startswith(
         "# dapo splits a rollout into 16 minibatches of whole groups, but 4 prompts per step make only 4"
     )
-    assert tomllib.loads(out)["algorithm"]["step"]["minibatches"] == 4
+    assert tomllib.loads(out)["algorithm"]["update_rule"]["minibatches"] == 4
 
 
 def test_precedence(run_command: Any, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_values(run_command: Any, tmp_path: Path) -> None:
         ("train --steps 0", "steps must be at least 1"),
         ("train --lr -1", "lr must be at least 0"),
         ("train --lr nan", "lr must be at least 0"),
-        ("train --temperature -1", "temperature must be at least 0"),
+        ("train --temperature -1", "sampling.temperature must be finite and at least 0, not -1"),
         ("train --stop-after 0", "--stop-after must be at least 1"),
         ("train --checkpoint.every 0", "checkpoint.every"),
         ("train --evaluation.samples-per-prompt 0", "evaluation.samples_per_prompt"),

@@ -34,7 +34,7 @@ def test_completion() -> None:
     assert {"--algorithm.gate", "--algorithm.gate.high", "--algorithm.gate.tau-pos"} <= set(
         complete("train", "--algorithm.g")
     )
-    assert complete("train", "dapo", "--algorithm.gate", "W") == ["ClippedImportance"]
+    assert complete("train", "dapo", "--algorithm.gate", "Clipped") == ["ClippedImportance"]
     assert complete("train", "dapo", "--algorithm.gate", "n") == []  # an algorithm has one
     assert (
         complete("train", "dapo", "--algorithm.critic", "n")
@@ -74,7 +74,7 @@ def test_fish_offers_the_same(tmp_path: Path) -> None:
         "train da",
         "show Impo",
         "train --algorithm.g",
-        "train dapo --algorithm.gate W",
+        "train dapo --algorithm.gate Clipped",
         "train dapo --algorithm.critic n",
     )
     more = ("lab con", "compare dr", "eval --th", "sft --da", "train --track w", "completion f", "algorithms --w")

@@ -32,7 +32,7 @@ from policygrad.training.run_folder import create_run_folder
         (replace(pg.GRPO, gate=pg.Clip(0.1, 0.3)), "grpo", "grpo (Clip.low = 0.1, Clip.high = 0.3)"),
         (replace(pg.DAPO, terms=(pg.KLToReference(),)), "dapo+KLToReference", "dapo+KLToReference"),
         (replace(pg.GRPO, samples_per_prompt=3), "grpo", "grpo"),
-        (replace(pg.GRPO, old_policy="sampler"), "grpo", "grpo (behaviour = sampler)"),
+        (replace(pg.GRPO, old_policy="sampler"), "grpo", "grpo (old_policy = sampler)"),
         (replace(pg.PPO, critic=replace(pg.PPO.critic, lr=1e-3)), "ppo", "ppo"),
         (replace(pg.DR_GRPO, aggregation=pg.FixedLength(55)), "dr_grpo", "dr_grpo (FixedLength.length = 55)"),
         (replace(pg.GRPO, name="mine", terms=()), "mine", "mine"),
@@ -140,5 +140,5 @@ def test_ones_own_part_is_cited_by_its_place(run_command: Any, tmp_path: Path, m
     code, out, err = run_command("train", "dr_grpo", *words)
     assert code == 0, err
     assert "# dr_grpo+Asym+Tent\n" in out
-    assert "with gate = Tent(width=0.5, sharp=False) (your own, own_file.py:10)" in out
+    assert "with gate = Tent(width=0.5, sharp=False) (user-defined, own_file.py:10)" in out
     assert "with advantage = Asym (nobody 2020, eq. 3)" in out

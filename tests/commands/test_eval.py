@@ -83,7 +83,7 @@ def test_options_are_those_of_train(trained: Path, small: pg.Run, leave: tuple[s
     short = ("--problems", "3", "--samples", "2", "--device", "cpu", "--dtype", "bf16", "--timeout", "7")
     long = (
         "evaluation.problems",
-        "evaluation.samples_per_prompt",
+        "evaluation.samples-per-prompt",
         "learner.device",
         "learner.dtype",
         "rewards.timeout",
@@ -212,4 +212,4 @@ def test_the_heading_names_the_data_that_is_measured(
     code, out, err = run_command("eval", str(small.model), *data, "--eval-data", "test.jsonl")
     assert (code, out.splitlines()[0]) == (0, f"{small.model} on test.jsonl: 2 problems × 1 samples"), err
     code, out, err = run_command("eval", str(small.model), *data, "--eval-data", "test.jsonl", "--json")
-    assert (code, json.loads(out)["task"], json.loads(out)["eval/reward"]) == (0, "train.jsonl", "test.jsonl"), err
+    assert (code, json.loads(out)["task"], json.loads(out)["eval_data"]) == (0, "train.jsonl", "test.jsonl"), err

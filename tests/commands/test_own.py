@@ -139,7 +139,7 @@ def test_a_module_that_another_hides_is_not_taken_in_silence(here: Path, monkeyp
         ("train broken:A", "(line 3); fix that first"),
         ("train typo.py:A", "typo.py raised SyntaxError: invalid syntax (line 2)"),
         ("train grpo --algorithm.gate own_file.py:Tnt", "did you mean 'Tent'?"),
-        ("train grpo --algorithm.gate own_file.py:TENTED", "is a whole algorithm, not a part: --algorithm own_file.py:TENTED"),
+        ("train grpo --algorithm.gate own_file.py:TENTED", "is an algorithm, not a part: use --algorithm own_file.py:TENTED"),
         ("train --config bad.toml", "bad.toml: algorithm: algorithm 'own_file.py:TENTD'"),
         ("show own_file.py:Tnt", "did you mean 'Tent'?"),
         ("show own_file.py:NUMBER", "int is neither an algorithm nor a part"),

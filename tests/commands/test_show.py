@@ -65,7 +65,7 @@ def test_also(run_command: Any) -> None:
     for width in ("80", "400"):
         text = run_command("algorithms", "--width", width)[1]
         assert "also" in text
-        for said in ("TrustRegion(line_search=False)", "Reference(every=100)", "G = 4"):
+        for said in ("TrustRegion(line_search=False)", "Reference(refresh_every=100)", "G = 4"):
             assert said in " ".join(text.split())
     rows = run_command("algorithms")[1].splitlines()
     assert len(rows) == 1 + len(ALGORITHMS)
@@ -124,7 +124,7 @@ def test_show_alone_lists_everything(run_command: Any) -> None:
 def test_field_docs_come_from_where_a_setting_is_declared() -> None:
     docs = read_field_docs(pg.DualClip)
     assert set(docs) >= {"low", "high", "c"}
-    assert read_field_docs(pg.Critic)["lam"] == "λ of the targets; 1 = Monte-Carlo returns."
+    assert read_field_docs(pg.Critic)["lam"] == "λ of the targets; 1 gives Monte-Carlo returns."
 
 
 def test_help_has_no_list_of_all_names(run_command: Any) -> None:

@@ -398,7 +398,7 @@ def test_a_hanging_environment_fails_its_episode(
     Stuck.blocks, Stuck.waits = blocks, waits  # type: ignore[attr-defined]
     told = list[tuple[str, int, int]]()
     phase = lambda *said: told.append(said)  # noqa: E731
-    group = played(tokenizer, Stuck, timeout=0.05, phase=phase, clock=lambda: Stuck.now)
+    group = played(tokenizer, Stuck, timeout=0.05, progress=phase, clock=lambda: Stuck.now)
     (lost, kept), judged = judged_alone(group)
     assert (lost.reward, kept.reward) == (None, 1.0)
     assert judged.messages == (
@@ -429,7 +429,7 @@ def test_waiting_is_reported(tokenizer: Tokenizer, at_once: None, blocks: bool) 
                 assert await asyncio.to_thread(released.wait, 60)
             return pg.Step(reward=1.0)
 
-    assert [t.reward for t in played(tokenizer, Waits, phase=phase).trajectories] == [1.0, 1.0]
+    assert [t.reward for t in played(tokenizer, Waits, progress=phase).trajectories] == [1.0, 1.0]
     assert told[0].startswith("waiting for Waits.")
     assert told[-1] == ""
 

@@ -186,7 +186,7 @@ def test_steps_are_sampled_when_there_are_too_many(run) -> None:
 
 
 def test_custom_parts_are_listed_with_the_others(run) -> None:
-    parts = ("own_part:HalfGate", "own_part:Negated", "aggregate=own_part:Everything")
+    parts = ("own_part:HalfGate", "own_part:Negated", "aggregation=own_part:Everything")
     code, out, err = run(
         "--part", *parts, "--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "none", "--json"
     )
@@ -200,8 +200,8 @@ def test_custom_parts_are_listed_with_the_others(run) -> None:
 
 
 def test_a_chain_of_parts_and_options_given_again(run) -> None:
-    """`--part psi=A,B` is one row; `--part` again is another; ours and one's own, from a module or a file, mix."""
-    words = ("--part", "psi=GroupMean,own_part:Doubled", "--part=own_part.py:HalfGate", "--part", "GroupMean")
+    """`--part advantage=A,B` is one row; `--part` again is another; ours and one's own, from a module or a file, mix."""
+    words = ("--part", "advantage=GroupMean,own_part:Doubled", "--part=own_part.py:HalfGate", "--part", "GroupMean")
     small = ("--group-size", "2", "--experiment", "none", "--json")
     code, out, err = run("--algorithm", "dr_grpo", *words, "--algorithm", "own_part.py:MINE", *small)
     assert code == 0, err
@@ -215,7 +215,7 @@ def test_a_chain_of_parts_and_options_given_again(run) -> None:
 
 def test_a_part_in_a_custom_algorithm(run) -> None:
     small = ("--algorithm", "dr_grpo", "--group-size", "2", "--experiment", "none", "--json")
-    code, out, err = run("--part", "psi=GroupMean,own_part:Doubled", "--base", "own_part:MINE", *small)
+    code, out, err = run("--part", "advantage=GroupMean,own_part:Doubled", "--base", "own_part:MINE", *small)
     assert code == 0, err
     found = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
     assert found["GroupMean+Doubled"] == pytest.approx(found["dr_grpo"])  # half the gate, twice the advantage
@@ -252,7 +252,11 @@ def test_a_part_that_changes_nothing_differs_nowhere(run) -> None:
 
 
 def test_the_settings_of_a_part_are_read(run) -> None:
-    parts = ("psi=GroupMean,own_part:Half(factor=3)", "psi=GroupMean, own_part.py:Half(2)", "GroupStd(eps=0.1, ddof=0)")
+    parts = (
+        "advantage=GroupMean,own_part:Half(factor=3)",
+        "advantage=GroupMean, own_part.py:Half(2)",
+        "GroupStd(eps=0.1, ddof=0)",
+    )
     code, out, err = run("--part", *parts, "--group-size", "2", "--json")
     assert code == 0, err
     rows = {row["name"]: row["on_policy"]["figures"]["scale"] for row in json.loads(out)["algorithms"]}
@@ -297,31 +301,31 @@ def test_a_gate_without_a_hash_is_plotted(run, tmp_path) -> None:
         (("--group-size", "0"), "at least 1, not 0"),
         (("--group-size", "1"), "one per prompt"),
         (("--kl", "0"), "above 0 nats"),
-        (("--base", "grpo"), "--part MODULE:CLASS"),
+        (("--base", "grpo"), "needs a part to insert"),
         (("--group-size", "5000", "--algorithm", "rloo", "--experiment", "none"), "20480000, and at most 1000000"),
         (("--output", "absent/lab.html"), "absent/lab.html: there is no folder absent"),
         (("--output", "."), "--output . is a folder"),
         (("control", "--output", "absent/run.json"), "absent/run.json: there is no folder absent"),
-        (("--part", "colonless"), "your own is module:Class"),
+        (("--part", "colonless"), "a custom one is module:Class"),
         (("--part", "own_part:Broken"), "--part own_part:Broken: KeyError: 'nothing' ("),
         (("--part", "own_part:Broken"), "own_part.py, line "),
         (("--part", "own_part:OwnRefusal"), "ValueError: not today ("),
         (("--part", "own_part:NotFinite"), "NotFinite in advantage.0 returned NaN or infinite numbers"),
         (("--part", "own_part:Half"), "needs factor"),
-        (("--part", "own_part:Half(factor=open('x'))"), "settings that are no literals"),
-        (("--part", "own_part:Half(**{'factor': 1})"), "settings that are no literals"),
+        (("--part", "own_part:Half(factor=open('x'))"), "settings that are not literals"),
+        (("--part", "own_part:Half(**{'factor': 1})"), "settings that are not literals"),
         (("--part", "own_part:Half(factor='much')"), "'algorithm.advantage.factor' must be a number, not 'much'"),
         (("--part", "own_part:Half(facto=1)"), "needs factor"),
         (("--part", "own_part:Half(1, 2)"), "Half takes 1 settings, not 2"),
-        (("--part", "own_part:Half(1, factor=2)"), "Half is given factor twice"),
+        (("--part", "own_part:Half(1, factor=2)"), "Half has factor twice"),
         (("--part", "Clip(lo=0.1)"), "did you mean 'low'?"),
-        (("--part", "Clip,"), "cannot be read"),
+        (("--part", "Clip,"), "is invalid. Write [FIELD=]PART"),
         (("--all", "--algorithm", "grpo"), "--all measures every algorithm"),
         (("--part", "own_part:Nothing"), "FIELD=own_part:Nothing"),
         (("--part", "own_part:Absent"), "cannot import"),
         (("--part", "gate=Clip,ClippedImportance"), "gate holds one part, not 2"),
         (("--part", "gate=GroupMean"), "GroupMean goes into 'advantage'"),
-        (("--part", "psi=GroupMean,own_part:Broken"), "own_part.py, line "),
+        (("--part", "advantage=GroupMean,own_part:Broken"), "own_part.py, line "),
         (("--algorithm", "own_part.py:MINN"), "did you mean 'MINE'?"),
         (("--part", "colour=own_part:Negated"), "no field 'colour'"),
     ],

@@ -204,7 +204,7 @@ def test_the_critics_rate_follows_the_policys(random_model: Path) -> None:
     assert critic_of(learner_of(random_model, with_critic(pg.Critic()), lr=1e-3)).optimizer.lr == pytest.approx(1e-2)
     assert critic_of(learner_of(random_model, with_critic(pg.Critic(lr=3e-5)), lr=1e-3)).optimizer.lr == 3e-5
     assert pg.Run(algorithm=pg.TRPO).resolve().algorithm.critic.lr == pytest.approx(1e-2 / 5**0.5)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"Critic\.lr is open"):
+    with pytest.raises(ValueError, match=r"Critic\.lr is None and the policy has no learning rate"):
         pg.Critic().learning_rate(None)
 
 

@@ -112,7 +112,7 @@ def test_a_reward_that_hangs_on_every_sample_ends_the_run(
         pg.train(named(run, "hangs", evaluation=pg.EvaluationConfig(problems=problems)), display=record)
     if not problems:
         assert (
-            f"step 1 failed: policygrad train --resume {run.output} --allow-code {mine(run)} goes on from step 0"
+            f"step 1 failed: policygrad train --resume {run.output} --allow-code {mine(run)} resumes from step 0"
             in record.said
         )
     code, _, err = run_command("train", "--resume", str(run.output), "--plain")

@@ -75,7 +75,7 @@ def test_a_failed_step_saves_the_state_before_it(run: pg.Run, tmp_path: Path, na
         pg.train(run, display=record, callbacks=[Full(2, name)])
     (said,) = caught.value.__notes__
     assert said.startswith(f"step 3 failed; step 2 is saved: policygrad train --resume {folder} --allow-code ")
-    assert said.endswith(" goes on from step 2")
+    assert said.endswith(" resumes from step 2")
     assert said in record.said
     two = tmp_path / "two"
     pg.train(replace(run, output=str(two)), stop_after=2, display=False)
@@ -102,7 +102,7 @@ def test_without_a_snapshot_the_last_checkpoint_is_resumed(
     with pytest.raises(RunError, match="No space left") as caught:
         pg.train(replace(run, checkpoint=pg.CheckpointConfig(every=2)), callbacks=[Full(3, METRICS)], display=False)
     assert "step 3 could not be saved (the weights have moved since" in caught.value.__notes__[0]
-    assert "goes on from step 2" in caught.value.__notes__[0]
+    assert "resumes from step 2" in caught.value.__notes__[0]
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pg.train(resume=tmp_path / "run", display=False)
     assert same(weights(whole), weights(tmp_path / "run"))

@@ -304,7 +304,7 @@ def test_an_evaluation_after_resume_uses_the_checkpoints_weights(run: pg.Run) ->
 def test_a_class_is_a_factory(run: pg.Run) -> None:
     class Own(pg.LocalSampler):
         def __init__(self, model: Any, tokenizer: Any) -> None:
-            super().__init__(model, tokenizer.end, 0)
+            super().__init__(model, tokenizer.end_ids, 0)
 
     assert pg.train(run, sampler=Own, display=False).steps == 3
 

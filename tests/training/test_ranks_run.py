@@ -19,7 +19,7 @@ from policygrad.errors import NumericsError, PolicygradError
 from policygrad.learners.fsdp.controller import FsdpController
 from policygrad.samplers.base import Generation, Request
 from policygrad.training.config.serialization import dump_config
-from policygrad.training.distributed import _drawn
+from policygrad.training.distributed import _sample_together
 
 LOOSE = 2e-4
 """Sums are taken in another order."""
@@ -132,7 +132,7 @@ class _Two:
     def __init__(self, other: tuple[list[Generation], PolicygradError | None]) -> None:
         self.other, self.sent = other, list[object]()
 
-    def gathered(self, x: object) -> list[object]:
+    def all_gather(self, x: object) -> list[object]:
         self.sent.append(x)
         return [x, self.other]
 
@@ -155,9 +155,9 @@ def test_what_one_process_cannot_draw_is_raised_in_all_of_them() -> None:
     wrong = NumericsError("no number")
     asked = [Request(torch.tensor([1]), (0, 0), pg.SamplingParams(), 1)] * 2
     whole = _Two(([answer], None))
-    assert asyncio.run(_drawn(_Draws([answer]), asked, whole)) == [answer, answer]  # type: ignore[arg-type]
+    assert asyncio.run(_sample_together(_Draws([answer]), asked, whole)) == [answer, answer]  # type: ignore[arg-type]
     for said, other in ((wrong, ([answer], None)), ([answer], ([], wrong))):
         ranks = _Two(other)
         with pytest.raises(NumericsError, match="no number"):
-            asyncio.run(_drawn(_Draws(said), asked, ranks))  # type: ignore[arg-type]
+            asyncio.run(_sample_together(_Draws(said), asked, ranks))  # type: ignore[arg-type]
         assert len(ranks.sent) == 1

@@ -122,9 +122,9 @@ def test_an_empty_output_is_refused(
     [
         (
             ("plan", "--gpus", "cpu:1", "--model", "tiny", "--output", "x" * 300),
-            "File name too long: take another name",
+            "File name too long; choose another name",
         ),
-        (("plan", "--gpus", "cpu:1", "--model", "x" * 300), "neither a folder with a config.json nor a shape"),
+        (("plan", "--gpus", "cpu:1", "--model", "x" * 300), "neither a folder with a config.json nor a known name"),
         (("plan", "--gpus", "cpu:1", "--model", "tiny", "--samples-per-prompt", "1" + "0" * 30), "at most 16,777,216"),
         (("engine", "vllm", "--print", "--model", "."), "cannot load the model '.', whose folder needs config.json"),
     ],
@@ -147,7 +147,7 @@ def test_invalid_file_names_are_refused(config: Callable[..., object], option: s
 
 
 def test_the_embedded_model_as_a_reward_is_refused_with_a_hint() -> None:
-    with pytest.raises(ModelError, match=r"gives no reward: `policygrad reward-model --data pairs\.jsonl`"):
+    with pytest.raises(ModelError, match=r"not a reward model: `policygrad reward-model --data pairs\.jsonl`"):
         resolve_reward("model:tiny")
 
 
@@ -155,13 +155,13 @@ def test_the_embedded_model_as_a_reward_is_refused_with_a_hint() -> None:
     ("files", "says"),
     [
         ({"generation_config.json": "{"}, r"generation_config\.json is not JSON"),
-        ({"generation_config.json": "[]"}, r"generation_config\.json holds no JSON object"),
-        ({"generation_config.json": '{"eos_token_id": "x"}'}, "an end token of .* is 'x', not a token's number"),
-        ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json holds no JSON object"),
+        ({"generation_config.json": "[]"}, r"generation_config\.json is not a JSON object"),
+        ({"generation_config.json": '{"eos_token_id": "x"}'}, "an end token of .* is 'x', not a token id"),
+        ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json is not a JSON object"),
         ({"hidden_size": 97}, "hidden size .*97.* is not a multiple of"),
         ({"hidden_size": "x"}, "'hidden_size' expected int"),
         ({"num_attention_heads": 0}, "cannot load the model"),
-        ({"vocab_size": 10}, "another shape than config.json asks for"),
+        ({"vocab_size": 10}, "another shape than config.json for 1 tensor"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "is an encoder-decoder"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_model_smaller_than_its_vocabulary_is_refused(random_model: Path, tmp_
     network.resize_token_embeddings(10)
     folder = changed_copy(random_model, tmp_path / "model")
     network.save_pretrained(folder)
-    says = "tokens and the model reads 10: give the tokenizer"
+    says = "tokens and the model has embeddings for 10: give the tokenizer"
     with pytest.raises(ModelError, match=says):
         pg.train(pg.Run(model=str(folder), output=str(tmp_path / "run"), steps=1), display=False)
     rows = [{"prompt": f"{i} =\n", "completion": "1", "chosen": "1", "rejected": "2"} for i in range(4)]

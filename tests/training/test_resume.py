@@ -141,7 +141,7 @@ def test_a_failed_step_leaves_the_checkpoint_before_it(
         train(run, display=record, **failing(where, 4))
     (said,) = [note for note in record.notes if "failed" in note]
     assert said.startswith("step 4 failed")
-    assert f"resume={str(tmp_path / 'run')!r}) goes on from step 3" in said
+    assert f"resume={str(tmp_path / 'run')!r}) resumes from step 3" in said
     assert ("lower --lr or change --seed" in said) is (where == "gradient")
     assert caught.value.__notes__ == [said]
     train(resume=tmp_path / "run")
@@ -201,7 +201,7 @@ def test_a_partial_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: py
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     (said,) = [note for note in record.notes if "failed" in note]
     assert "step 1 could not be saved (the weights have moved since" in said
-    assert said.endswith("goes on from step 0")
+    assert said.endswith("resumes from step 0")
 
 
 def test_a_second_ctrl_c_ends_at_once(small: Run, tmp_path: Path) -> None:

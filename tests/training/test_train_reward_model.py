@@ -357,10 +357,10 @@ def test_a_model_without_a_padding_token_gets_one(config: pg.RewardModelConfig, 
                 "chosen": [{"role": "user", "content": "b"}],
                 "rejected": "c",
             },
-            "must be one message of the assistant, got user",
+            "must be one assistant message, got user",
         ),
         ({"prompt": "a", "chosen": "b\ud800", "rejected": "c"}, "half a surrogate pair"),
-        ([1], r"bad.jsonl:3: every line must be a JSON object .* got a list; write \{\"prompt\""),
+        ([1], r"bad.jsonl:3: every line must be a JSON object, got a list; write \{\"prompt\""),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, says: str) -> None:

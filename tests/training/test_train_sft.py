@@ -109,7 +109,7 @@ def test_chats_train_the_assistants_turns(tokenizer: Tokenizer, tmp_path: Path, 
         ),
         (  # earlier turns shortened once there is a later one, as templates of reasoning models do
             "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}<eos>{% endfor %}",
-            "renders the first 2 messages otherwise once there is another",
+            "renders the first 2 messages differently once there is another",
         ),
         ("{{ raise_exception('only one turn') }}", r"one.jsonl:1: the chat template .* refuses the messages"),
         (None, "has no chat template"),

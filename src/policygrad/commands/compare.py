@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from policygrad.compare.report import ComparisonReport
 
 
-# What `policygrad compare` was request for, as rows: each one's argv layered, tried by a dry run, and its facts noted.
+# Rows: merge the arguments of each, check them by a dry run, and note its settings.
 
 RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after", "--dry-run", "--plain")
 """Options of train that only the comparison may set."""

@@ -83,7 +83,7 @@ class EvalOptions:
     """Data with the evaluation problems, for a task that is data."""
     problems: Annotated[int, _short("evaluation.problems", "--problems")] = 256
     """Number of evaluation problems."""
-    samples: Annotated[int, _short("evaluation.samples_per_prompt", "--samples")] = 8
+    samples: Annotated[int, _short("evaluation.samples-per-prompt", "--samples")] = 8
     """k, completions per problem."""
     threshold: float = 1.0
     """A completion with at least this score is correct, for pass@k."""

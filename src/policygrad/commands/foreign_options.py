@@ -78,7 +78,7 @@ def look_up_option(name: str, supervised: bool = False) -> dict[Equivalent, list
 def _find_options(args: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return (argument, name as the libraries spell it, value) of everything that may be an option."""
     options = []
-    for arg, following in zip(args, [*args[1:], "--"], strict=True):
+    for arg, following in zip(args, [*args[1:], "--"], strict=False):
         if override := _VERL.fullmatch(arg):
             options.append((override[1], override[1], override[2]))
         elif arg.startswith("--") and not arg.startswith("--algorithm."):

@@ -99,7 +99,7 @@ def insert_part(base: Algorithm, spec: str) -> PartTrial:
         )
     if place not in PART_FIELDS:
         raise ConfigError(
-            f"--part {spec}: no field {place!r} takes a part here: psi, ratio, gate, aggregate, terms, shaping, …"
+            f"--part {spec}: no field {place!r} takes a part here: advantage, ratio, gate, aggregation, terms, shaping, …"
         )
     before = getattr(base, place)
     several = isinstance(before, tuple)

@@ -77,7 +77,7 @@ def run_supervised(kind: type[AnyConfig], args: list[str], help_texts: tuple[str
         config,
         resume=resolve_resume_folder(options.resume, kind.kind, config),
         stop_after=options.stop_after,
-        stop_before=options.time_limit,
+        time_limit=options.time_limit,
         overwrite=options.overwrite,
         display=display,
     )
@@ -129,7 +129,7 @@ SFT_HELP = (
 
 def sft(args: list[str]) -> int:
     """Run `policygrad sft --data FILE [options]`."""
-    return run_supervised(SFTConfig, args, SFT_HELP, "policygrad.training.sft:sft")
+    return run_supervised(SFTConfig, args, SFT_HELP, "policygrad.training.sft:train_sft")
 
 
 REWARD_MODEL_HELP = (

@@ -117,7 +117,7 @@ def train(args: list[str]) -> int:
             cluster,
             resume=command.resume,
             stop_after=command.stop_after,
-            stop_before=command.time_limit,
+            time_limit=command.time_limit,
             overwrite=command.overwrite,
         )
         return STOPPED if done.interrupted else 0

@@ -41,7 +41,7 @@ class SamplerConfig:
     weight_transport: Annotated[str, tyro.conf.arg(metavar="|".join(WEIGHT_TRANSPORTS))] = FOLDER
     """How weights reach servers. folder = through a shared folder; nccl = from GPU to GPU, if the engine supports it."""
     lora_sync: Annotated[str, tyro.conf.arg(metavar="|".join(LORA_SYNCS))] = AUTO
-    """How LoRA weights reach servers. adapter = the adapter alone; merged = all weights, with the adapter merged;
+    """How LoRA weights reach servers. adapter = the adapter alone; merged = all weights, with the adapter merged.
     auto = the adapter if engine and adapter support it, else merged."""
     max_concurrency: int = 16
     """Maximum concurrent requests per server; 0 = adjust to the queue and cache use that the server reports."""

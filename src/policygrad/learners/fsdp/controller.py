@@ -309,4 +309,3 @@ def describe_lost_connection(error: BaseException) -> str:
         word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection")
     )
     return f"one of the processes that learn together has exited ({str(error).splitlines()[0]})" if is_lost else ""
-
