@@ -1,13 +1,13 @@
-"""Whether engines learn as this process does, agree with it after every publication, and are kept busy; docs/results/engines.json.
+"""Measure engines: learning compared with local sampling, agreement after every publication, throughput; docs/results/engines.json.
 
 python scripts/measure_engines.py [--engines local llama_cpp vllm] [--vllm VENV] [--seeds 0 1 2] [--folder DIR]
 python scripts/measure_engines.py --throughput --vllm VENV
 
-For each engine a run of grpo per seed with the default options, whose held-out accuracy is compared with that of the runs without
-an engine; and one of a hundred short steps, after each of which the weights are published to disk, taken over by the server and
-probed. --throughput draws the same number of tokens from a vLLM server as its own benchmark, `vllm bench serve`, in turns.
+Each engine has one run of grpo per seed with the default options, whose evaluation accuracy is compared with that of runs without
+an engine; and one of a hundred short steps, after each of which the weights are published to disk, loaded by the server and probed.
+--throughput samples the same number of tokens from a vLLM server as its own benchmark, `vllm bench serve`, in turns.
 
-VENV is a virtual environment with vLLM 0.32. What the folder holds already is not done again.
+VENV is a virtual environment with vLLM 0.32. Runs that are complete in the folder are skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from policygrad.samplers.engines.vllm import VllmSampler
 from policygrad.weight_sync.base import PublishedWeights
 
 START = 300.0
-"""Seconds that a server may take to start."""
+"""Maximum seconds for a server to start."""
 
 
 @contextmanager
@@ -94,29 +94,29 @@ def serving(
 
 ENGINES = ("local", "llama_cpp", "vllm")
 LONG = ("--steps", "100", "--prompts-per-step", "8", "--evaluation.problems", "0")
-"""The run whose publications are counted."""
+"""Options of the run whose publications are measured."""
 PROMPT, ANSWER, PROMPTS, PARALLEL, TURNS = 64, 64, 256, 16, 7
-"""Of the throughput: tokens of a prompt and of its answer, prompts, requests at a time, and how often each side is measured."""
+"""Throughput: tokens of prompt and completion, prompts, concurrent requests, and measurements of each side."""
 HOT = 2.0
-"""The temperature of the throughput, the highest that vLLM takes."""
+"""Temperature of the throughput measurement, the highest that vLLM accepts."""
 
 
-def train(words: Sequence[str], output: Path) -> None:
-    """`policygrad train grpo`, unless it is done; goes on with one that was stopped."""
+def train(argv: Sequence[str], output: Path) -> None:
+    """Run `policygrad train grpo`, unless it is complete; resume a run that was stopped."""
     if (output / "result.json").exists():
         return
-    again = ["--resume", str(output)] if (output / "run.toml").exists() else ["grpo", *words, "--output", str(output)]
+    again = ["--resume", str(output)] if (output / "run.toml").exists() else ["grpo", *argv, "--output", str(output)]
     subprocess.run([sys.executable, "-m", "policygrad", "train", *again], check=True)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The steps of a run's log."""
+    """Return the steps of a run's log."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if row["step"]]
 
 
 def accuracy(folder: Path) -> dict[str, float]:
-    """Of one run, before and after; the largest probe of its publications."""
+    """Return a run's accuracy before and after, and its largest probe difference."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     found = {name: result[name] for name in ("eval_reward_before", "eval_reward_after", "steps", "seconds")}
     probes = [row["publication/probe_max"] for row in rows(folder) if "publication/probe_max" in row]
@@ -124,7 +124,7 @@ def accuracy(folder: Path) -> dict[str, float]:
 
 
 def publications(folder: Path) -> dict[str, float]:
-    """Of the long run: how many, the largest difference, and what they cost."""
+    """Return the number, largest probe difference and cost of the long run's publications."""
     steps = rows(folder)
     return {
         "publications": len([row for row in steps if "publication/probe_max" in row]),
@@ -136,8 +136,8 @@ def publications(folder: Path) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def engine_words(engine: str, venv: str | None, folder: Path) -> Iterator[list[str]]:
-    """Options of the run, while the engine's server runs, where it is started by hand."""
+def engine_options(engine: str, venv: str | None, folder: Path) -> Iterator[list[str]]:
+    """Yield the run's options, while the engine's server is running if the run does not start it."""
     if engine == "vllm":
         assert venv is not None
         with serving(venv, folder) as url:
@@ -147,20 +147,20 @@ def engine_words(engine: str, venv: str | None, folder: Path) -> Iterator[list[s
 
 
 def measure(engine: str, seeds: Sequence[int], venv: str | None, folder: Path) -> dict[str, Any]:
-    """All runs of one engine."""
+    """Run and measure one engine."""
     place = folder / engine
     place.mkdir(parents=True, exist_ok=True)
-    with engine_words(engine, venv, place) as words:
+    with engine_options(engine, venv, place) as argv:
         for seed in seeds:
-            train([*words, "--seed", str(seed)], place / f"seed-{seed}")
+            train([*argv, "--seed", str(seed)], place / f"seed-{seed}")
         if engine != "local":
-            train([*words, *LONG], place / "long")
+            train([*argv, *LONG], place / "long")
     found: dict[str, Any] = {"seeds": {str(seed): accuracy(place / f"seed-{seed}") for seed in seeds}}
     return found | ({"long": publications(place / "long")} if engine != "local" else {})
 
 
 class Endless(HttpClient):
-    """Asks for answers that do not end before their budget, as vLLM's benchmark does, and counts what it is sent."""
+    """Requests completions of the maximum length, as vLLM's benchmark does, and counts their tokens."""
 
     tokens = 0
 
@@ -173,22 +173,22 @@ class Endless(HttpClient):
 
 
 def theirs(venv: str, url: str, tokenizer: Path, seed: int, folder: Path) -> tuple[int, float]:
-    """(tokens, seconds) of vLLM's own benchmark."""
-    words = [f"{venv}/bin/vllm", "bench", "serve", "--backend", "openai", "--base-url", url]
-    words += ["--endpoint", "/v1/completions", "--model", "policy", "--tokenizer", str(tokenizer)]
-    words += ["--dataset-name", "random", "--random-input-len", str(PROMPT), "--random-output-len", str(ANSWER)]
-    words += ["--num-prompts", str(PROMPTS), "--max-concurrency", str(PARALLEL), "--seed", str(seed)]
-    words += ["--temperature", str(HOT), "--logprobs", "0", "--save-result", "--result-dir", str(folder)]
-    words += ["--result-filename", "bench.json", "--disable-tqdm"]
-    subprocess.run(words, check=True, capture_output=True)
-    said = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
-    if said["completed"] != PROMPTS:
-        raise SystemExit(f"vllm bench serve has completed {said['completed']} of {PROMPTS} requests")
-    return int(said["total_output_tokens"]), float(said["duration"])
+    """Run vLLM's own benchmark and return (tokens, seconds)."""
+    argv = [f"{venv}/bin/vllm", "bench", "serve", "--backend", "openai", "--base-url", url]
+    argv += ["--endpoint", "/v1/completions", "--model", "policy", "--tokenizer", str(tokenizer)]
+    argv += ["--dataset-name", "random", "--random-input-len", str(PROMPT), "--random-output-len", str(ANSWER)]
+    argv += ["--num-prompts", str(PROMPTS), "--max-concurrency", str(PARALLEL), "--seed", str(seed)]
+    argv += ["--temperature", str(HOT), "--logprobs", "0", "--save-result", "--result-dir", str(folder)]
+    argv += ["--result-filename", "bench.json", "--disable-tqdm"]
+    subprocess.run(argv, check=True, capture_output=True)
+    result = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+    if result["completed"] != PROMPTS:
+        raise SystemExit(f"vllm bench serve has completed {result['completed']} of {PROMPTS} requests")
+    return int(result["total_output_tokens"]), float(result["duration"])
 
 
 def throughput(venv: str, folder: Path) -> dict[str, Any]:
-    """Tokens a second of the client and of vLLM's own, in turns on one server."""
+    """Measure tokens per second of this client and of vLLM's own, in turns on one server."""
     folder.mkdir(parents=True, exist_ok=True)
     model = load_model("tiny", dtype="fp32", device="cpu")
     tokenizer = load_tokenizer("tiny", model)
@@ -200,14 +200,14 @@ def throughput(venv: str, folder: Path) -> dict[str, Any]:
         sampler.http = http = Endless(config.timeout)
         runner.run(sampler.update(PublishedWeights(0, dict(model.named_parameters()))))
         generator, sampling = torch.Generator().manual_seed(0), SamplingParams(temperature=HOT, max_tokens=ANSWER)
-        for turn in range(TURNS + 1):  # the first warms the server up
-            contexts = torch.randint(3, len(tokenizer.hf), (PROMPTS, PROMPT), generator=generator)
-            requests = [Request(c, (turn, i), sampling, ANSWER) for i, c in enumerate(contexts)]
-            before, began = http.tokens, time.perf_counter()
+        for turn in range(TURNS + 1):  # the first turn warms up the server
+            prompts = torch.randint(3, len(tokenizer.hf), (PROMPTS, PROMPT), generator=generator)
+            requests = [Request(prompt_ids, (turn, i), sampling, ANSWER) for i, prompt_ids in enumerate(prompts)]
+            before, started = http.tokens, time.perf_counter()
             runner.run(sampler.generate(requests))
-            mine = (http.tokens - before, time.perf_counter() - began)
+            ours = (http.tokens - before, time.perf_counter() - started)
             for name, (tokens, seconds) in {
-                "policygrad": mine,
+                "policygrad": ours,
                 "vllm bench serve": theirs(venv, url, folder / "tokenizer", turn, folder),
             }.items():
                 print(f"{name}: {tokens} tokens in {seconds:.1f} s", flush=True)
@@ -222,21 +222,21 @@ def _share(found: dict[str, list[float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="these (all that are at hand)")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="default: all that are available")
     parser.add_argument("--vllm", metavar="VENV", help="virtual environment with bin/vllm")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--throughput", action="store_true", help="only vLLM's, beside its own benchmark")
+    parser.add_argument("--throughput", action="store_true", help="only vLLM, compared with its own benchmark")
     parser.add_argument("--folder", type=Path, default=WORK / "engines", help="of the runs (comparisons/engines)")
     args = parser.parse_args()
     if args.throughput and args.engines:
-        parser.error("--throughput is vLLM's alone: leave --engines out")
+        parser.error("--throughput measures vLLM only: leave --engines out")
     engines = args.engines or [name for name in ENGINES if name != "vllm" or args.vllm]
     if args.vllm is None and (args.throughput or "vllm" in engines):
         parser.error("--vllm VENV: a virtual environment with vLLM 0.32")
     file = RESULTS / "engines.json"
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    words = ["VENV" if word == args.vllm else word for word in sys.argv[1:]]
-    called = shlex.join(["python", "scripts/measure_engines.py", *words])
+    argv = ["VENV" if word == args.vllm else word for word in sys.argv[1:]]
+    called = shlex.join(["python", "scripts/measure_engines.py", *argv])
     about = {"machine": f"{platform.system()} {platform.machine()}", "torch": version("torch"), "command": called}
     if args.throughput:
         with tempfile.TemporaryDirectory() as folder:

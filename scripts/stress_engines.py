@@ -2,14 +2,12 @@
 
 python scripts/stress_engines.py [--repeats 30] [--kinds killed hangs …] [--max-staleness K] [--folder DIR]
 
-For each kind of fault a run of grpo, whose two servers stand behind a small proxy each. At a random moment (of a rollout, an
-update, a publication) one of them has the fault for a random while, again and again. `gone` takes both away for longer than the
-run waits: it has to end, and to go on with what it has saved. Counted are groups that were lost or trained on twice, by their
-keys, and completions that were not drawn by the version that they claim: every one is compared with the learner's own
-log-probabilities under it.
+Each kind of fault has a run of grpo with two servers, each behind a small proxy. At random moments (during a rollout, an update, a
+publication) one of them has the fault for a random time, again and again. `gone` makes both unavailable for longer than the run
+waits: it must end, and resume from what it has saved. The script counts groups that were lost or trained on twice, by their keys,
+and completions that were not sampled with the version they claim: each is compared with the learner's own log-probabilities.
 
-What the folder holds already is not done again. Exit code 1: something that is promised does not hold, and the file says what.
-On Linux.
+Kinds whose results are in the folder are skipped. Exit code 1: a promise does not hold; the results name it. Linux only.
 """
 
 from __future__ import annotations
@@ -68,15 +66,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked has broken the connection, which is what this is about."""
+        """Ignore connections that the client has closed."""
 
 
 class Proxy:
-    """What a client takes for a server; `fault` is what it does to the answers of the one behind it: nothing, or a kind."""
+    """A proxy before a server; `fault` is the kind of fault that it has, or empty."""
 
     def __init__(self, upstream: int, draw: random.Random) -> None:
-        self.own = self.upstream = upstream
-        """Ports: of its server, and of the one that it asks."""
+        self.server_port = self.upstream = upstream
+        """Ports: of its own server, and of the server that it forwards to."""
         self.fault, self.draw = "", draw
         proxy = self
 
@@ -97,30 +95,30 @@ class Proxy:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def answer(self, asked: BaseHTTPRequestHandler) -> None:
-        """As the server behind it, but for the fault."""
-        body = asked.rfile.read(int(asked.headers.get("Content-Length") or 0))
-        status, said, asked.close_connection = 500, b"a fault", True
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Forward a request and the reply, with the fault."""
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        status, reply, request.close_connection = 500, b"a fault", True
         if self.fault == "garbage":
-            status, said = 200, self.draw.choice(GARBAGE)
+            status, reply = 200, self.draw.choice(GARBAGE)
         elif self.fault == "gone":
             return
         elif self.fault != "errors":
             connection = HTTPConnection("127.0.0.1", self.upstream, timeout=60)
             try:
-                connection.request(asked.command, asked.path, body or None, {"Content-Type": "application/json"})
-                answer = connection.getresponse()
-                status, said = answer.status, answer.read()
-            except (OSError, HTTPException):  # it is not there, which shows as a connection that breaks
+                connection.request(request.command, request.path, body or None, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                status, reply = response.status, response.read()
+            except (OSError, HTTPException):  # unavailable: the client sees a broken connection
                 return
             finally:
                 connection.close()
-            asked.close_connection = self.fault == "drops"
-        with contextlib.suppress(OSError):  # who asked has gone
-            asked.send_response(status)
-            asked.send_header("Content-Length", str(len(said)))
-            asked.end_headers()
-            asked.wfile.write(said[: len(said) // 2] if self.fault == "drops" else said)
+            request.close_connection = self.fault == "drops"
+        with contextlib.suppress(OSError):  # the client is gone
+            request.send_response(status)
+            request.send_header("Content-Length", str(len(reply)))
+            request.end_headers()
+            request.wfile.write(reply[: len(reply) // 2] if self.fault == "drops" else reply)
 
     def close(self) -> None:
         self.server.shutdown()
@@ -129,27 +127,27 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Engine:
-    """A real server that follows a folder, and the proxy before it."""
+    """A real server that follows a folder, and its proxy."""
 
     process: LlamaServerProcess
     proxy: Proxy
 
     def native(self) -> int | None:
-        """The process that serves, below the one that watches; None = there is none just now."""
+        """Return the process that serves, the child of the one that watches; None = it is not running."""
         assert self.process.process is not None
         pid = self.process.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(children[0]) if children else None
 
     def alive(self) -> int:
-        """As `native`, once there is one."""
+        """Wait for the process that serves, and return it."""
         while (pid := self.native()) is None:
             time.sleep(0.005)
         return pid
 
     @contextlib.contextmanager
     def faulty(self, kind: str, old: int) -> Iterator[None]:
-        """Inside, it has the fault. old: the port of a server with old weights."""
+        """Cause a fault during the context. old: the port of a server with old weights."""
         stopped = 0
         if kind in ("killed", "hangs"):
             with contextlib.suppress(ProcessLookupError):
@@ -161,30 +159,30 @@ class Engine:
         try:
             yield
         finally:
-            self.proxy.fault, self.proxy.upstream = "", self.proxy.own
+            self.proxy.fault, self.proxy.upstream = "", self.proxy.server_port
             if kind == "hangs":
-                with contextlib.suppress(ProcessLookupError):  # it was replaced meanwhile
+                with contextlib.suppress(ProcessLookupError):  # it has been replaced
                     os.kill(stopped, signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def two_engines(folder: Path, draw: random.Random) -> Iterator[list[Engine]]:
-    """Two servers that follow the folder."""
+    """Start two servers that follow the folder."""
     with contextlib.ExitStack() as stack:
-        found = []
+        engines = []
         for _ in range(2):
             process = LlamaServerProcess(folder, max_concurrency=PARALLEL, context_length=CONTEXT, threads=1)
             process.ensure_running()
             stack.callback(process.stop)
             proxy = Proxy(process.port, draw)
             stack.callback(proxy.close)
-            found.append(Engine(process, proxy))
-        yield found
+            engines.append(Engine(process, proxy))
+        yield engines
 
 
 @contextlib.contextmanager
 def keeping(weights: Path, folder: Path) -> Iterator[int]:
-    """The port of a server that keeps the first of these weights, once there are any. folder: for its copy."""
+    """Start a server that keeps the first published weights, and yield its port. folder: for its copy."""
     port = LlamaServerProcess(folder, max_concurrency=PARALLEL, context_length=CONTEXT, threads=1).port
     shutil.rmtree(folder, ignore_errors=True)
     children: list[subprocess.Popen[bytes]] = []
@@ -193,10 +191,10 @@ def keeping(weights: Path, folder: Path) -> Iterator[int]:
         while not (name := llama_server.read_current_name(weights)):
             time.sleep(0.005)
         shutil.copytree(weights / name, folder / name)
-        words = [f"--file={folder / name / llama_server.MODEL_FILE}", f"--name={name}", f"--port={port}", "--threads=1"]
-        words += [f"--max-concurrency={PARALLEL}", f"--context-length={CONTEXT}", f"--parent={os.getpid()}"]
+        argv = [f"--file={folder / name / llama_server.MODEL_FILE}", f"--name={name}", f"--port={port}", "--threads=1"]
+        argv += [f"--max-concurrency={PARALLEL}", f"--context-length={CONTEXT}", f"--parent={os.getpid()}"]
         with (folder / "log").open("wb") as log:
-            command = [sys.executable, "-P", llama_server.__file__, "serve", *words]
+            command = [sys.executable, "-P", llama_server.__file__, "serve", *argv]
             children.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     threading.Thread(target=serve, daemon=True).start()
@@ -211,47 +209,49 @@ def keeping(weights: Path, folder: Path) -> Iterator[int]:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "engine-faults.json"
 KINDS = {
-    "killed": "its process is killed; it is started again by what watches it",
-    "hangs": "its process is stopped, and goes on later",
-    "garbage": "it answers 200 with no JSON, half of one, unknown ids, too few probabilities, or some above 1",
-    "errors": "it answers 500",
-    "drops": "it breaks the connection in the middle of its answers",
-    "old": "it comes back with the weights of the run's beginning, and later with those of now",
-    "gone": "both are away for longer than `--sampler.recovery-timeout`: the run ends, and goes on with `--resume`",
+    "killed": "its process is killed, and restarted by the watching process",
+    "hangs": "its process is stopped, and continues later",
+    "garbage": "it replies 200 with no JSON, incomplete JSON, unknown ids, too few probabilities, or some above 1",
+    "errors": "it replies 500",
+    "drops": "it closes the connection in the middle of a reply",
+    "old": "it comes back with the run's first weights, and later with the current ones",
+    "gone": "both are unavailable for longer than `--sampler.recovery-timeout`: the run ends, and continues with `--resume`",
 }
 LONGEST = 1.0
-"""Seconds that a fault lasts, at most."""
+"""Maximum seconds of a fault."""
 TIMEOUT, PATIENCE, SHORT = 1.5, 60.0, 1.0
-"""Seconds: `sampler.timeout`; `sampler.recovery_timeout`, and that where both servers are gone."""
+"""Seconds: `sampler.timeout`, `sampler.recovery_timeout`, and the latter if both servers are gone."""
 LASTS = {"hangs": 2 * TIMEOUT, "gone": 2.0}
-"""Seconds that other faults last, at most; `gone` beyond thrice `SHORT`."""
+"""Maximum seconds of other faults; of `gone` in addition to three times `SHORT`."""
 WARM = 2
-"""Steps without a fault, which say how long one takes."""
+"""Steps without a fault, to measure their time."""
 
 
 class Checked(LlamaCppSampler):
-    """Compares all that it draws with the learner's own log-probabilities under the version that it claims."""
+    """Compares every completion with the learner's own log-probabilities under the version that it claims."""
 
     doing = "learning"
     drawn = wrong = 0
     seconds = 0.0
-    """That drawing without a fault takes, at least."""
+    """Shortest time of a rollout."""
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        self.doing, began = "rollout", time.monotonic()
+        self.doing, started = "rollout", time.monotonic()
         try:
-            found = await super().generate(requests)
+            generations = await super().generate(requests)
         finally:
             self.doing = "learning"
-        took = time.monotonic() - began
-        self.seconds = min(self.seconds or took, took)
+        seconds = time.monotonic() - started
+        self.seconds = min(self.seconds or seconds, seconds)
         assert self.published is not None
-        own, _, _ = probe.score_tokens(self.model, requests, found)
-        near = (torch.cat([g.logp for g in found]).double() - own).abs() <= self.logprob_tolerance
-        held = [bool(row.all()) for row in near.split([len(g.tokens) for g in found])]
-        self.drawn += len(found)
-        self.wrong += sum(not (ok and g.version == self.published.version) for ok, g in zip(held, found, strict=True))
-        return found
+        logp, _, _ = probe.score_tokens(self.model, requests, generations)
+        near = (torch.cat([g.logp for g in generations]).double() - logp).abs() <= self.logprob_tolerance
+        correct = [bool(row.all()) for row in near.split([len(g.tokens) for g in generations])]
+        self.drawn += len(generations)
+        self.wrong += sum(
+            not (ok and g.version == self.published.version) for ok, g in zip(correct, generations, strict=True)
+        )
+        return generations
 
     async def update(self, weights: PublishedWeights) -> Metrics:
         self.doing = "publication"
@@ -262,7 +262,7 @@ class Checked(LlamaCppSampler):
 
 
 class Counted(pg.Trainer):
-    """Notes the keys of the groups that each step was trained on."""
+    """Records the keys of the groups that each step is trained on."""
 
     def __init__(self, *args: Any, trained: list[tuple[int, ...]], **more: Any) -> None:
         super().__init__(*args, **more)
@@ -275,7 +275,7 @@ class Counted(pg.Trainer):
 
 @dataclass
 class Injecting(Callback):
-    """One fault after another, each at a random moment after a step has begun."""
+    """Causes one fault after another, each at a random moment of a step."""
 
     kind: str
     repeats: int
@@ -285,24 +285,24 @@ class Injecting(Callback):
     sampler: Checked | None = None
     phases: Counter[str] = field(default_factory=Counter)
     paces: list[float] = field(default_factory=list)
-    """Seconds of steps without a fault."""
+    """Seconds per step without a fault."""
     asked_again: float = 0.0
 
     def __post_init__(self) -> None:
-        self.began, self.busy, self.woken = time.monotonic(), False, threading.Event()
+        self.started, self.busy, self.woken = time.monotonic(), False, threading.Event()
         self.over = False
         threading.Thread(target=self._inject, daemon=True).start()
 
     def start(self, trainer: Any) -> None:
-        self.began = time.monotonic()
+        self.started = time.monotonic()
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
         now = time.monotonic()
         if len(self.paces) < WARM:
-            self.paces.append(now - self.began)
+            self.paces.append(now - self.started)
         else:
             self.woken.set()
-        self.began = now
+        self.started = now
         self.asked_again += metrics["publication/retries"]
         if self.over:
             trainer.stop()
@@ -313,7 +313,7 @@ class Injecting(Callback):
             self.woken.wait()
             assert self.sampler is not None
             share = self.draw.random()
-            if self.draw.random() < 0.5:  # rollouts are short beside publications
+            if self.draw.random() < 0.5:  # rollouts are short compared with publications
                 while self.sampler.doing != "rollout":
                     time.sleep(0.001)
                 time.sleep(share * self.sampler.seconds)
@@ -324,7 +324,7 @@ class Injecting(Callback):
             with contextlib.ExitStack() as stack:
                 chosen = self.engines if self.kind == "gone" else [self.draw.choice(self.engines)]
                 if self.kind == "gone":
-                    self.sampler.servers.recovery_timeout = SHORT  # now only: a server takes longer to start
+                    self.sampler.servers.recovery_timeout = SHORT  # not from the start: a server takes longer to start
                 for engine in chosen:
                     stack.enter_context(engine.faulty(self.kind, self.old))
                 time.sleep(3 * SHORT + seconds if self.kind == "gone" else seconds)
@@ -333,13 +333,13 @@ class Injecting(Callback):
 
 
 class Faults:
-    """The runs, kind by kind, in a folder."""
+    """Runs each kind of fault in a folder."""
 
     def __init__(self, folder: Path, repeats: int, seed: int, staleness: int) -> None:
         self.folder, self.repeats, self.seed, self.staleness = folder, repeats, seed, staleness
 
     def run(self, kind: str) -> pg.Run:
-        """Long enough for any number of repeats: it is stopped after the last."""
+        """Return a run that is long enough for any number of repeats; it is stopped after the last."""
         return pg.Run(
             algorithm=pg.get_algorithm("grpo"),
             steps=100_000,
@@ -352,9 +352,9 @@ class Faults:
             output=str(self.folder / kind),
         )
 
-    def suffered(self, kind: str) -> dict[str, Any]:
-        """What became of a run with these faults."""
-        began, draw = time.monotonic(), random.Random(f"{self.seed} {kind}")
+    def run_kind(self, kind: str) -> dict[str, Any]:
+        """Run with these faults and return the counts."""
+        started, draw = time.monotonic(), random.Random(f"{self.seed} {kind}")
         trained: list[tuple[int, ...]] = []
         made: list[Checked] = []
         run, weights = self.run(kind), self.folder / f"{kind}-weights"
@@ -389,33 +389,33 @@ class Faults:
                     ended, resume = ended + 1, run.output
                     while any(engine.proxy.fault for engine in engines):
                         time.sleep(0.01)
-        wanted = {(self.seed, TRAIN, 1 + i // 8, i) for i in range(8 * steps)}
+        expected = {(self.seed, TRAIN, 1 + i // 8, i) for i in range(8 * steps)}
         times = Counter(trained)
         return {
             "repeats": sum(injecting.phases.values()),
             "moments": dict(injecting.phases.most_common()),
             "steps": steps,
-            "groups": len(wanted),
-            "lost": len(wanted - times.keys()),
+            "groups": len(expected),
+            "lost": len(expected - times.keys()),
             "twice": sum(n - 1 for n in times.values()),
-            "unknown": len(times.keys() - wanted),
+            "unknown": len(times.keys() - expected),
             "completions": sum(sampler.drawn for sampler in made),
             "of_another_version": sum(sampler.wrong for sampler in made),
             "asked_again": round(injecting.asked_again),
             "ended_and_resumed": ended,
             "timeout": TIMEOUT,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(time.monotonic() - started, 1),
         }
 
     def report(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """All of it."""
-        found = {}
+        """Run all kinds and return the results."""
+        results = {}
         for kind in kinds:
-            kept = self.folder / f"{kind}-{self.repeats}-{self.staleness}-{self.seed}.json"
-            if not kept.exists():
-                kept.write_text(json.dumps(self.suffered(kind)) + "\n")
-            found[kind] = json.loads(kept.read_text())
-            print(kind, json.dumps(found[kind]), flush=True)
+            file = self.folder / f"{kind}-{self.repeats}-{self.staleness}-{self.seed}.json"
+            if not file.exists():
+                file.write_text(json.dumps(self.run_kind(kind)) + "\n")
+            results[kind] = json.loads(file.read_text())
+            print(kind, json.dumps(results[kind]), flush=True)
         return {
             "made_by": shlex.join(["python", "scripts/stress_engines.py", *sys.argv[1:]]),
             "versions": {"python": platform.python_version()}
@@ -423,46 +423,46 @@ class Faults:
             "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
             "repeats": self.repeats,
             "staleness": self.staleness,
-            "kinds": found,
-            "broken": broken(found),
+            "kinds": results,
+            "broken": list_broken_promises(results),
         }
 
 
-def broken(found: dict[str, dict[str, Any]]) -> list[str]:
-    """What does not hold, in words; empty: nothing."""
-    said = []
-    for kind, seen in found.items():
+def list_broken_promises(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the promises that do not hold, as sentences."""
+    broken = []
+    for kind, seen in results.items():
         if "ended_by" in seen:
-            said.append(f"{kind}: the run ended: {seen['ended_by']}")
+            broken.append(f"{kind}: the run ended: {seen['ended_by']}")
             continue
         for name in ("lost", "twice", "unknown"):
             if seen[name]:
-                said.append(f"{kind}: {seen[name]} groups {name}")
+                broken.append(f"{kind}: {seen[name]} groups {name}")
         if seen["of_another_version"]:
-            said.append(f"{kind}: {seen['of_another_version']} completions are not of the version that they claim")
+            broken.append(f"{kind}: {seen['of_another_version']} completions are not of the version that they claim")
         if kind == "gone" and not seen["ended_and_resumed"]:
-            said.append(f"gone: {seen['repeats']} times without a server, and the run has never ended")
-    return said
+            broken.append(f"gone: {seen['repeats']} times without a server, and the run has never ended")
+    return broken
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Every kind, then the file; 1 where something promised does not hold."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all kinds and write the results; return 1 if a promise does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30, help="faults of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--max-staleness", type=int, default=0, help="of the runs")
-    parser.add_argument("--seed", type=int, default=0, help="of the runs, and of the moments")
-    parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary one")
+    parser.add_argument("--seed", type=int, default=0, help="of the runs and the moments")
+    parser.add_argument("--folder", type=Path, help="for the runs (default: a temporary one)")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        said = Faults(folder, args.repeats, args.seed, args.staleness).report(args.kinds)
+        results = Faults(folder, args.repeats, args.seed, args.max_staleness).report(args.kinds)
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    args.results.write_text(json.dumps(said, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(said["broken"]) or "all of it holds")
-    return 1 if said["broken"] else 0
+    args.results.write_text(json.dumps(results, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(results["broken"]) or "all promises hold")
+    return 1 if results["broken"] else 0
 
 
 if __name__ == "__main__":

@@ -173,14 +173,14 @@ ENGINES_HEAD = (
 
 
 def engines_block(found: Data | None = None) -> str:
-    """The block. found: another report than the committed one."""
+    """Return the measurements of engines, from the committed report unless another is given."""
     found = load("engines") if found is None else found
     runs = {name: found[name] for name in ("local", "llama_cpp", "vllm") if found and name in found} if found else {}
     if found is None or not runs:
-        return "Not measured yet: `python scripts/measure_engines.py` does it, and `make docs` writes this."
+        return "Not measured yet: `python scripts/measure_engines.py` runs it, and `make docs` writes this."
     lines = [
-        "`policygrad train grpo` with its default options, a run per seed; weights are published to disk after every step. The "
-        "probe is the largest difference between a log-probability of the server and the learner's own, in nats."
+        "`policygrad train grpo` with its default options, one run per seed; weights are published to disk after every step. The "
+        "probe is the largest difference between log-probabilities of server and learner, in nats."
     ]
     lines.append(table(ENGINES_HEAD, [_engines_row(name, run) for name, run in runs.items()]))
     if "throughput" in found:
@@ -207,11 +207,11 @@ def _engines_row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
 
 def _throughput(found: dict[str, Any]) -> str:
     each = {name: statistics.median(values) for name, values in found["tokens_per_second"].items()}
-    told = ", ".join(f"{name} {value:,.0f}" for name, value in each.items())
+    rates = ", ".join(f"{name} {value:,.0f}" for name, value in each.items())
     turns = len(next(iter(found["tokens_per_second"].values())))
     return (
-        f"Tokens a second of one vLLM server, medians of {turns} turns, with answers that do not end before their budget: {told} "
-        f"(a share of {found['share']:.2f})."
+        f"Tokens per second of one vLLM server, medians of {turns} turns, with completions of the maximum length: {rates} "
+        f"(a ratio of {found['share']:.2f})."
     )
 
 

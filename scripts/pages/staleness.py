@@ -1,4 +1,4 @@
-"""docs/staleness.md: what scripts/measure_staleness.py has measured, of scores and of seconds."""
+"""docs/staleness.md: scores and times measured by scripts/measure_staleness.py."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pages.formatting import Data, block, estimate, files, link, load, page, sho
 
 INTRO = """# Training on samples of older weights
 
-With `--max-staleness K` a rollout is sampled while the K steps before it are still being learned, so that sampler and learner
-need not wait for each other. What it costs in learning, and what it gains in time, is below.
+With `--max-staleness K` a rollout may be sampled from weights that are up to K steps old, so that sampler and learner need not
+wait for each other. This page shows what that costs in learning, and what it gains in time.
 
-π_old is the policy that drew the tokens. Where it is computed by the learner (`old_policy = "learner"`), the tokens count as its
-own, times the truncated ratio π_old/μ for what the sampler's weights differ; where it is the sampler's word
-(`old_policy = "sampler"`), the algorithm's own ratio π/μ has to bear all of the difference."""
+π_old is the policy that sampled the tokens. If the learner computes it (`old_policy = "learner"`), tokens count as its own, times
+the truncated ratio π_old/μ that corrects the difference to the sampler's weights μ. If it is taken from the sampler
+(`old_policy = "sampler"`), the algorithm's own ratio π/μ has to correct the full difference."""
 
 WORDS = {"corrected": "the learner's, corrected", "uncorrected": "the sampler's"}
 CLOCK = """## Seconds
 
-`policygrad.planning.pipeline.simulate` is a run's clock without the run: rollouts of given lengths, the seconds that sampler and
-learner take, and the order of events of the training loop. Here a rollout's seconds are a beginning, so many for each round of the
-server (16 completions at a time) and so many for each token, an update's a beginning and so many for each token, by least squares
-over the steps of the run with staleness 0 (once with whole answers, once in pieces); nothing else is fitted. One llama.cpp server
-beside the learner, each with one thread. The first step, and the
-last K, beside which nothing is left to draw, are left out."""
+`policygrad.planning.pipeline.simulate` predicts a run's time without the run, from the lengths of rollouts, the seconds that
+sampler and learner take, and the order of events of the training loop. A rollout's time is a constant, a part per round of the
+server (16 completions at a time) and a part per token; an update's is a constant and a part per token. They are fitted by least
+squares to the steps of the run with staleness 0 (once with full completions, once with chunks); nothing else is fitted. One
+llama.cpp server runs next to the learner, each with one thread. The first step, and the last K, during which nothing is left to
+sample, are left out."""
 
 
 def staleness_page(found: Data | None = None, clock: Data | None = None) -> str:
-    """The page. found, clock: other reports than the committed ones."""
+    """Return the page, from the committed reports unless others are given."""
     found = load("staleness") if found is None else found
     clock = load("pipeline") if clock is None else clock
     scores = _scores(found) if found else [_missing("")]
@@ -37,7 +37,7 @@ def staleness_page(found: Data | None = None, clock: Data | None = None) -> str:
 
 
 def _missing(option: str) -> str:
-    return f"Not measured yet: `python scripts/measure_staleness.py{option}` does it, and `make docs` writes this."
+    return f"Not measured yet: `python scripts/measure_staleness.py{option}` runs it, and `make docs` writes this."
 
 
 def _scores(found: Data) -> list[str]:
@@ -69,8 +69,8 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 def _clock(clock: Data) -> list[str]:
     head = (
         "K",
-        "answers",
-        "s a step",
+        "completions",
+        "s per step",
         "predicted",
         "error",
         "learner waits",
@@ -81,9 +81,9 @@ def _clock(clock: Data) -> list[str]:
     body = [_line(row) for row in clock["rows"]]
     errors = [abs(row["predicted"]["step"] / row["seen"]["step"] - 1) for row in clock["rows"] if row["staleness"]]
     text = (
-        f"The largest error of a step's seconds at K > 0 is {max(errors):.0%}. The smallest K within 5 % of the fastest, in "
-        f"pieces: {clock['enough']['seen']} as seen, {clock['enough']['predicted']} as predicted. Of any K up to 16, by a "
-        "simulated run of 200 steps with lengths drawn from the measured ones: "
+        f"The largest error of a step's time at K > 0 is {max(errors):.0%}. The smallest K within 5 % of the fastest, with "
+        f"chunks: {clock['enough']['seen']} as measured, {clock['enough']['predicted']} as predicted. The best K up to 16 in a "
+        "simulated run of 200 steps with lengths sampled from the measured ones: "
         + ", ".join(f"{k} {_answers(int(piece))}" for piece, k in clock["best"].items())
         + "."
     )
@@ -91,7 +91,7 @@ def _clock(clock: Data) -> list[str]:
 
 
 def _answers(piece: int) -> str:
-    return f"in pieces of {piece}" if piece else "whole"
+    return f"in chunks of {piece}" if piece else "full"
 
 
 def _line(row: Mapping[str, Any]) -> tuple[str, ...]:

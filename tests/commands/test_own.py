@@ -107,7 +107,7 @@ def test_neighbours_of_one_name_are_not_mixed_up(here: Path, monkeypatch: pytest
         )
     assert load_algorithm("uses.py:A").advantage == (pg.RunningMean(0.1),)
     with pytest.raises(
-        ConfigError, match=r"imports 'own_helper', and 'own_helper' is .*own_helper\.py in this process"
+        ConfigError, match=r"imports 'own_helper', and in this process 'own_helper' is .*own_helper\.py"
     ):
         load_algorithm("apart/uses.py:A")
     assert load_algorithm("uses.py:A").advantage == (pg.RunningMean(0.1),)

@@ -44,7 +44,7 @@ WELL: dict[str, Any] = {
     ],
 )
 def test_what_does_not_hold_is_said(kind: str, change: dict[str, Any], says: list[str]) -> None:
-    assert engine_faults.broken({kind: WELL | change}) == says
+    assert engine_faults.list_broken_promises({kind: WELL | change}) == says
 
 
 def test_the_table_has_a_line_per_fault_and_what_does_not_hold() -> None:

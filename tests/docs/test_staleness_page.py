@@ -144,7 +144,7 @@ def test_the_page(tmp_path: Path) -> None:
     cells = [cell.strip() for cell in corrected.split("|")[3:-1]]
     assert [cell == "–" for cell in cells] == [False, True, True, False, True, True]
     assert float(cells[0].split()[0]) > float(cells[3].split()[0]) > 0.7
-    assert "| 1 | whole | 2.00 | 2.10 | +5% | 50% | 50% | 25% | 25% |" in text
-    assert "0 as seen, 1 as predicted" in text
-    assert "measured ones: 1 whole, 2 in pieces of 8." in text
+    assert "| 1 | full | 2.00 | 2.10 | +5% | 50% | 50% | 25% | 25% |" in text
+    assert "0 as measured, 1 as predicted" in text
+    assert "measured ones: 1 full, 2 in chunks of 8." in text
     assert "is 5%" in text

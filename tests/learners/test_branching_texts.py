@@ -86,8 +86,7 @@ def test_where_nothing_falls_back_it_is_all_as_if_nothing_were_said() -> None:
     for one, other in zip(
         pack_micro_batches(batch, torch.arange(12), 30), pack_micro_batches(said, torch.arange(12), 30), strict=True
     ):
-        names = ("rows", "ids", "positions", "paths", "predicting_nodes", "predicting_positions", "predictor", "tokens", "mask")
-        for name in names:
+        names = (
             "rows",
             "ids",
             "positions",
@@ -97,7 +96,8 @@ def test_where_nothing_falls_back_it_is_all_as_if_nothing_were_said() -> None:
             "predictor",
             "tokens",
             "mask",
-        ):
+        )
+        for name in names:
             assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 

@@ -183,22 +183,7 @@ def import_function(dotted: str) -> Callable[..., Any]:
         ConfigError: There is no such module or function, or importing it raises.
     """
     module_name, _, function = dotted.rpartition(".")
-    add_cwd_to_path(module_name)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"reward {dotted!r}: there is no module {error.name!r}; install it, run from the folder that has it, "
-                "or write path/to/file.py:function"
-            ) from error
-        raise ConfigError(f"reward {dotted!r}: {module_name} needs the module {error.name!r}; install it") from error
-    except (Exception, SystemExit) as error:
-        kind = type(error).__name__
-        raise ConfigError(
-            f"reward {dotted!r}: importing {module_name} raised {kind}: {error}; fix that first"
-        ) from error
-    return _get_function(module, function, module_name)
+    return _get_function(load_module(module_name, f"reward {dotted!r}"), function, module_name)
 
 
 def _get_function(module: Any, name: str, where: str) -> Callable[..., Any]:

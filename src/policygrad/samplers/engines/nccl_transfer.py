@@ -10,7 +10,7 @@ import asyncio
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,7 +66,7 @@ class WeightTransfer(VersionFolder, ABC):
         Raises:
             EngineError: No group can be formed here.
         """
-        super().__init__(root, _write_nothing)
+        super().__init__(root, lambda tensors, folder: None)
         self._model, self._timeout, self._bucket_bytes = model, config.recovery_timeout, bucket_bytes
         self._make_group = self.make_group_factory(next(model.parameters()).device, config.urls)
         self._tied_head = find_tied_head(model) if self.sends_tied_head else None
@@ -155,13 +155,13 @@ class WeightTransfer(VersionFolder, ABC):
     async def close(self, http: HttpClient) -> None:
         """Destroy all groups, on this side and on the servers that are available."""
 
-        async def leave(url: str, group: ServerGroup) -> None:
+        async def destroy(url: str, group: ServerGroup) -> None:
             with suppress(ServerUnavailableError, EngineError, TimeoutError):  # it is gone, or has left already
                 async with asyncio.timeout(CONTROL_TIMEOUT):
                     await self.destroy_group(http, url, group.name)
 
         groups, self._groups = self._groups, {}
-        await asyncio.gather(*(leave(url, group) for url, group in groups.items()), *map(_abort, groups.values()))
+        await asyncio.gather(*(destroy(url, group) for url, group in groups.items()), *map(_abort, groups.values()))
 
     async def _send(self, http: HttpClient, url: str, version: WeightVersion, server_version: object) -> None:
         previous = self._groups.get(url)
@@ -172,8 +172,15 @@ class WeightTransfer(VersionFolder, ABC):
                 group = self._groups.get(url) or await self._form_group(http, url)
                 await self.start_update(http, url)
                 buckets = iter_buckets(self._tensors, self._bucket_bytes)
-                while await self._send_bucket(http, url, group, buckets, version.name):
-                    pass
+                is_last = False
+                while not is_last:
+                    # gathering may wait for the learner, which must not block the event loop
+                    is_lazy = isinstance(self._tensors, LazyStateDict)
+                    bucket = await asyncio.to_thread(next, buckets) if is_lazy else next(buckets)
+                    request = self.receive_bucket(http, url, bucket, group.name, version.name)
+                    await _run_together(request, partial(group.group.send, bucket.tensors))
+                    is_last = bucket.is_last
+                    del bucket, request  # before the next one is gathered
                 await self.finish_update(http, url, version.name)
                 group.version = version.name
                 self._interrupted.discard(url)
@@ -190,16 +197,6 @@ class WeightTransfer(VersionFolder, ABC):
             await self._drop_group(url)
             raise
 
-    async def _send_bucket(
-        self, http: HttpClient, url: str, group: ServerGroup, buckets: Iterator[Bucket], version: str
-    ) -> bool:
-        """Send one bucket and release it; return True if more follow."""
-        # gathering may wait for the learner, which must not block the event loop
-        bucket = await asyncio.to_thread(next, buckets) if isinstance(self._tensors, LazyStateDict) else next(buckets)
-        request = self.receive_bucket(http, url, bucket, group.name, version)
-        await _run_together(request, partial(group.group.send, bucket.tensors))
-        return not bucket.is_last
-
     async def _form_group(self, http: HttpClient, url: str) -> ServerGroup:
         if url in self._interrupted:
             await self.recover(http, url)
@@ -214,10 +211,6 @@ class WeightTransfer(VersionFolder, ABC):
         self._interrupted.add(url)
         if (group := self._groups.pop(url, None)) is not None:
             await _abort(group)
-
-
-def _write_nothing(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    raise AssertionError("a transfer writes no files")
 
 
 async def _run_together(request: Coroutine[Any, Any, None], send: Callable[[], None]) -> None:

@@ -121,10 +121,7 @@ def score_tokens(
     probability of all tokens that are at least as probable."""
     logp, raw_logp, mass_above = [], [], []
     sequences = [torch.cat([r.prompt_ids, g.tokens]) for r, g in zip(requests, generations, strict=True)]
-    outputs = (
-        _iter_logits(model, sequences) if isinstance(model, nn.Module) else _iter_gathered_logits(model, sequences)
-    )
-    for request, generation, full in zip(requests, generations, outputs, strict=True):
+    for request, generation, full in zip(requests, generations, _iter_logits(model, sequences), strict=True):
         logits = at_least_float32(full)[len(request.prompt_ids) - 1 : -1].double().cpu()
         tempered = (logits / request.sampling.temperature).log_softmax(-1)
         token = generation.tokens[:, None]
@@ -135,18 +132,18 @@ def score_tokens(
     return torch.cat(logp), torch.cat(raw_logp), torch.cat(mass_above)
 
 
-def _iter_logits(model: nn.Module, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the logits [L, V] of each sequence."""
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
-    for ids in sequences:
-        yield model(input_ids=ids[None].to(device), use_cache=False).logits[0]
-    model.train(training)
-
-
-def _iter_gathered_logits(compute: Callable[[Tensor], Tensor], sequences: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the same in batches, because every batch gathers all layers. No token attends to the padding on its right."""
+def _iter_logits(source: LogitSource, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the logits [L, V] of each sequence; those of a sharded policy in batches, because every batch gathers all layers."""
+    if isinstance(source, nn.Module):
+        device, training = next(source.parameters()).device, source.training
+        source.eval()
+        for ids in sequences:
+            yield source(input_ids=ids[None].to(device), use_cache=False).logits[0]
+        source.train(training)
+        return
     for start in range(0, len(sequences), GATHERED_ROWS):
         batch = sequences[start : start + GATHERED_ROWS]
-        logits = compute(nn.utils.rnn.pad_sequence(list(batch), batch_first=True))
+        logits = source(
+            nn.utils.rnn.pad_sequence(list(batch), batch_first=True)
+        )  # no token attends to padding on its right
         yield from (row[: len(ids)] for row, ids in zip(logits, batch, strict=True))

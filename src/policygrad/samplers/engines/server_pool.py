@@ -136,8 +136,14 @@ class ServerPool:
         self._error = None
         for server in self.all:
             self._recover(server)
+
+        def is_settled() -> bool:
+            any_ready = any(server.ready for server in self.all)
+            settled = all(s.ready or s.given_up or (any_ready and s.last_error) for s in self.all)
+            return self._error is not None or settled
+
         async with self._state_changed:
-            await self._state_changed.wait_for(self._is_settled)
+            await self._state_changed.wait_for(is_settled)
             self._raise_if_failed()
 
     async def close(self) -> None:
@@ -191,11 +197,6 @@ class ServerPool:
             server.ready, server.last_error = False, str(error)
         if not server.ready:
             self._recover(server)
-
-    def _is_settled(self) -> bool:
-        any_ready = any(server.ready for server in self.all)
-        settled = all(server.ready or server.given_up or (any_ready and server.last_error) for server in self.all)
-        return self._error is not None or settled
 
     def _notify_all(self) -> None:
         for condition in (self._slot_free, self._continuation_slot_free, self._state_changed):

@@ -118,20 +118,16 @@ _MIX_L, _MIX_R = 0xCA01F9DD, 0x4973F715
 
 def derive_seeds(keys: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
     """Return [len(keys), 2], the Philox key of each tuple of non-negative integers."""
-    words = [_split_words(key) for key in keys]
+    if negative := [key for key in keys if min(key, default=0) < 0]:
+        raise ValueError(f"a key consists of numbers that are not negative, not {tuple(negative[0])}")
+    # each number as 32-bit words, lowest first, at least one
+    split = [[x >> s & _MASK32 for x in key for s in range(0, max(1, x.bit_length()), 32)] for key in keys]
     seeds = np.empty((len(keys), 2), dtype=np.uint64)
-    for size in {len(w) for w in words}:
-        rows = [i for i, w in enumerate(words) if len(w) == size]
-        entropy = np.array([words[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
+    for size in {len(words) for words in split}:
+        rows = [i for i, words in enumerate(split) if len(words) == size]
+        entropy = np.array([split[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
         seeds[rows] = _hash_entropy(entropy)
     return seeds
-
-
-def _split_words(key: Sequence[int]) -> tuple[int, ...]:
-    """Split each number into 32-bit words, lowest first, at least one."""
-    if min(key, default=0) < 0:
-        raise ValueError(f"a key consists of numbers that are not negative, not {tuple(key)}")
-    return tuple(word for x in key for word in (x >> s & _MASK32 for s in range(0, max(1, x.bit_length()), 32)))
 
 
 def _hash_entropy(entropy: _Uint32) -> NDArray[np.uint64]:
