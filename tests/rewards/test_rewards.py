@@ -191,7 +191,7 @@ def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
     assert resolve_reward("my_rewards.mine").function(["a"], ["b"]) == [0.25]
     with pytest.raises(ConfigError, match=r"exploding\.py raised ZeroDivisionError"):
         resolve_reward("exploding.py:f")
-    with pytest.raises(ConfigError, match="importing .*exploding.py raised ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"importing .*exploding.py raised ZeroDivisionError"):
         resolve_reward("exploding.f")
     with pytest.raises(ConfigError, match="needs needs the module 'a_missing_dependency'"):
         resolve_reward("needs.f")
