@@ -35,10 +35,10 @@ with interchangeable parts
                                           models, their differences
   policygrad engine ENGINE --model M      start a server that samples
                                           completions; --print shows the command
-  policygrad engine check URL --model M   check that a server samples from a model
+  policygrad engine check URL --model M   check that a server has the model
   policygrad export RUN                   export the model of a stopped run
-  policygrad export RUN --merge           merge a trained adapter (--learner.lora)
-                                          into a full model
+  policygrad export RUN --merge           merge a trained adapter into a full
+                                          model (--learner.lora)
   policygrad export RUN --format gguf     one file for llama.cpp and Ollama
   policygrad compare ROW ROW ...          compare algorithms: seeds, learning
                                           rates, curves, what can be concluded
@@ -50,14 +50,14 @@ with interchangeable parts
                                           completions, costs; --watch follows
                                           them live
   policygrad algorithms [--json]          the matrix of named algorithms
-  policygrad show                         list algorithms by family, and parts by
-                                          field
+  policygrad show                         list algorithms by family and parts
+                                          by field
   policygrad show NAME                    an algorithm: its equation, parts,
                                           defaults with sources, what it fixes,
                                           how it fails; or a part, such as Clip;
                                           or your own, mine.py:NAME
-  policygrad lab                          measure gradient estimators against the
-                                          true gradient, on small problems
+  policygrad lab                          gradient estimators against the true
+                                          gradient, on small problems
   policygrad lab control                  the same algorithms on Gymnasium
                                           environments
   policygrad completion bash|zsh|fish     a script for tab completion

@@ -422,10 +422,10 @@ def test_a_search_that_finds_nothing_says_why_nothing_was_learned(small: Run, tm
 
 def test_a_learning_rate_that_would_drive_nothing_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"TrustRegion has no learning rate.*algorithm\.step\.delta.*algorithm\.critic\.lr"
+        ValueError, match=r"TrustRegion has no learning rate.*algorithm\.update_rule\.delta.*algorithm\.critic\.lr"
     ):
         Run(algorithm=pg.TRPO, lr=1e-3)
-    with pytest.raises(ValueError, match=r"optimizer\.\* shapes AdamW's steps"):
+    with pytest.raises(ValueError, match=r"optimizer\.\* sets AdamW"):
         Run(algorithm=TRPO, optimizer=pg.OptimizerConfig(clip=0.5))
     assert Run(algorithm=pg.TRPO, optimizer=pg.OptimizerConfig(clip=0.5)).resolve().lr is None
     assert Run(algorithm=pg.GRPO).resolve().lr is not None

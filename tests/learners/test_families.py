@@ -78,7 +78,7 @@ def two_steps(path: str, lora: Lora | None) -> Trained:
         before = [p.detach().clone() for p in trained]
         learner.update(scored, algorithm.compute_advantages(scored), algorithm)
         moved = moved and any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
-    return Trained(gap, moved, sampler._shares)
+    return Trained(gap, moved, sampler._shares_prefixes)
 
 
 @pytest.mark.parametrize("form", ["full", "lora"])

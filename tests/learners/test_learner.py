@@ -412,7 +412,7 @@ def test_a_gradient_that_is_not_finite_names_the_part_that_made_it(
     algorithm = replace(pg.GRPO, **({"terms": ()} | change))
     learner = learner_for(random_model, algorithm)
     batch = float_batch()
-    said = rf"at update 1, first in .*: the weights were left as they were\. {part} in {place} returned NaN"
+    said = rf"at update 1, first in .*: the weights are unchanged\. {part} in {place} returned NaN"
     with pytest.raises(pg.NumericsError, match=said) as caught:
         learner.update(batch, torch.ones(batch.mask.shape), algorithm)
     assert caught.value.part == part

@@ -71,7 +71,7 @@ def test_a_name_before_a_pattern_and_patterns_in_their_order() -> None:
 def test_show_says_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert show(["entropy"]) == 0
     said = capsys.readouterr().out
-    assert "nats a token" in said
+    assert "nats per token" in said
     assert "Moves" in said
     with pytest.raises(pg.ConfigError, match="there is no algorithm, part or metric 'entropi'"):
         show(["entropi"])

@@ -46,8 +46,8 @@ class SamplerConfig:
     max_concurrency: int = 16
     """Maximum concurrent requests per server; 0 = adjust to the queue and cache use that the server reports."""
     chunk_tokens: int = 0
-    """Request completions in chunks of this many tokens: finished chunks survive a lost server and a weight update; 0 = no
-    chunks."""
+    """Request completions in chunks of this many tokens, so that finished chunks survive a lost server and a weight update.
+    0 = no chunks."""
     context_length: int = 0
     """Maximum tokens of prompt and completion for a server that is started here.
     0 = the larger of 4096 and twice sampling.max_tokens, up to the model's limit."""
