@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(not filesystem.HAS_FILE_LOCKS, reason="this syst
 CHILD = """
 import sys
 import policygrad as pg
-from policygrad.training.config.trust import Allowed
-from policygrad.training.config.serialization import load
+from policygrad.training.config.trust import CodePermissions
+from policygrad.training.config.serialization import load_config
 from policygrad.training.config.run import Run
 
 class Waiting(pg.Callback):
@@ -38,9 +38,9 @@ class Waiting(pg.Callback):
         sys.stdin.readline()
 
 how, config, *given = sys.argv[1:]
-run = None if how == "resume" else load(config, Run(), Allowed(("/",)))
+run = None if how == "resume" else load_config(config, Run(), CodePermissions(("/",)))
 try:
-    pg.train(run, resume=config if how == "resume" else None, allow=("/",), display=False, callbacks=[Waiting()])
+    pg.train(run, resume=config if how == "resume" else None, allow_code=("/",), display=False, callbacks=[Waiting()])
 except pg.PolicygradError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
@@ -198,7 +198,7 @@ def test_a_file_system_without_locks_is_noted(small: pg.Run, tmp_path: Path, mon
     display = Record()
     run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
     assert pg.train(run, display=display).steps == 1
-    assert "lock cannot be locked (No locks available): nothing keeps a second process out of" in display.said
+    assert "lock cannot be locked (No locks available): a second process in" in display.said
 
 
 def test_a_lock_in_a_deleted_folder_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
