@@ -61,9 +61,7 @@ def test_what_the_hub_refuses_names_the_way_out(run: Path) -> None:
 def test_a_hub_that_has_gone_or_goes_in_the_midst_leaves_the_model_where_it_is(run: Path) -> None:
     with gone() as there:
         code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
-        assert (code, f"the model stays in {run / 'model'}, push it later" in " ".join(err.split())) == (2, True), (
-            err
-        )
+        assert (code, f"the model stays in {run / 'model'}, push it later" in " ".join(err.split())) == (2, True), err
     with hub() as there:
         there.leaves = "/commit/"
         code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")

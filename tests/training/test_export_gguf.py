@@ -193,13 +193,13 @@ CLOSED = {
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ({"normalizer": LOWER}, r"rewrites text before it reads it \(Lowercase\)"),
+        ({"normalizer": LOWER}, r"rewrites text before reading it \(Lowercase\)"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "in a way that llama.cpp has no name for"),
         ({"pre_tokenizer": None}, "in a way that llama.cpp has no name for"),
         ({"model": {"ignore_merges": True}}, "in a way that llama.cpp has no name for"),
         ({"model": {"dropout": 0.1}}, "merges at random"),
         ({"decoder": None}, "is no byte-level BPE"),
-        ({"added_tokens": [TAKES | {"special": True}]}, r"take the space beside them along \('<\|im_end\|>'\)"),
+        ({"added_tokens": [TAKES | {"special": True}]}, r"consume the space next to them \('<\|im_end\|>'\)"),
         ({"post_processor": CLOSED}, "adds more to a text than one token"),
     ],
 )

@@ -91,7 +91,7 @@ def test_invalid_exports_are_refused(run: pg.Run, tmp_path: Path) -> None:
         export_stopped(stopped)
     (stopped / "run.toml").write_text(config)
     (stopped / "checkpoints").rename(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match=f"has no checkpoint yet: go on with it, policygrad train --resume {stopped}"):
+    with pytest.raises(RunError, match=f"has no checkpoint yet: resume it with policygrad train --resume {stopped}"):
         export_stopped(stopped)
     with pytest.raises(RunError, match="holds no run"):
         export_stopped(tmp_path)

@@ -200,7 +200,7 @@ def test_a_partial_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: py
         train(run, display=record, **failing("midst", 2))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     (said,) = [note for note in record.notes if "failed" in note]
-    assert "step 1 could not be saved (the weights have moved since" in said
+    assert "step 1 could not be saved (the weights have changed since" in said
     assert said.endswith("resumes from step 0")
 
 

@@ -244,7 +244,7 @@ def test_two_processes_resume_what_one_saved(random_model: Path, tmp_path: Path)
     class Spoiling(pg.Callback):
         def start(self, trainer: Any) -> None:
             self.before = trainer.learner.state()[0]
-            trainer.learner.do(_spoil)
+            trainer.learner.run_on_all(_spoil)
 
         def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
             self.undone = metrics["guard/undone"]
@@ -295,7 +295,7 @@ def test_a_model_without_padding_needs_one_process(
     )  # a tokenizer without any word for it
     config = configured("reward-model", folder, tmp_path, 2, "run")
     with pytest.raises(pg.ConfigError, match=r"has no padding token.*"):
-        reward_model.PreferenceObjective(config.resolved())
+        reward_model.PreferenceObjective(config.resolve())
 
 
 @pytest.mark.long
