@@ -169,7 +169,7 @@ def test_report_shows_half_a_surrogate_pair_as_it_is_written(run: Path, run_comm
 )
 def test_report_refuses_a_configuration_of_another_kind(run: Path, text: str, said: str, run_command: Command) -> None:
     (run / "run.toml").write_text(text, encoding="utf-8")
-    refused(run_command("report", str(run)), "run.toml", said, "restore it from a copy")
+    refused(run_command("report", str(run)), "run.toml", said, "from a copy")
 
 
 @pytest.mark.parametrize(
