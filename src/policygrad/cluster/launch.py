@@ -65,12 +65,7 @@ Outcome = tuple[TrainingResult[float | None], str]
 
 
 def train_on_cluster(
-    run: Run,
-    config: ClusterConfig,
-    *,
-    resume: str | None = None,
-    note: Callable[[str], None] = print,
-    **options: Any,
+    run: Run, config: ClusterConfig, *, resume: str | None = None, note: Callable[[str], None] = print, **options: Any
 ) -> TrainingResult[float | None]:
     """Train on a cluster, as `policygrad.train` does on this machine; `options` are the other fields of `TrainJob`.
 

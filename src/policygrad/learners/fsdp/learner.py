@@ -100,12 +100,7 @@ def shard_like(parameter: DTensor, like: Tensor, read: BoxReader) -> Tensor:
         return shard_rows(like, read, parameter.device_mesh, parameter.to_local().device)
     local = read(local_box(parameter)).to(parameter.to_local().device).contiguous()
     return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=parameter.stride(),
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=like.shape, stride=parameter.stride()
     )
 
 
@@ -142,11 +137,7 @@ class FsdpLearner(LocalLearner):
     """A shard of the policy, its moments and its reference."""
 
     def __init__(
-        self,
-        workers: WorkerGroup,
-        spec: FsdpSpec,
-        source: nn.Module | None = None,
-        reference: nn.Module | None = None,
+        self, workers: WorkerGroup, spec: FsdpSpec, source: nn.Module | None = None, reference: nn.Module | None = None
     ) -> None:
         """
         Args:

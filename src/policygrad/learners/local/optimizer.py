@@ -34,11 +34,7 @@ class Optimizer:
         full_precision = (torch.float32, torch.float64)
         self.masters = {n: p if p.dtype in full_precision else p.detach().float() for n, p in self.parameters.items()}
         self.adam = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
+            list(self.masters.values()), lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )
 
     def accumulate_master_grads(self) -> None:

@@ -23,13 +23,7 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import MAX_LOGITS, Evaluator, selected_logp
-from policygrad.learners.local.packing import (
-    Pack,
-    TokenSequences,
-    WorkDivision,
-    micro_batch_tokens,
-    pack_micro_batches,
-)
+from policygrad.learners.local.packing import Pack, TokenSequences, WorkDivision, micro_batch_tokens, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
