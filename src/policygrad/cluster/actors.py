@@ -47,27 +47,20 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import FILE_MODULE
 from policygrad.weight_sync.base import PublishedWeights
 
-MAX_NAME_ATTEMPTS = 100
-"""Names to try for an actor while a dead one still has its name."""
-CHUNKS_PER_ACTOR = 2
-"""With several samplers: a faster one takes more, and less is repeated when one dies."""
-MAX_CONCURRENT_CALLS = 256
-"""Calls that an actor of environments runs at a time; others wait."""
-FAILURE_CODE = 1
-"""Exit code of a learner that died."""
+MAX_NAME_ATTEMPTS = 100  # names to try for an actor while a dead one still has its name
+CHUNKS_PER_ACTOR = 2  # with several samplers: a faster one takes more, and less is repeated when one dies
+MAX_CONCURRENT_CALLS = 256  # calls that an actor of environments runs at a time; others wait
+FAILURE_CODE = 1  # exit code of a learner that died
 
 
 @dataclass(frozen=True, eq=False)
 class ActorFactory:
     """Creates a run's actors."""
 
-    run: str
-    """The run's name."""
-    groups: dict[str, Any]
-    """Placement groups by role."""
+    run: str  # the run's name
+    groups: dict[str, Any]  # placement groups by role
     config: ClusterConfig
-    gpus: dict[str, int]
-    """GPUs of each actor, by role."""
+    gpus: dict[str, int]  # GPUs of each actor, by role
 
     def create(self, kind: type, role: str, number: int, **options: Any) -> Any:
         """Create an actor in its placement group, named for Ray's dashboard."""
@@ -131,20 +124,14 @@ class ActorPool:
         return len(self._actors)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return the result of an actor's method; an actor has one call at a time, others wait.
-
-        Raises:
-            EngineError: no actor comes back. Any other PolicygradError: raised in the actor.
-        """
+        """Return the result of an actor's method; an actor has one call at a time, others wait. Raises EngineError if
+        no actor comes back. Any other PolicygradError: raised in the actor."""
         with self._explaining():
             return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
 
     async def wait_ready(self) -> None:
-        """Wait until every actor is prepared, or is restarting while others are.
-
-        Raises:
-            EngineError: no actor comes back.
-        """
+        """Wait until every actor is prepared, or is restarting while others are. Raises EngineError if no actor comes
+        back."""
         with self._explaining():
             await self.servers.ready()
 
@@ -178,11 +165,8 @@ class ActorPool:
 
 
 async def call_actor(actor: Any, method: str, *args: Any) -> Any:
-    """Return the result of an actor's method, or raise its PolicygradError.
-
-    Raises:
-        ServerUnavailableError: the actor has died, or is restarting.
-    """
+    """Return the result of an actor's method, or raise its PolicygradError. Raises ServerUnavailableError if the actor
+    has died, or is restarting."""
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
@@ -200,11 +184,8 @@ def unwrap_error(error: Any) -> BaseException:
 
 
 def serialise(value: Any, what: str) -> bytes:
-    """Pickle a value for another machine; classes from the user's files are sent by value.
-
-    Raises:
-        ConfigError: it cannot be pickled.
-    """
+    """Pickle a value for another machine; classes from the user's files are sent by value. Raises ConfigError if it
+    cannot be pickled."""
     for name, module in list(sys.modules.items()):
         if name.startswith(FILE_MODULE):
             cloudpickle.register_pickle_by_value(module)
@@ -287,11 +268,7 @@ class RaySampler:
         return {"sampler/moved": Sum(float(self._retries - before))}
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return one generation per request, in order.
-
-        Raises:
-            EngineError: no actor comes back.
-        """
+        """Return one generation per request, in order. Raises EngineError if no actor comes back."""
         parts = len(self._pool) * (CHUNKS_PER_ACTOR if len(self._pool) > 1 else 1)
         bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share a prompt
         chunks = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
@@ -400,8 +377,7 @@ class _Episode:
     """An episode in its actor."""
 
     environment: Environment
-    responses: list[Any] = field(default_factory=list)
-    """By call."""
+    responses: list[Any] = field(default_factory=list)  # by call
 
 
 class EnvironmentActor:
@@ -471,11 +447,7 @@ class RayEnvironmentFactory:
         return RayEnvironment(self, next(self._count), example, seed)
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
-        """Call an episode's actor, or another if Ray has given that one up.
-
-        Raises:
-            EngineError: no actor is left.
-        """
+        """Call an episode's actor, or another if Ray has given that one up. Raises EngineError if no actor is left."""
         from ray.exceptions import RayActorError, RayTaskError
 
         while self._actors:

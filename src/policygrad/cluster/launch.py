@@ -51,27 +51,20 @@ from policygrad.training.setup import Placement
 from policygrad.training.trainer import Trainer
 from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SignalHandlers
 
-ADDRESS_VARIABLE = "RAY_ADDRESS"
-"""The environment variable that Ray reads for auto."""
-CONNECT_TIMEOUT = 5.0
-"""Seconds to connect."""
-NOTE_AFTER_SECONDS = 2.0
-"""Seconds of waiting for resources before a note is shown."""
-POLL_SECONDS = 0.25
-"""Seconds between checks on the run."""
+ADDRESS_VARIABLE = "RAY_ADDRESS"  # the environment variable that Ray reads for auto
+CONNECT_TIMEOUT = 5.0  # seconds to connect
+NOTE_AFTER_SECONDS = 2.0  # seconds of waiting for resources before a note is shown
+POLL_SECONDS = 0.25  # seconds between checks on the run
 
-Outcome = tuple[TrainingResult[float | None], str]
-"""(the result, the command that resumes the run)."""
+Outcome = tuple[TrainingResult[float | None], str]  # (the result, the command that resumes the run)
 
 
 def train_on_cluster(
     run: Run, config: ClusterConfig, *, resume: str | None = None, note: Callable[[str], None] = print, **options: Any
 ) -> TrainingResult[float | None]:
     """Train on a cluster, as `policygrad.train` does on this machine; `options` are the other fields of `TrainJob`.
-
-    Raises:
-        PolicygradError: Ray or the cluster is missing, or has too few resources; and whatever the training raises.
-    """
+    Raises PolicygradError if Ray or the cluster is missing, or has too few resources; and whatever the training
+    raises."""
     if run.object_options:
         raise RunError(
             f"{' and '.join(run.object_options)} given as Python objects: a run on a cluster needs names, as in run.toml"
@@ -95,10 +88,8 @@ def train_on_cluster(
 class TrainJob:
     """A training to run on the cluster."""
 
-    run: Run
-    """`output` is its folder."""
-    directory: str
-    """Working directory of the command."""
+    run: Run  # `output` is its folder
+    directory: str  # working directory of the command
     resume: str | None = None
     stop_after: int | None = None
     time_limit: str | None = None
@@ -146,11 +137,8 @@ class TrainerActor:
         return installed_versions()
 
     def resolve_folders(self, job: TrainJob) -> TrainJob:
-        """Return the job with the names of folders on this machine.
-
-        Raises:
-            RunError: this machine does not see the command's working directory.
-        """
+        """Return the job with the names of folders on this machine. Raises RunError if this machine does not see the
+        command's working directory."""
         _change_directory(job.directory)
         run = job.run
         resume = resolve_resume_folder(job.resume, "train", run)
@@ -245,11 +233,8 @@ def _change_directory(directory: str) -> None:
 
 @contextmanager
 def connect_ray(config: ClusterConfig) -> Iterator[Any]:
-    """Yield the package `ray`, connected.
-
-    Raises:
-        RunError: Ray is not installed; no cluster answers at the address; its version of Ray or Python differs.
-    """
+    """Yield the package `ray`, connected. Raises RunError if Ray is not installed; no cluster answers at the address;
+    its version of Ray or Python differs."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without GPUs keeps its environment
     try:
         ray = import_module("ray")
@@ -322,14 +307,12 @@ def _first_line(error: BaseException) -> str:
 def reserve_actor_groups(
     ray: Any, groups: tuple[ActorGroup, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a placement group for each actor group, once all have their resources.
+    """Yield a placement group for each actor group, once all have their resources. Raises RunError if there are too few
+    resources.
 
     Args:
         run: The run's name, for the dashboard.
         note: Shows what is waited for.
-
-    Raises:
-        RunError: there are too few resources.
     """
     from ray.util import placement_group, remove_placement_group
 

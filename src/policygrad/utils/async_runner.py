@@ -178,14 +178,11 @@ class BlockedError(BaseException):
 
 
 async def await_with_timeout(timeout: float, work: Awaitable[T]) -> T:
-    """Await work in its own task, for at most `timeout` seconds.
+    """Await work in its own task, for at most `timeout` seconds. Raises OverdueError if the work was not done in time.
 
-    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller itself was
-    cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends nothing else.
-
-    Raises:
-        OverdueError: The work was not done in time.
-    """
+    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller
+    itself was cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends
+    nothing else."""
     task = asyncio.ensure_future(contain_exit(work))
     try:
         await asyncio.wait({task}, timeout=timeout)
@@ -211,11 +208,8 @@ def _discard(task: asyncio.Future[Any]) -> None:
 
 
 async def contain_exit(work: Awaitable[T]) -> T:
-    """Await work, and turn its `SystemExit` into an `Exception`.
-
-    Raises:
-        OverdueError: A signal has interrupted it, see `is_inside_contained`.
-    """
+    """Await work, and turn its `SystemExit` into an `Exception`. Raises OverdueError if a signal has interrupted it,
+    see `is_inside_contained`."""
     try:
         return await work
     except SystemExit as error:  # would leave the event loop

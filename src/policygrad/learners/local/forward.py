@@ -19,8 +19,7 @@ from policygrad.models.loading import at_least_float32
 from policygrad.models.moe_routing import Routing
 
 Inputs = dict[str, Any]
-MAX_LOGITS = 2**26
-"""Logits in memory at a time, in elements (256 MiB in float32)."""
+MAX_LOGITS = 2**26  # logits in memory at a time, in elements (256 MiB in float32)
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
 
@@ -37,10 +36,8 @@ class Network:
     split_head: bool = False
     """The head on last hidden states gives the model's logits, so it need only see predicting positions; otherwise a state is the
     logits themselves."""
-    use_tree: bool = False
-    """The model reads a pack as a tree, each node once; otherwise text by text."""
-    routing: Routing | None = None
-    """Replays the sampler's experts in a mixture of experts."""
+    use_tree: bool = False  # the model reads a pack as a tree, each node once; otherwise text by text
+    routing: Routing | None = None  # replays the sampler's experts in a mixture of experts
 
     @property
     def vocabulary(self) -> int:
@@ -225,16 +222,14 @@ class Evaluator:
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
+        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary. Raises
+        ValueError if an unknown statistic, kl_old without `old`, or kl_ref without `reference`.
 
         Args:
             needs: entropy, kl_old = KL(π_old‖π), kl_ref = KL(π‖π_ref).
             old: Evaluator of π_old.
             reference: Evaluator of π_ref.
             expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
-
-        Raises:
-            ValueError: an unknown statistic, kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
         if unknown := set(names) - {"entropy", "kl_old", "kl_ref"}:

@@ -32,26 +32,19 @@ class TokenSequences:
     A completion whose earlier tokens were rewritten on the way (`Batch.positions`) is several texts.
     """
 
-    rows: Ints
-    """[n] completion of the batch."""
+    rows: Ints  # [n] completion of the batch
     ids: NDArray[np.uint32]
     """[n, W] token ids plus 1, padded with 0; big-endian, so that the bytes sort like the tokens."""
-    offsets: Ints
-    """[n] token t of the row is at offset + t in the text: the prompt's length if the row is one text."""
-    spans: Ints
-    """[n, 2] first and end of the row's tokens that this text alone predicts."""
-    lengths: Ints
-    """[n] number of tokens."""
+    offsets: Ints  # [n] token t of the row is at offset + t in the text: the prompt's length if the row is one text
+    spans: Ints  # [n, 2] first and end of the row's tokens that this text alone predicts
+    lengths: Ints  # [n] number of tokens
     positions: Ints | None = None
     """[n, W] the row's token at each position of the text, the prompt's from −P on; None = consecutive."""
 
     @classmethod
     def of(cls, batch: Batch, rows: Tensor) -> TokenSequences:
-        """Make the texts of those completions of `rows` that have a sampled token.
-
-        Raises:
-            DataError: the batch has no tokens or prompts.
-        """
+        """Make the texts of those completions of `rows` that have a sampled token. Raises DataError if the batch has no
+        tokens or prompts."""
         if batch.tokens is None or batch.prompts is None:
             raise DataError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
         rows = rows[batch.mask[rows].any(1)]
@@ -148,24 +141,15 @@ class Pack:
     A completion whose earlier tokens were rewritten on the way is on several texts.
     """
 
-    rows: Tensor
-    """[b] completions of the batch."""
-    ids: Tensor
-    """[N] token of each node."""
-    positions: Tensor
-    """[N] position of each node in its text."""
-    paths: Tensor
-    """[S, L] node of every token of the distinct texts, padded with the last one."""
-    predicting_nodes: Tensor
-    """[u] nodes whose states predict a sampled token."""
-    predicting_positions: Tensor
-    """[u] their first occurrence among the S·L entries of `paths`."""
-    predictor: Tensor
-    """[b, T] index into `predicting_nodes` of the node that predicts the token; 0 off the mask."""
-    tokens: Tensor
-    """[b, T] predicted tokens; 0 off the mask."""
-    mask: Tensor
-    """[b, T]."""
+    rows: Tensor  # [b] completions of the batch
+    ids: Tensor  # [N] token of each node
+    positions: Tensor  # [N] position of each node in its text
+    paths: Tensor  # [S, L] node of every token of the distinct texts, padded with the last one
+    predicting_nodes: Tensor  # [u] nodes whose states predict a sampled token
+    predicting_positions: Tensor  # [u] their first occurrence among the S·L entries of `paths`
+    predictor: Tensor  # [b, T] index into `predicting_nodes` of the node that predicts the token; 0 off the mask
+    tokens: Tensor  # [b, T] predicted tokens; 0 off the mask
+    mask: Tensor  # [b, T]
     tree: AttentionTree
     routes: Tensor | None = None
     """[N, layers, k] experts that each node is sent to, -1 = the model's own choice; None = that everywhere."""
@@ -196,16 +180,11 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 
 def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
-    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion.
+    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one
+    completion. `keep_groups`: split no group either, whatever the budget. Raises DataError if the batch has no tokens
+    or prompts.
 
-    No completion is split, even one of several texts.
-
-    Args:
-        keep_groups: Split no group either, whatever the budget.
-
-    Raises:
-        DataError: the batch has no tokens or prompts.
-    """
+    No completion is split, even one of several texts."""
     texts = TokenSequences.of(batch, rows)
     if not len(texts.rows):
         return

@@ -16,14 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-ATTENTION_NAME = "policygrad"
-"""Name of this attention in transformers' registry."""
-_MAX_SCORES = 2**24
-"""Attention scores in a call whose texts are padded to a common length."""
-_SMALL_CALL = 2**15
-"""Scores below which padding costs less than another call."""
-_MAX_PADDING = 1.25
-"""Padded scores per needed score that a larger call may have."""
+ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
+_MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
+_SMALL_CALL = 2**15  # scores below which padding costs less than another call
+_MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 Ints = NDArray[np.int64]
 
 
@@ -31,12 +27,9 @@ Ints = NDArray[np.int64]
 class AttentionBlock:
     """Texts that attend in one call."""
 
-    queries: Tensor
-    """[s, q] nodes, padded with the last one."""
-    keys: Tensor
-    """[s, k] nodes, likewise."""
-    mask: Tensor | None
-    """[s, 1, q, k] True = visible; None = causal, with queries and keys the same nodes."""
+    queries: Tensor  # [s, q] nodes, padded with the last one
+    keys: Tensor  # [s, k] nodes, likewise
+    mask: Tensor | None  # [s, 1, q, k] True = visible; None = causal, with queries and keys the same nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +37,7 @@ class AttentionTree:
     """Which nodes attend to which, among N."""
 
     blocks: tuple[AttentionBlock, ...]
-    output_index: Tensor
-    """[N] index of each node's output in the concatenated outputs of the blocks."""
+    output_index: Tensor  # [N] index of each node's output in the concatenated outputs of the blocks
 
     def to(self, device: torch.device | str) -> AttentionTree:
         blocks = (
@@ -114,11 +106,8 @@ def tree_attention(
     tree: AttentionTree | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Apply transformers' scaled-dot-product attention, along a tree's paths if one is given.
-
-    Args:
-        query: [1, heads, N, width], or without a tree [B, heads, L, width]; likewise key and value.
-    """
+    """Apply transformers' scaled-dot-product attention, along a tree's paths if one is given. `query`: [1, heads, N,
+    width], or without a tree [B, heads, L, width]; likewise key and value."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if tree is None:
