@@ -44,13 +44,13 @@ def phase_of(stack: str) -> str:
 
     if not whole(stack):
         return "in the kernel"
-    if not within("training/lifecycle"):
+    if not within("training/base_trainer"):
         return "starting"
-    if {"build", "restore", "start", "_held", "truncate_after"} & {*functions}:
+    if {"build", "restore", "start", "truncate_after"} & {*functions}:
         return "loading"
     if within("checkpoint/"):
         return "saving"
-    if ("training/lifecycle", "take") in frames:  # a rollout takes, too
+    if ("training/base_trainer", "evaluate_at") in frames:  # a rollout takes, too
         return "evaluating"
     if within("rewards/"):
         return "rewarding"
@@ -58,7 +58,7 @@ def phase_of(stack: str) -> str:
         return "sampling"
     if within("trackers/"):
         return "logging"
-    learning = within("training/loop", "training/sft", "training/reward_model", "training/rows")
+    learning = within("training/loop", "training/supervised", "training/sft", "training/reward_model")
     return "updating" if learning else "between"
 
 

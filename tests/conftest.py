@@ -19,10 +19,11 @@ from doubles.files import write_rows
 from policygrad import cli
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # as below a shell's `&`: what is interrupted here would never end
+# ignored below a shell's `&` and below nohup: tests send both signals to this process
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def build_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: int = 0) -> Path:

@@ -143,7 +143,7 @@ def test_report_refuses_completions_that_no_run_writes(
     run: Path, more: dict[str, Any], said: str, large: bool, run_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:  # only a part of the file is read then
-        monkeypatch.setattr("policygrad.report.page.TEXT", 1)
+        monkeypatch.setattr("policygrad.report.page.MAX_PAGE_CHARS", 1)
     append(run / "completions.jsonl", json.dumps({"step": 2} | completion("1+1=", "2", 1.0) | more))
     refused(run_command("report", str(run)), "completions.jsonl", said, "delete the line")
 
@@ -169,12 +169,12 @@ def test_report_shows_half_a_surrogate_pair_as_it_is_written(run: Path, run_comm
 )
 def test_report_refuses_a_configuration_of_another_kind(run: Path, text: str, said: str, run_command: Command) -> None:
     (run / "run.toml").write_text(text, encoding="utf-8")
-    refused(run_command("report", str(run)), "run.toml", said, "put a copy of")
+    refused(run_command("report", str(run)), "run.toml", said, "from a copy")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a = " + DEEP, "nested deeper"), ("a = ", "not valid TOML"), ("seed = 1", "has no table learner")],
+    [("a = " + DEEP, "nested deeper"), ("a = ", "not valid TOML"), ("seed = 1", "has no table `learner`")],
 )
 def test_export_refuses_a_configuration_that_no_run_writes(
     run: Path, text: str, said: str, run_command: Command
@@ -240,7 +240,7 @@ def test_output_refuses_every_file_of_a_run(run: Path, name: str, command: str, 
         run_command(command, *first, "--output", str(run / name)),
         "--output",
         "is a file of the run",
-        "take another name",
+        "use another name",
     )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -256,7 +256,7 @@ def test_output_beside_a_runs_files_is_written(run: Path, run_command: Command) 
 
 
 def test_compare_refuses_a_row_with_an_open_quote(run_command: Command) -> None:
-    said = ("No closing quotation", "close the quotation")
+    said = ("No closing quotation", "Close the quotation")
     refused(run_command("compare", "a=grpo --task 'x", "--dry-run"), "the row", *said)
     refused(run_command("compare", "grpo", "--options", "grpo=--task 'x", "--dry-run"), "--options", *said)
 

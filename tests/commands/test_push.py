@@ -51,7 +51,7 @@ def test_the_model_and_its_card_are_pushed_and_nothing_else_of_the_run(run: Path
 @pytest.mark.slow
 def test_what_the_hub_refuses_names_the_way_out(run: Path) -> None:
     with hub() as there:
-        for token, said in ((None, "hf auth login"), ("hf_wrong", "whether the token may write there")):
+        for token, said in ((None, "hf auth login"), ("hf_wrong", "check the name, and the token's permission")):
             code, _, err = pushed(there, str(run), "--push", "me/it", token=token)
             assert (code, said in err) == (2, True), err
         assert there.files == {}
@@ -61,9 +61,7 @@ def test_what_the_hub_refuses_names_the_way_out(run: Path) -> None:
 def test_a_hub_that_has_gone_or_goes_in_the_midst_leaves_the_model_where_it_is(run: Path) -> None:
     with gone() as there:
         code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")
-        assert (code, f"the model stays in {run / 'model'}, push again later" in " ".join(err.split())) == (2, True), (
-            err
-        )
+        assert (code, f"the model stays in {run / 'model'}, push it later" in " ".join(err.split())) == (2, True), err
     with hub() as there:
         there.leaves = "/commit/"
         code, _, err = pushed(there, str(run), "--push", "me/it", token="hf_right")

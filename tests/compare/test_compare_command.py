@@ -219,7 +219,7 @@ def test_a_comparison_for_real(
     assert code == 0, err
     told = json.loads((Path("c") / "comparison.json").read_text())
     assert [len(row["runs"]) for row in told["rows"]] == [2, 2]
-    assert told["rows"][0]["value"] == 3e-3
+    assert told["rows"][0]["option_value"] == 3e-3
     assert told["rows"][1]["tuned_option"] == ""
     run = told["rows"][0]["runs"][0]
     assert run["tokens"] >= 300

@@ -52,7 +52,7 @@ def test_bits_are_turned_and_turned_back(tmp_path: Path, monkeypatch: pytest.Mon
     }
     load = checkpoint.load_checkpoint
     blind = load(tmp_path / "flips" / "step-000001")
-    monkeypatch.setattr(checkpoint, "load", lambda path: blind)
+    monkeypatch.setattr(checkpoint, "load_checkpoint", lambda path: blind)
     assert len(disk_faults.flips(CONTENT, tmp_path / "blind", 30)["wrong"]) == 30
 
 

@@ -62,7 +62,7 @@ def test_the_page_has_every_algorithm_measured_or_not(found: dict[str, Any], lad
     assert "On the task `embedded_steps`; all rows are compared at 12,000 tokens" in text
     assert "| `naive_grpo` |" in text
     assert "| 50 |" in text  # the published figure of the last rung
-    assert all(sentence in text for sentence in [*found["says"], *found["limits"], *ladder["says"]])
+    assert all(sentence in text for sentence in [*found["ranking"], *found["caveats"], *ladder["ranking"]])
     assert "Not measured yet" not in text
     assert "measure_algorithms.py -- --jobs 1" in text
     assert "--ladder dapo -- --jobs 1" in text

@@ -63,7 +63,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 ENDLESS = """
 import policygrad as pg
 
-run = pg.Run(algorithm=pg.DR_GRPO, steps=10**6, prompts_per_step=2, evaluation=pg.Evaluation(problems=0), output="run")
+run = pg.Run(algorithm=pg.DR_GRPO, steps=10**6, prompts_per_step=2, evaluation=pg.EvaluationConfig(problems=0), output="run")
 print(pg.train(run).interrupted)
 """
 

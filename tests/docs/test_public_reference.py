@@ -77,7 +77,7 @@ def test_signatures() -> None:
     assert signature("Gate", Gate) == "class Gate(Part)"
     assert signature("algorithm", pg.get_algorithm) == "algorithm(name: str) -> Algorithm"
     assert "algorithm=pg.DAPO," in signature("Run", pg.Run)
-    assert "sampling=Sampling()," in signature("Run", pg.Run)
+    assert "sampling=SamplingParams()," in signature("Run", pg.Run)
     assert shown(("a", 1)) == "('a', 1)"
     assert shown(object()) == "object()"
     assert shown(pg.Clip(0.2, 0.28)) == "Clip(0.2, 0.28)"

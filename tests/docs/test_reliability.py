@@ -29,7 +29,7 @@ def test_what_is_bitwise_and_what_is_code_is_written_down() -> None:
         in readme
     )
     isolation = (root / "docs" / "rewards-isolation.md").read_text(encoding="utf-8")
-    assert "## A run folder with parts of one's own is code" in isolation
+    assert "## A run folder with user code is code" in isolation
 
 
 MODULE = """

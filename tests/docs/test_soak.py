@@ -58,7 +58,7 @@ def stack(*frames: str) -> str:
     return "\n".join(["Stack (most recent call first):", *lines, '  File "<string>", line 9 in <module>', ""])
 
 
-RUN = ("training/trainer:run", "training/lifecycle:_train", "training/lifecycle:train", "cli:main")
+RUN = ("training/trainer:run", "training/base_trainer:_train", "training/base_trainer:train", "cli:main")
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ RUN = ("training/trainer:run", "training/lifecycle:_train", "training/lifecycle:
         (stack("cli:_command", "cli:main"), "starting"),
         (stack("models/loading:load_model", "training/trainer:build", *RUN), "loading"),
         (stack("checkpoint/format:load", "checkpoint/manager:restore", *RUN), "loading"),
-        (stack("samplers/local:generate", "rollout/rollouter:evaluate", "training/lifecycle:take", *RUN), "evaluating"),
+        (stack("samplers/local:generate", "rollout/rollouter:evaluate", "training/base_trainer:evaluate_at", *RUN), "evaluating"),
         (stack("samplers/local:generate", "rollout/ahead:take", *RUN), "sampling"),
         (stack("samplers/local:generate", "rollout/rollouter:collect", "training/loop:loop", *RUN), "sampling"),
         (stack("rewards/pool:score", "rollout/judge:judged", "training/loop:loop", *RUN), "rewarding"),
         (stack("learners/local/learner:update", "training/loop:loop", *RUN), "updating"),
         (stack("core/advantages:__call__", "training/loop:loop", *RUN), "updating"),
-        (stack("training/rows:accumulate", "training/sft:step", "training/supervised:_train", *RUN[1:]), "updating"),
-        (stack("checkpoint/format:save", "training/lifecycle:keep_going", "training/loop:loop", *RUN), "saving"),
-        (stack("checkpoint/model_folder:save_model", "training/lifecycle:_finish", *RUN), "saving"),
-        (stack("trackers/jsonl:_append", "training/lifecycle:log", "training/loop:loop", *RUN), "logging"),
+        (stack("training/supervised:accumulate", "training/sft:step", "training/supervised:_train", *RUN[1:]), "updating"),
+        (stack("checkpoint/format:save", "training/base_trainer:keep_going", "training/loop:loop", *RUN), "saving"),
+        (stack("checkpoint/model_folder:save_model", "training/base_trainer:_finish", *RUN), "saving"),
+        (stack("trackers/jsonl:_append", "training/base_trainer:log", "training/loop:loop", *RUN), "logging"),
     ],
 )
 def test_what_a_run_is_at_is_read_off_its_stack(text: str, phase: str) -> None:

@@ -38,7 +38,7 @@ def test_its_rows_are_runs_of_the_staleness_that_they_say() -> None:
 
 
 def test_rates_are_those_that_were_measured() -> None:
-    rows = [{"label": name, "knob": "--lr", "value": 1e-3} for name in measure_staleness.NAMES]
+    rows = [{"label": name, "tuned_option": "--lr", "option_value": 1e-3} for name in measure_staleness.NAMES]
     assert measure_staleness.best_rates({"rows": rows}) == dict.fromkeys(measure_staleness.NAMES, 1e-3)
     with pytest.raises(SystemExit, match="no rate for ppo"):
         measure_staleness.best_rates({"rows": rows[:-1]})

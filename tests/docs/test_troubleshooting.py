@@ -8,7 +8,7 @@ import pytest
 
 import make_docs
 from policygrad.cli import HELP
-from policygrad.commands.foreign_options import LIBRARIES
+from policygrad.commands.foreign_options import LIBRARIES, load_foreign_options
 from policygrad.trackers.glossary import load_glossary
 
 PAGE = (make_docs.DOCS / "troubleshooting.md").read_text(encoding="utf-8")
@@ -44,6 +44,6 @@ def test_exit_codes_are_those_of_the_help() -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_option_of_another_library_is_on_its_page(library: str) -> None:
     page = (make_docs.DOCS / f"coming-from-{library.lower()}.md").read_text(encoding="utf-8")
-    for name, ours in LIBRARIES[library].items():
+    for name, ours in load_foreign_options()[0][library].items():
         (row,) = re.findall(rf"^\| `{re.escape(name)}` \|.*$", page.partition("For fine-tuning and")[0], re.MULTILINE)
         assert (ours.flag or ours.note).split(" ")[0] in row

@@ -175,7 +175,8 @@ def test_an_interrupted_scoring_leaves_the_pool_usable(error: type[BaseException
         begun.add_completions({1: "exit"})  # ignored: sampling may continue in a thread of its own
         assert [slot.work for slot in pool._slots] == [None, None]
         assert at_once(pool, ["a", "bb"]).parts == {"unruly": [1.0, 2.0]}
-        assert {thread.name for thread in threading.enumerate()} == threads | {"reward workers"}
+        left = {thread.name for thread in threading.enumerate()} - threads
+        assert left <= {"reward workers", "reward output"}  # no thread that waits for the interrupted scoring
 
 
 def test_another_scoring_waits_for_its_turn() -> None:

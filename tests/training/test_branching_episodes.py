@@ -88,4 +88,4 @@ def test_resume_is_bitwise_with_branching_episodes(run: pg.Run, tmp_path: Path, 
 def test_branching_episodes_are_noted_once(run: pg.Run, capsys: pytest.CaptureFixture[str]) -> None:
     pg.train(replace(run, steps=2))
     said = "".join(capsys.readouterr())
-    assert said.count("the chat template writes earlier turns anew in") == 1
+    assert said.count("the chat template rewrites earlier turns in") == 1

@@ -100,8 +100,8 @@ def test_rows_with_a_demonstration_too_long_are_refused_before_anything_is_sampl
     long = [{**row, "demonstration": "1 2 3 4 5" + "!" * i} if i in (5, 9) else row for i, row in enumerate(TASK)]
     file = write_rows(tmp_path / "sums.jsonl", long)
     message = (
-        r"sums\.jsonl:6: column 'demonstration' has (\d+) tokens, more than the 6 that an answer may have \(2 of 12 "
-        r"demonstrations are too long\): set --max-tokens (\d+), which is enough for all, or drop those rows"
+        r"sums\.jsonl:6: column 'demonstration' has (\d+) tokens, but an answer may have at most 6 \(2 of 12 "
+        r"demonstrations are too long\): set --max-tokens (\d+), which is enough for all, or remove those rows"
     )
     run = replace(run, algorithm=pg.LUFFY, task=file, steps=1)
     with pytest.raises(pg.DataError, match=message) as error:

@@ -98,7 +98,7 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
         (("iterative_grpo", "--teacher", "tiny"), "Reference.model = 'tiny' stays what it is"),
         (
             ("dapo", "--algorithm.reference", "none", "--teacher", "x"),
-            "--teacher x is a reference, and algorithm.reference is none",
+            "--teacher x sets a reference, but algorithm.reference is none",
         ),
     ],
 )

@@ -83,6 +83,6 @@ def test_the_downsampling_option_on_the_command_line(small: Run, tmp_path: Path,
     assert rows(tmp_path / "run" / "metrics.jsonl")[0]["completions/sampled_per_trained"] == 5 / 2
     code, _, errors = run_command("train", "dr_grpo", *options, "--samples-per-prompt", "1", "--plain")
     assert code == 2
-    assert "trains on 2 of a prompt's samples" in errors or "one per prompt" in errors
+    assert "Downsample trains on 2 samples per prompt, and there are 1" in errors
     code, said, _ = run_command("train", "dr_grpo", *options, "--dry-run")
     assert "of the largest variance of R" in said

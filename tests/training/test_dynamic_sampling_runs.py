@@ -63,7 +63,7 @@ def test_resuming_with_another_filter_discards_leftover_groups(refilling: Run, t
     train(run, stop_after=1, display=False)
     while not (saved := checkpoints.load_latest(folder / "checkpoints", warn=pytest.fail)).state["leftover_groups"]:
         train(resume=folder, stop_after=1, display=False)
-    assert {name for name in saved.tensors if name.startswith("carried/")}
+    assert {name for name in saved.tensors if name.startswith("leftover/")}
     record = Record()
     other = replace(
         run, algorithm=replace(run.algorithm, filters=(pg.DropZeroVariance(max_rounds=6, keep_leftovers=False),))

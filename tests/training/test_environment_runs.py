@@ -146,6 +146,6 @@ def test_an_invalid_environment_is_refused(run: pg.Run, tmp_path: Path) -> None:
     ):
         with pytest.raises(pg.ConfigError, match=says):
             pg.train(replace(run, environment=given), display=False)
-    with pytest.raises(pg.ConfigError, match="the run has an environment and another one is given"):
+    with pytest.raises(pg.ConfigError, match="environment is set both in the run and as an argument"):
         pg.collect(run, environment=lambda example: pg.SingleTurn(example))
     assert list(find_code_references({"environment": "/elsewhere/mine.py:Guess"})) == ["/elsewhere/mine.py"]

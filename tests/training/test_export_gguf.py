@@ -44,7 +44,14 @@ def served(file: Path) -> Iterator[Callable[..., Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = (f"--file={file}", "--name=own", f"--port={port}", "--parallel=1", "--context=512", "--threads=1")
+    options = (
+        f"--file={file}",
+        "--name=own",
+        f"--port={port}",
+        "--max-concurrency=1",
+        "--context-length=512",
+        "--threads=1",
+    )
     words = [sys.executable, "-P", llama_server.__file__, "serve", *options, f"--parent={os.getpid()}"]
     plain = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -152,7 +159,7 @@ def test_the_file_has_weights_vocabulary_and_template(tmp_path: Path) -> None:
     rounded = gguf.quants.dequantize(matrix.data, matrix.tensor_type)
     assert np.array_equal(rounded, whole.bfloat16().float().numpy())
     assert oct(file.stat().st_mode & 0o777) == oct((model / "config.json").stat().st_mode & 0o777)
-    with pytest.raises(RunError, match=r"half\.gguf is there already: choose another --output"):
+    with pytest.raises(RunError, match=r"half\.gguf exists: choose another --output"):
         export_gguf(str(model), str(file))
 
 
@@ -186,14 +193,14 @@ CLOSED = {
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ({"normalizer": LOWER}, r"rewrites text before it reads it \(Lowercase\)"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "in none of the ways that are written here"),
-        ({"pre_tokenizer": None}, "in none of the ways"),
-        ({"model": {"ignore_merges": True}}, "in none of the ways"),
+        ({"normalizer": LOWER}, r"rewrites text before reading it \(Lowercase\)"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "in a way that llama.cpp has no name for"),
+        ({"pre_tokenizer": None}, "in a way that llama.cpp has no name for"),
+        ({"model": {"ignore_merges": True}}, "in a way that llama.cpp has no name for"),
         ({"model": {"dropout": 0.1}}, "merges at random"),
         ({"decoder": None}, "is no byte-level BPE"),
-        ({"added_tokens": [TAKES | {"special": True}]}, r"take the space beside them along \('<\|im_end\|>'\)"),
-        ({"post_processor": CLOSED}, "puts more around a text"),
+        ({"added_tokens": [TAKES | {"special": True}]}, r"consume the space next to them \('<\|im_end\|>'\)"),
+        ({"post_processor": CLOSED}, "adds more to a text than one token"),
     ],
 )
 def test_an_unsupported_tokenizer_is_refused(parts: dict[str, Any], says: str) -> None:
@@ -219,7 +226,7 @@ def test_rare_bytes_need_no_token() -> None:
     own = tokenizer("gpt-2")
     assert extract_byte_pairs(lacking(own, "Àÿ"), len(own.hf)).pre_tokenizer == "gpt-2"
     assert extract_byte_pairs(lacking(own, SMOLLM2), len(own.hf)).pre_tokenizer == "gpt-2"
-    with pytest.raises(ModelError, match="has no token for 2 of the bytes that text is made of"):
+    with pytest.raises(ModelError, match="has no token for 2 of the bytes that text consists of"):
         extract_byte_pairs(lacking(own, "bÃ"), len(own.hf))
     with pytest.raises(ModelError, match="has no token for 8 of the bytes"):  # llama.cpp writes no such token
         extract_byte_pairs(lacking(own, SMOLLM2, unk_token=END), len(own.hf))
@@ -241,7 +248,7 @@ def test_tokens_across_pre_tokenizer_splits_are_refused() -> None:
     assert extract_byte_pairs(own, 487).pre_tokenizer == "superbpe"
     for left, right in (("1", "2"), ("a", "-"), ("-", "-")):
         model = {"merges": [*parts["merges"], [left, right]], "vocab": parts["vocab"] | {left + right: 487}}
-        with pytest.raises(ModelError, match="in none of the ways"):
+        with pytest.raises(ModelError, match=r"in a way that llama\.cpp has no name for"):
             extract_byte_pairs(changed(own, model=model), 488)
     with pytest.raises(ModelError, match="has tokens up to 486, and the model reads 400"):
         extract_byte_pairs(own, 400)
@@ -260,7 +267,7 @@ def test_an_unsupported_model_is_refused(random_model: Path, tmp_path: Path, run
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.toml").write_text("seed = 0\n")
     for words, said in (
-        ((other,), "this one is a gpt2: take llama.cpp's own convert_hf_to_gguf.py"),
+        ((other,), "this one is a gpt2: use llama.cpp's own convert_hf_to_gguf.py"),
         ((scores,), "scores texts and writes none"),
         (("tiny",), "add --output FILE.gguf"),
         (("tiny", "--output", "tiny.bin"), "--output NAME.gguf, not tiny.bin"),

@@ -48,7 +48,7 @@ def test_export_needs_permission_for_remote_code(run: pg.Run) -> None:
     said = file.read_text()
     assert "trust_remote_code = false" in said
     file.write_text(said.replace("trust_remote_code = false", "trust_remote_code = true"))
-    with pytest.raises(ConfigError, match=r"run\.toml: .* a file cannot say for you: give --trust-remote-code too"):
+    with pytest.raises(ConfigError, match=r"run\.toml: .* which a file cannot allow: add --trust-remote-code"):
         export_stopped(stopped)
     assert export_stopped(stopped, trust_remote_code=True).is_dir()
 
@@ -84,14 +84,14 @@ def test_invalid_exports_are_refused(run: pg.Run, tmp_path: Path) -> None:
     stopped = pg.train(run, stop_after=1, display=False).output
     config = (stopped / "run.toml").read_text()
     (stopped / "run.toml").write_text(config.replace(str(run.model), "object:LlamaForCausalLM"))
-    with pytest.raises(RunError, match="begun from Python with a model or tokenizer in memory"):
+    with pytest.raises(RunError, match="started from Python with a model or tokenizer in memory"):
         export_stopped(stopped)
     (stopped / "run.toml").write_text(config.replace(str(run.model), "tiny"))
     with pytest.raises(RunError, match=r"step-000001 does not fit the model 'tiny'"):
         export_stopped(stopped)
     (stopped / "run.toml").write_text(config)
     (stopped / "checkpoints").rename(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match=f"has no checkpoint yet: go on with it, policygrad train --resume {stopped}"):
+    with pytest.raises(RunError, match=f"has no checkpoint yet: resume it with policygrad train --resume {stopped}"):
         export_stopped(stopped)
     with pytest.raises(RunError, match="holds no run"):
         export_stopped(tmp_path)

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(not filesystem.HAS_FILE_LOCKS, reason="this syst
 CHILD = """
 import sys
 import policygrad as pg
-from policygrad.training.config.trust import Allowed
-from policygrad.training.config.serialization import load
+from policygrad.training.config.trust import CodePermissions
+from policygrad.training.config.serialization import load_config
 from policygrad.training.config.run import Run
 
 class Waiting(pg.Callback):
@@ -38,9 +38,9 @@ class Waiting(pg.Callback):
         sys.stdin.readline()
 
 how, config, *given = sys.argv[1:]
-run = None if how == "resume" else load(config, Run(), Allowed(("/",)))
+run = None if how == "resume" else load_config(config, Run(), CodePermissions(("/",)))
 try:
-    pg.train(run, resume=config if how == "resume" else None, allow=("/",), display=False, callbacks=[Waiting()])
+    pg.train(run, resume=config if how == "resume" else None, allow_code=("/",), display=False, callbacks=[Waiting()])
 except pg.PolicygradError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
@@ -96,15 +96,15 @@ def test_two_runs_at_once_get_separate_folders(config: Callable[..., Path], tmp_
 
 def test_a_second_run_in_the_same_folder_is_refused(config: Callable[..., Path], tmp_path: Path) -> None:
     path = config("mine")
-    with process("new", path, tmp_path) as one, process("new", path, tmp_path) as other:
-        lines = [child.stdout.readline() for child in (one, other) if child.stdout]  # "" of the one that is refused
-        assert sorted(lines) == ["", "mine\n"]
-        winner, loser = (one, other) if lines[0] else (other, one)
-        code, said = ends(loser)
+    with process("new", path, tmp_path) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "mine\n"  # it has written its pid into the lock
+        with process("new", path, tmp_path) as second:
+            code, said = ends(second)
         assert code == 1
         assert "RunError: another process is at work on mine" in said
-        assert f"(pid {winner.pid} on " in said
-        assert ends(winner) == (0, "")
+        assert f"(pid {first.pid} on " in said
+        assert ends(first) == (0, "")
     assert [row["step"] for row in rows(tmp_path / "mine" / "metrics.jsonl")] == [1]
 
 
@@ -198,7 +198,7 @@ def test_a_file_system_without_locks_is_noted(small: pg.Run, tmp_path: Path, mon
     display = Record()
     run = replace(small, steps=1, prompts_per_step=2, samples_per_prompt=2, output=str(tmp_path / "run"))
     assert pg.train(run, display=display).steps == 1
-    assert "lock cannot be locked (No locks available): nothing keeps a second process out of" in display.said
+    assert "lock cannot be locked (No locks available): a second process in" in display.said
 
 
 def test_a_lock_in_a_deleted_folder_is_void(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_lock_in_a_deleted_folder_is_void(tmp_path: Path, monkeypatch: pytest.
 def test_without_locks_folder_creation_is_exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(filesystem, "LOCKS", False)
+    monkeypatch.setattr(filesystem, "HAS_FILE_LOCKS", False)
     with (
         create_run_folder(None, "grpo", "run.toml", print) as one,
         create_run_folder(None, "grpo", "run.toml", print) as other,

@@ -97,11 +97,11 @@ def test_without_a_snapshot_the_last_checkpoint_is_resumed(
     """A state of many gigabytes: no update is counted twice there either."""
     from policygrad.training.trainer import Trainer
 
-    monkeypatch.setattr(Trainer, "keeps", 0)
+    monkeypatch.setattr(Trainer, "max_snapshot_bytes", 0)
     run = replace(run, checkpoint=pg.CheckpointConfig(every=1))
     with pytest.raises(RunError, match="No space left") as caught:
         pg.train(replace(run, checkpoint=pg.CheckpointConfig(every=2)), callbacks=[Full(3, METRICS)], display=False)
-    assert "step 3 could not be saved (the weights have moved since" in caught.value.__notes__[0]
+    assert "step 3 could not be saved (the weights have changed since" in caught.value.__notes__[0]
     assert "resumes from step 2" in caught.value.__notes__[0]
     whole = pg.train(replace(run, output=str(tmp_path / "whole")), display=False).output
     pg.train(resume=tmp_path / "run", display=False)

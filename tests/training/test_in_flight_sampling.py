@@ -80,10 +80,10 @@ class Waiting(pg.Callback):
     """After step `at`, until the rollout of the step after the next is begun: then that of the next is whole."""
 
     def __init__(self, made: list[InFlight], at: int) -> None:
-        self.made, self.with_state = made, at
+        self.made, self.after = made, at
 
     def step(self, trainer: Any, step: int, metrics: Any) -> None:
-        if step == self.with_state:
+        if step == self.after:
             assert self.made[-1].begun[step + 2].wait(120)
 
 

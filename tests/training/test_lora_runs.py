@@ -123,7 +123,7 @@ def test_an_adapters_folder_is_trained_further(run: pg.Run, trained: Path, tmp_p
     assert not same(weights(found), weights(trained))
     config = json.loads((found / "model" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(Path(run.model).resolve())
-    with pytest.raises(ConfigError, match=r"rank=16, and .* is an adapter with rank=4.*export .* --merge"):
+    with pytest.raises(ConfigError, match=r"rank=16, but .* is an adapter with rank=4.*export .* --merge"):
         load_model(str(trained), lora=Lora(rank=16))
     load_model(str(trained), lora=Lora(rank=4, targets="all-linear"))
 
@@ -149,7 +149,7 @@ def test_the_export_command_merges(
     for args, says in (
         ((str(trained),), "--merge writes a model"),
         ((str(trained), "--merge", "--output", str(tmp_path / "half")), "is not empty"),
-        ((str(tmp_path / "half"), "--merge"), "is a whole model"),
+        ((str(tmp_path / "half"), "--merge"), "is a complete model"),
         ((str(trained), "--merge", "--dtype", "fp8"), "fp32 or bf16"),
     ):
         code, _, err = run_command("export", *args)
@@ -180,11 +180,11 @@ def test_an_adapter_without_its_base_is_refused(trained: Path, tmp_path: Path, m
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")})
     )
     with pytest.raises(
-        ModelError, match=r"is an adapter of .*gone', and there is no such folder: write where it is now"
+        ModelError, match=r"is an adapter of .*gone', and there is no such folder: write its present location"
     ):
         load_model(str(folder))
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="names no model that it adapts"):
+    with pytest.raises(ModelError, match="names no base model"):
         load_model(str(folder))
     monkeypatch.setattr("policygrad.models.adapters.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"which is an adapter, needs peft"):
@@ -254,7 +254,7 @@ def test_a_new_head_needs_a_complete_model(run: pg.Run, trained: Path, tmp_path:
     config = RewardModelConfig(data=data, model=str(trained), output=str(tmp_path / "rm"))
     with pytest.raises(ModelError, match=r"adapter of a language model.*export .* --merge"):
         pg.train_reward_model(config, display=False)
-    with pytest.raises(ConfigError, match="not trained in four bits"):
+    with pytest.raises(ConfigError, match="cannot be trained in four bits"):
         pg.train_reward_model(replace(config, model="tiny", learner=pg.LearnerConfig(lora="bits=4")), display=False)
 
 
@@ -313,7 +313,7 @@ def test_the_memory_estimate_counts_one_base_and_all_adapters(trained: Path, run
     count = sum(t.numel() for t in weights(trained).values())
     assert plain["weights"] == whole["weights"]
     assert plain["adapters"] == plain["gradients"] == count * 4
-    assert plain["optimiser"] == count * 8
+    assert plain["optimizer"] == count * 8
     assert static("grpo")["other models"] == count * 4
     ppo = static("ppo")
     assert (ppo["weights"], ppo["adapters"]) == (plain["weights"], 2 * count * 4)

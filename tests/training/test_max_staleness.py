@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Queue
@@ -23,7 +22,7 @@ from policygrad.models.replica import clone_model
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rollout.async_producer import RolloutProducer, RolloutQueue
 from policygrad.rollout.rollouter import Rollout
-from policygrad.rollout.trajectory import EpisodeGroup
+from policygrad.rollout.trajectory import RolloutRequest
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.training.config.run import CheckpointConfig, Run
 from policygrad.training.trainer import train
@@ -106,21 +105,28 @@ def test_a_filter_that_needs_the_learner_is_refused(small: Run) -> None:
         def __call__(self, batch: Batch) -> Batch:
             return batch
 
-    with pytest.raises(ConfigError, match=r"reads entropy, for which the learner is asked .* set staleness to 0"):
+    with pytest.raises(
+        ConfigError, match=r"reads entropy, which the learner computes during a rollout.* set max_staleness to 0"
+    ):
         replace(small, max_staleness=1, algorithm=replace(pg.DR_GRPO, filters=(Sure(),)))
 
 
-def test_each_rollout_starts_where_the_last_ended() -> None:
-    asked: list[tuple[int, int, Sequence[EpisodeGroup]]] = []
+def values(request: RolloutRequest) -> tuple[object, ...]:
+    return request.step, request.position, request.leftover_groups
 
-    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
-        asked.append((step, position, carried))
-        return empty(position + 4, (step,))
+
+def test_each_rollout_starts_where_the_last_ended() -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def collect(request: RolloutRequest) -> Rollout:
+        asked.append(values(request))
+        return empty(request.position + 4, (request.step,))
 
     producer = RolloutProducer(RolloutQueue(3, (), 10, ()))
     first = producer.take(2, collect)
     assert asked == [(3, 10, ()), (4, 14, (3,))]
-    assert (first.position, producer.queue.step, producer.queue.next_request) == (14, 4, (5, 18, (4,)))
+    assert (first.position, producer.queue.step) == (14, 4)
+    assert values(producer.queue.next_request) == (5, 18, (4,))
     with producer.produce_during(1, collect):
         pass
     producer.wait_idle()
@@ -136,10 +142,10 @@ def test_the_producer_samples_during_steps() -> None:
     """Two wait at most: it stops there, and goes on when one of them has been taken."""
     begun, go = Queue[int](), Queue[None]()
 
-    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
-        begun.put(step)
+    def collect(request: RolloutRequest) -> Rollout:
+        begun.put(request.step)
         go.get()
-        return empty(position + 1)
+        return empty(request.position + 1)
 
     producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
     for step in (1, 2, 3):
@@ -152,7 +158,7 @@ def test_the_producer_samples_during_steps() -> None:
         assert begun.get() == step
         go.put(None)
     producer.wait_idle()
-    assert producer.queue.next_request == (6, 5, ())
+    assert values(producer.queue.next_request) == (6, 5, ())
     assert begun.empty()
 
 
@@ -164,19 +170,19 @@ def test_no_rollout_is_started_beyond_the_last_step(
     taken, looked, asked = Queue[None](), Queue[bool](), list[int]()
     original = RolloutProducer._should_continue
 
-    def goes_on(producer: RolloutProducer) -> bool:
+    def should_continue(producer: RolloutProducer) -> bool:
         if asked:  # from the first on, it looks when what it has brought is taken
             taken.get()
         more = original(producer)
         looked.put(more)
         return more
 
-    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
-        asked.append(step)
-        return empty(position + 4, tokens=10)
+    def collect(request: RolloutRequest) -> Rollout:
+        asked.append(request.step)
+        return empty(request.position + 4, tokens=10)
 
-    monkeypatch.setattr(RolloutProducer, "_goes_on", goes_on)
-    over = lambda ahead: ahead.next[0] > steps or (budget is not None and ahead.tokens >= budget)  # noqa: E731
+    monkeypatch.setattr(RolloutProducer, "_should_continue", should_continue)
+    over = lambda q: q.next_request.step > steps or (budget is not None and q.num_sampled_tokens >= budget)  # noqa: E731
     producer = RolloutProducer(RolloutQueue(1, (), 0, ()), over)
     with producer.produce_during(1, collect):
         assert looked.get()
@@ -196,19 +202,19 @@ def test_a_finished_thread_does_not_replace_its_successor(monkeypatch: pytest.Mo
     """The next one may begin before the one that has nothing to do any more is gone."""
     go, original = threading.Event(), RolloutProducer._should_continue
 
-    def collect(step: int, position: int, carried: Sequence[EpisodeGroup]) -> Rollout:
-        if step > 1:
+    def collect(request: RolloutRequest) -> Rollout:
+        if request.step > 1:
             go.wait()
-        return empty(position + 1)
+        return empty(request.position + 1)
 
-    def goes_on(producer: RolloutProducer) -> bool:
+    def should_continue(producer: RolloutProducer) -> bool:
         more = original(producer)
         if not more and len(producer.queue.rollouts) == 1:
             with producer.produce_during(2, collect):
                 pass
         return more
 
-    monkeypatch.setattr(RolloutProducer, "_goes_on", goes_on)
+    monkeypatch.setattr(RolloutProducer, "_should_continue", should_continue)
     producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
     with producer.produce_during(1, collect):
         first = producer._thread
@@ -219,7 +225,7 @@ def test_a_finished_thread_does_not_replace_its_successor(monkeypatch: pytest.Mo
     assert second.is_alive()
     go.set()
     producer.wait_idle()
-    assert producer.queue.next_request == (3, 2, ())
+    assert values(producer.queue.next_request) == (3, 2, ())
 
 
 def test_rollouts_in_progress_are_cancelled_with_the_run() -> None:
@@ -242,7 +248,7 @@ def test_background_errors_are_raised_in_take() -> None:
     def broken(*_: object) -> Rollout:
         raise OSError("beside")
 
-    for wait in (lambda p: p.settle(), lambda p: p.take(1, broken)):
+    for wait in (lambda p: p.wait_idle(), lambda p: p.take(1, broken)):
         producer = RolloutProducer(RolloutQueue(1, (), 0, ()))
         with producer.produce_during(1, broken):
             pass

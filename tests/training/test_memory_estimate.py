@@ -44,7 +44,7 @@ def test_the_dry_run_prints_the_estimate(capsys: pytest.CaptureFixture[str]) -> 
     assert "# memory: about" in said
     assert "2,048 tokens" in said.replace("\n# ", " ")
     assert train(["grpo", "--dry-run", "--task", "nowhere.jsonl"]) == 0
-    assert "# memory: not known, nowhere.jsonl" in capsys.readouterr().out
+    assert "# memory: unknown, nowhere.jsonl" in capsys.readouterr().out
 
 
 def test_every_model_of_a_run_is_counted() -> None:
@@ -55,8 +55,8 @@ def test_every_model_of_a_run_is_counted() -> None:
     plain = found["dr_grpo"].fixed
     assert found["grpo"].fixed["other models"] == plain["weights"]  # its reference
     assert found["ppo"].fixed["weights"] == 2 * plain["weights"]  # its critic
-    assert found["ppo"].fixed["optimiser"] == 2 * plain["optimiser"]
-    assert found["trpo"].fixed["optimiser"] > plain["optimiser"]
+    assert found["ppo"].fixed["optimizer"] == 2 * plain["optimizer"]
+    assert found["trpo"].fixed["optimizer"] > plain["optimizer"]
     half = estimate_memory(pg.Run(algorithm=pg.DR_GRPO, learner=pg.LearnerConfig(dtype="bf16")).resolve())
     assert half.fixed["weights"] == plain["weights"] * 3 // 2  # and their masters
     assert (
@@ -119,8 +119,9 @@ def test_the_estimate_is_within_a_fifth_of_the_measured_memory(tmp_path: Path, t
     subprocess.run([*command, "--output", str(tmp_path / "run"), "--plain"], check=True, capture_output=True)
     taken = json.loads((tmp_path / "run" / "result.json").read_text())["peak_memory_mib"] * 2**20
     program = (
-        "import sys; from policygrad.commands.train import asked; from policygrad.training.cost_estimate import footprint; "
-        "found = footprint(asked(sys.argv[1:])[0].resolved()); print(found.peak, found.most)"
+        "import sys; from policygrad.commands.train import parse_run; "
+        "from policygrad.training.cost_estimate import estimate_memory; "
+        "found = estimate_memory(parse_run(sys.argv[1:])[0].resolve()); print(found.peak, found.upper_bound)"
     )
     said = subprocess.run([sys.executable, "-c", program, *options], check=True, capture_output=True, text=True)
     about, most = map(int, said.stdout.split())

@@ -224,7 +224,7 @@ def test_a_filter_gets_the_fields_it_needs(run: pg.Run) -> None:
 def test_objects_without_required_methods_are_refused(run: pg.Run) -> None:
     with pytest.raises(pg.ConfigError, match=r"sampler is .*: pass an object with `async generate\(requests\)`"):
         pg.train(run, sampler=3, display=False)  # type: ignore[arg-type]
-    with pytest.raises(pg.ConfigError, match=r"learner is .*: give a function of \(model, run\)"):
+    with pytest.raises(pg.ConfigError, match=r"learner is .*: pass a function of \(model, run\)"):
         pg.train(run, learner=3, display=False)  # type: ignore[arg-type]
 
     class Says(Chat):
@@ -350,7 +350,7 @@ def test_a_tokenizer_of_another_model_is_refused(run: pg.Run, tmp_path: Path) ->
     own.add_tokens([f"<extra{i}>" for i in range(4)])
     own.save_pretrained(tmp_path / "other")
     for given in (own, str(tmp_path / "other")):
-        with pytest.raises(pg.ModelError, match=r"has \d+ tokens and the model reads \d+"):
+        with pytest.raises(pg.ModelError, match=r"has \d+ tokens and the model has embeddings for \d+"):
             pg.train(replace(run, tokenizer=given), display=False)
 
 

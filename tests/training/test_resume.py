@@ -68,7 +68,7 @@ def counted(name, inner):
             os.kill(os.getpid(), 9)
         return inner(*args, **kwargs)
     return call
-save = checkpoint.save
+save = checkpoint.save_checkpoint
 def saving(*args, **kwargs):
     for name in ("fsync", "replace", "rename", "open", "write"):
         setattr(os, name, counted(name, getattr(os, name)))
@@ -78,15 +78,15 @@ def saving(*args, **kwargs):
         for name in ("fsync", "replace", "rename", "open", "write"):
             setattr(os, name, ORIGINAL[name])
 ORIGINAL = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "open", "write")}
-checkpoint.save = saving
+checkpoint.save_checkpoint = saving
 torch.set_num_threads(int(sys.argv[3]))  # as the run it is compared with: sums are split among threads
-pg.train(resume=sys.argv[1], allow=("/",), display=False)
+pg.train(resume=sys.argv[1], allow_code=("/",), display=False)
 """
 
 
 @pytest.mark.slow
 def test_resume_is_bitwise_after_sigkill_while_saving(small: Run, tmp_path: Path) -> None:
-    """A run killed inside `checkpoint.save` of its third step goes on and ends with the weights of one never killed.
+    """A run killed inside `save_checkpoint` of its third step goes on and ends with the weights of one never killed.
 
     (test_interrupted_save.py kills a save at 20 random moments; here the whole run is taken up again.)
     """
@@ -193,14 +193,14 @@ def test_an_interrupted_update_leaves_the_step_before_it(small: Run, tmp_path: P
 
 def test_a_partial_step_is_not_saved(small: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the state is too large for a copy."""
-    monkeypatch.setattr(Trainer, "keeps", 100)
+    monkeypatch.setattr(Trainer, "max_snapshot_bytes", 100)
     record = Record()
     run = replace(small, checkpoint=CheckpointConfig(every=100), output=str(tmp_path / "run"))
     with pytest.raises(RuntimeError):
         train(run, display=record, **failing("midst", 2))
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     (said,) = [note for note in record.notes if "failed" in note]
-    assert "step 1 could not be saved (the weights have moved since" in said
+    assert "step 1 could not be saved (the weights have changed since" in said
     assert said.endswith("resumes from step 0")
 
 
@@ -278,7 +278,7 @@ def test_fewer_steps_than_completed_are_refused(small: Run, tmp_path: Path) -> N
     run = replace(small, steps=3, output=str(tmp_path / "run"))
     train(run, stop_after=2)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
-    with pytest.raises(RunError, match="has done 2 steps, and is to end after 1"):
+    with pytest.raises(RunError, match="has completed 2 steps, more than steps=1"):
         train(replace(run, steps=1), resume=tmp_path / "run")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"} == before
     assert train(replace(run, steps=2), resume=tmp_path / "run").model is not None  # where it is, it may end

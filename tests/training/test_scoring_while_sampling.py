@@ -58,12 +58,12 @@ class Looks:
             self.scorings += 1
             return take(begun, *args)
 
-        monkeypatch.setattr(IncrementalScoring, "look", looked)
-        monkeypatch.setattr(IncrementalScoring, "take", taken)
+        monkeypatch.setattr(IncrementalScoring, "add_completions", looked)
+        monkeypatch.setattr(IncrementalScoring, "collect", taken)
 
 
 def trained(run: pg.Run, folder: Path, worth: float, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Path:
-    monkeypatch.setattr(pools, "WORTH", worth)
+    monkeypatch.setattr(pools, "MIN_OVERLAP_SECONDS", worth)
     pg.train(replace(run, output=str(folder)), display=False, **given)
     return folder
 

@@ -228,7 +228,7 @@ def test_simultaneous_signals_are_one_and_a_later_one_ends_at_once(monkeypatch: 
 
     with signalled():
         send(signal.SIGTERM)  # the group's, or the shell's
-    monkeypatch.setattr(module, "AGAIN", 0.0)
+    monkeypatch.setattr(module, "DUPLICATE_WINDOW_SECONDS", 0.0)
     with signalled():
         send(signal.SIGHUP)  # a terminal that has gone says so more than once
         with pytest.raises(KeyboardInterrupt) as caught:
@@ -282,20 +282,20 @@ def test_a_second_signal_does_not_wait_for_an_import(tmp_path: Path, monkeypatch
         "import os, signal\nfor _ in range(1000000):\n    os.kill(os.getpid(), signal.SIGTERM)\nraise SystemExit\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(signals, "AGAIN", 0.001)
+    monkeypatch.setattr(signals, "DUPLICATE_WINDOW_SECONDS", 0.001)
     assert stops(lambda _: import_module("never_imported"))
 
 
 def test_an_imported_program_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
 import os, signal
-from policygrad.training.interrupts import Stop, Stopping
+from policygrad.training.interrupts import StopController, StopRequested
 
 try:
-    with Stopping() as stopping, stopping.breakable():
+    with StopController() as stopping, stopping.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
         stopped = False
-except Stop:
+except StopRequested:
     stopped = True
 """
     (tmp_path / "stopped_while_imported.py").write_text(program)
@@ -417,7 +417,7 @@ def test_the_command_exits_with_75_and_prints_the_resume_command(
     child.send_signal(number)
     said, _ = child.communicate(timeout=300)
     assert child.returncode == STOPPED == 75
-    assert b"go on with     policygrad train --resume" in said
+    assert b"resume with    policygrad train --resume" in said
 
 
 def test_a_closed_pipe_does_not_end_the_run(command: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
@@ -456,8 +456,8 @@ def test_a_closed_terminal_does_not_end_the_run() -> None:
 @pytest.mark.parametrize(
     ("number", "phase", "steps"),
     [
-        (signal.SIGINT, "measuring before training", 0),
-        (signal.SIGTERM, "measuring after training", 3),
+        (signal.SIGINT, "evaluating before training", 0),
+        (signal.SIGTERM, "evaluating after training", 3),
         (signal.SIGHUP, "updating", 2),
     ],
 )

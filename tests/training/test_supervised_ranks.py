@@ -244,12 +244,12 @@ def test_two_processes_resume_what_one_saved(random_model: Path, tmp_path: Path)
     class Spoiling(pg.Callback):
         def start(self, trainer: Any) -> None:
             self.before = trainer.learner.state()[0]
-            trainer.learner.do(_spoil)
+            trainer.learner.run_on_all(_spoil)
 
         def step(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
             self.undone = metrics["guard/undone"]
 
-    two = replace(config, learner=replace(config.learner, ranks=2))
+    two = replace(config, learner=replace(config.learner, world_size=2))
     spoiling = Spoiling()
     result = pg.train_sft(two, resume=config.output, stop_after=1, display=False, callbacks=[spoiling])
     assert (result.steps, spoiling.undone) == (3, 1.0)
@@ -291,11 +291,11 @@ def test_a_model_without_padding_needs_one_process(
 ) -> None:
     folder = changed_copy(random_model, tmp_path / "bare", config={"pad_token_id": None})
     monkeypatch.setattr(
-        reward_model, "choose_padding", lambda model, tokenizer: None
+        reward_model, "set_padding_token", lambda model, tokenizer: None
     )  # a tokenizer without any word for it
     config = configured("reward-model", folder, tmp_path, 2, "run")
-    with pytest.raises(pg.ConfigError, match=r"no token that texts can be padded with.*learner\.ranks 1"):
-        reward_model.PreferenceObjective(config.resolved())
+    with pytest.raises(pg.ConfigError, match=r"has no padding token.*"):
+        reward_model.PreferenceObjective(config.resolve())
 
 
 @pytest.mark.long

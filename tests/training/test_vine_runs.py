@@ -45,7 +45,7 @@ def test_a_run_respects_delta_and_resume_is_bitwise(small: Run, tmp_path: Path, 
 
 
 def test_lab_and_control_refuse_vine() -> None:
-    with pytest.raises(pg.ConfigError, match=r"trpo_vine trains on single tokens.*take trpo"):
+    with pytest.raises(pg.ConfigError, match=r"trpo_vine trains on single tokens.*use trpo"):
         measure_algorithm(pg.TRPO_VINE, one_prompt(2))
     assert supported_algorithms({"trpo": pg.TRPO, "trpo_vine": pg.TRPO_VINE}) == {"trpo": pg.TRPO}
     with pytest.raises(pg.ConfigError, match="cannot be set back"):
