@@ -94,8 +94,8 @@ class ActorGroup:
 
 
 def plan_actor_groups(run: UncheckedRun, config: ClusterConfig, cluster_gpus: float) -> tuple[ActorGroup, ...]:
-    """Return the groups that the run needs. `cluster_gpus`: GPUs of the full cluster; if there are any,
-    learner.device=auto is a GPU. Raises ConfigError if sampler actors beside an engine."""
+    """Return the groups that the run needs. With `cluster_gpus` in the full cluster, learner.device=auto is a GPU.
+    Raises ConfigError for sampler actors beside an engine."""
     engine = run.sampler.engine
     if engine != LOCAL and config.samplers:
         raise ConfigError(

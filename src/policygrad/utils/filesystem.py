@@ -145,14 +145,13 @@ def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def read_json(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Any:
-    """Parse a file with one JSON value. Raises OSError as in `read_text_bounded`; ValueError if it is not UTF-8, or not
-    JSON. UnusableDataError as in `parse_json`."""
+    """Parse a file with one JSON value. Raises as `read_text_bounded` and `parse_json`."""
     return parse_json(read_text_bounded(path, max_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON that other programs can represent too. Raises ValueError if it is not JSON; UnusableDataError if NaN,
-    an infinity, a number outside the range of a float, or brackets nested deeper than `MAX_DEPTH`."""
+    """Parse JSON that other programs can represent too. Raises ValueError if it is not JSON; UnusableDataError for
+    NaN, an infinity, a number outside the range of a float, or brackets nested deeper than `MAX_DEPTH`."""
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
 
     def parse_int(number: str) -> int:
@@ -170,9 +169,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. Raises OSError, UnicodeDecodeError as in `read_text_bounded`; ValueError if it is not TOML
-    (tomllib.TOMLDecodeError), or has an integer of thousands of digits; UnusableDataError if Tables or brackets nested
-    deeper than `MAX_DEPTH`."""
+    """Parse a TOML file. Raises OSError and UnicodeDecodeError as `read_text_bounded`; ValueError if it is not TOML, or has
+    an integer of thousands of digits; UnusableDataError if it is nested deeper than `MAX_DEPTH`."""
     try:
         data = tomllib.loads(read_text_bounded(path))
     except RecursionError:
@@ -208,15 +206,15 @@ def _check_depth(value: Any) -> None:
 
 # A lock on a file, held as long as the process lives: the operating system releases it, however the process ends.
 #
-# The package filelock does not fit: it hides the descriptor, to which the owner is written and which a comparison's runs inherit,
-# and on file systems without locks it makes a marker file that outlives a killed process.
+# The package filelock hides the descriptor, which a comparison's runs inherit, and where there are no locks makes a marker file
+# that outlives a killed process.
 
 try:
     import fcntl
 except ImportError:  # not Unix: no process is refused
     fcntl = None  # type: ignore[assignment]
 
-HAS_FILE_LOCKS = fcntl is not None  # true if the operating system has such locks
+HAS_FILE_LOCKS = fcntl is not None  # whether the operating system has such locks
 LOCK_POLL_SECONDS = 0.2  # seconds between attempts to acquire a lock
 MAX_SHOWN_COMMAND = 200  # characters of another process's command in a message
 WAIT_HINT = "wait for it, or stop it; two would do everything twice"
@@ -264,10 +262,22 @@ def acquire_lock(
             raise RunError(f"{path} is not a regular file, which a lock has to be: move it elsewhere, or delete it")
         file = path.open("a+b", buffering=0)  # nothing is left to write when it is closed, for example on a full disk
         try:
-            while not _try_lock(file, path, note):
-                if not wait():
-                    raise RunError(f"another process is at work on {path.parent}{_describe_owner(file)}: {hint}")
-                time.sleep(LOCK_POLL_SECONDS)
+            while HAS_FILE_LOCKS:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except (BlockingIOError, PermissionError):  # PermissionError: some network file systems
+                    if not wait():
+                        message = f"another process is at work on {path.parent}{_describe_owner(file)}: {hint}"
+                        raise RunError(message) from None
+                    time.sleep(LOCK_POLL_SECONDS)
+                except OSError as error:
+                    if error.errno not in _UNSUPPORTED:
+                        raise
+                    note(
+                        f"{path} cannot be locked ({error.strerror}): a second process in {path.parent} would not be noticed"
+                    )
+                    break
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return file
@@ -277,30 +287,12 @@ def acquire_lock(
         file.close()  # the previous owner has deleted it with its folder
 
 
-def _try_lock(file: IO[bytes], path: Path, note: Callable[[str], None]) -> bool:
-    if not HAS_FILE_LOCKS:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # PermissionError: some network file systems
-        return False
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        note(f"{path} cannot be locked ({error.strerror}): a second process in {path.parent} would not be noticed")
-    return True
-
-
 def write_lock_owner(file: IO[bytes]) -> None:
     """Write this process's pid, host, time and command for others to read. Raises OSError."""
     program = Path(sys.argv[0])
     command = shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]])
-    owner = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command,
-    }
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}
     file.truncate(0)
     file.write(json.dumps(owner).encode() + b"\n")
     file.flush()

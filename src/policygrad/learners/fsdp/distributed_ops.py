@@ -151,23 +151,6 @@ class ShardedScoreNorms(ScoreNorms):
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         root: Any = self.units[-1].module
         root.set_requires_gradient_sync(False)
-        try:
-            with self._accumulate_squares() as total:
-
-                def backward(part: Pack) -> None:
-                    with torch.enable_grad():
-                        torch.autograd.backward(self.evaluator(part.to(total.device)).sum())
-
-                for part in self.division.distribute(pack_singly(batch, rows), backward):
-                    total.zero_()
-                    backward(part)
-                    yield part.rows, total.clone()[None]
-        finally:
-            root.set_requires_gradient_sync(True)
-
-    @contextmanager
-    def _accumulate_squares(self) -> Iterator[Tensor]:
-        """Yield a scalar to which each backward pass adds Σ g² of the chosen parameters; gradients are freed."""
         total = torch.zeros((), dtype=torch.float64, device=next(self.evaluator.model.parameters()).device)
         seen, handles = dict[int, Tensor](), list[RemovableHandle]()
 
@@ -184,10 +167,18 @@ class ShardedScoreNorms(ScoreNorms):
             seen[id(p)] = p
             handles.append(p.register_post_accumulate_grad_hook(add_square))  # type: ignore[no-untyped-call]
 
+        def backward(part: Pack) -> None:
+            with torch.enable_grad():
+                torch.autograd.backward(self.evaluator(part.to(total.device)).sum())
+
         try:
             with observe_parameters(self.units, observe):
-                yield total
+                for part in self.division.distribute(pack_singly(batch, rows), backward):
+                    total.zero_()
+                    backward(part)
+                    yield part.rows, total.clone()[None]
         finally:
+            root.set_requires_gradient_sync(True)
             for handle in handles:
                 handle.remove()
 

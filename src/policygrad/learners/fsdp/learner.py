@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -250,7 +250,18 @@ class FsdpLearner(LocalLearner):
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, which rank 0 has; the others have its tensors on the meta device."""
-        self.load_shards({name: self._shard_tensor(name, tensor) for name, tensor in tensors.items()}, values)
+        shards = dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            device = self._device if tensor.ndim else torch.device("cpu")
+            complete = self.workers.broadcast_tensor(None if tensor.is_meta else tensor, tensor, device)
+
+            def read(box: tuple[Sequence[int], Sequence[int]] | None, complete: Tensor = complete) -> Tensor:
+                if box is None:
+                    return complete
+                return complete[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))].clone()  # frees the rest
+
+            shards[name] = self.load_shard(name, complete, read)
+        self.load_shards(shards, values)
 
     @torch.no_grad()
     def load_shards(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -283,21 +294,6 @@ class FsdpLearner(LocalLearner):
         kind, _, key = key.partition("/")
         parameter = parameters.get(key if kind == "weights" else key.rpartition("/")[0])
         return parameter if isinstance(parameter, DTensor) else None
-
-    def _shard_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        device = self._device if tensor.ndim else torch.device("cpu")
-        complete = self.workers.broadcast_tensor(None if tensor.is_meta else tensor, tensor, device)
-        if not tensor.ndim:
-            return complete
-        if (parameter := self._sharded_parameter(name)) is None:
-            return distribute_tensor(complete, self._dp_mesh, [Shard(0)], src_data_rank=None)
-
-        def read(box: tuple[Sequence[int], Sequence[int]] | None) -> Tensor:
-            if box is None:
-                return complete
-            return complete[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))]
-
-        return shard_like(parameter, complete, read)
 
 
 def build_meshes(device: str, size: int, tp_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -128,7 +128,7 @@ class WorkerGroup:
         self.rank, self.size, self._processes = rank, size, processes
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.store = ControlStore.connect(rank, size, self._control, host)
-        self.watchdog = Watchdog(self.store, size, self._kill_worker)  # started by rank 0
+        self.watchdog = Watchdog(self.store, size, processes)  # started by rank 0
 
     @classmethod
     def start(cls, size: int, launcher: WorkerLauncher | None = None) -> WorkerGroup:
@@ -235,11 +235,6 @@ class WorkerGroup:
     def exit_message(self) -> str:
         """Which rank has exited first, with its code; empty if all run or if this process has not started them."""
         return describe_exit(self._processes)
-
-    def _kill_worker(self, rank: int) -> bool:
-        if self._processes:
-            self._processes[rank - 1].kill()
-        return bool(self._processes)
 
     def close(self, in_sync: bool = True) -> None:
         """End the other ranks and wait for them. If `in_sync` they are waiting for a message, and exit by

@@ -27,6 +27,7 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from policygrad.errors import HangError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
+
+if TYPE_CHECKING:
+    from policygrad.learners.fsdp.processes import WorkerProcess
 
 STORE_TIMEOUT = timedelta(days=30)  # long, so that workers wait for a suspended rank 0 (Ctrl-Z)
 BEAT_SECONDS = 1.0  # seconds between heartbeats
@@ -254,9 +258,9 @@ def _join_ranks(ranks: Sequence[int]) -> str:
 class Watchdog:
     """A thread in rank 0 that ends a run whose processes hang, from `start` to `close`."""
 
-    def __init__(self, store: ControlStore, size: int, kill: Callable[[int], bool]) -> None:
-        """`kill` kills a rank if this process has started it, and returns whether it did."""
-        self._store, self._size, self._kill = store, size, kill
+    def __init__(self, store: ControlStore, size: int, processes: Sequence[WorkerProcess]) -> None:
+        """`processes` are the ranks above 0 if this process has started them."""
+        self._store, self._size, self._processes = store, size, processes
         self._monitor, self._closed = ThreadMonitor(None), threading.Event()
         self._thread: threading.Thread | None = None
         self._beats: list[Heartbeat | None] = [None] * size
@@ -370,6 +374,8 @@ class Watchdog:
 
     def _kill_rank(self, rank: int) -> None:
         """Kill a rank as its parent, or else through the store and, on this machine, by its process id."""
-        if rank != 0 and not self._kill(rank):
+        if rank != 0 and self._processes:
+            self._processes[rank - 1].kill()
+        elif rank != 0:
             self._store.set(exit_key(rank), "")
             self._signal_local(rank, signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,41 +243,33 @@ class Evaluator:
             raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
         compared = [x for name, x in (("kl_old", old), ("kl_ref", reference)) if name in names and x is not None]
         states, tokens, index = self.network_for(part).states(part), part.tokens[part.mask], part.predictor[part.mask]
-        head = self.network.head
+        network, head, temperature = self.network, self.network.head, self.temperature
         statistics: Sequence[Tensor | None]
         if type(head) is nn.Linear and not compared:
             gradient = None if expected is None else expected[part.mask]
             statistics = fused_log_probability(
-                states, head, index, tokens, self.temperature, entropy="entropy" in names, expected=gradient
+                states, head, index, tokens, temperature, entropy="entropy" in names, expected=gradient
             )
-        else:
-            statistics = self._forward_exact(part, states, names, compared)
+        else:  # through the head module; the backward pass recomputes a chunk's logits
+            with torch.no_grad():
+                compared_states = [other.states(part).index_select(0, index) for other in compared]
+
+            def compute(tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
+                logits = network.logits(states)
+                with torch.no_grad():
+                    fixed = [other.network.logits(x) for other, x in zip(compared, other_states, strict=True)]
+                old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
+                logp = selected_logp(logits, tokens, temperature)
+                return logp, *compute_exact(logits, old, names, temperature, reference)
+
+            columns = (tokens, states.index_select(0, index), *compared_states)
+            size = max(1, MAX_LOGITS // network.width(states))
+            recomputed = partial(checkpoint, compute, use_reentrant=False)
+            run = recomputed if torch.is_grad_enabled() and len(index) > size else compute
+            chunks = zip(*(torch.split(x, size) for x in columns), strict=True)
+            statistics = [torch.cat(x) for x in zip(*(run(*chunk) for chunk in chunks), strict=True)]
         placed = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in statistics if x is not None)
         return Forward(next(placed), **dict(zip(names, placed, strict=True)))
-
-    def _forward_exact(
-        self, part: Pack, states: Tensor, names: Sequence[str], compared: Sequence[Evaluator]
-    ) -> list[Tensor]:
-        """Return logp and `names`, each [n], through the head module; the backward pass recomputes a chunk's logits."""
-        index, head = part.predictor[part.mask], self.network.logits
-        with torch.no_grad():
-            compared_states = [other.states(part).index_select(0, index) for other in compared]
-
-        def compute_chunk(tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
-            logits = head(states)
-            with torch.no_grad():
-                fixed = [other.network.logits(x) for other, x in zip(compared, other_states, strict=True)]
-            old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
-            logp = selected_logp(logits, tokens, self.temperature)
-            return logp, *compute_exact(logits, old, names, self.temperature, reference)
-
-        columns = (part.tokens[part.mask], states.index_select(0, index), *compared_states)
-        size = max(1, MAX_LOGITS // self.network.width(states))
-        compute: Callable[..., tuple[Tensor, ...]] = compute_chunk
-        if torch.is_grad_enabled() and len(index) > size:
-            compute = lambda *x: checkpoint(compute_chunk, *x, use_reentrant=False)  # noqa: E731
-        chunks = zip(*(torch.split(x, size) for x in columns), strict=True)
-        return [torch.cat(x) for x in zip(*(compute(*chunk) for chunk in chunks), strict=True)]
 
 
 @torch.no_grad()
