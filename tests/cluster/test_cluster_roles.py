@@ -325,5 +325,5 @@ def test_reward_workers_judge_as_a_pool_does() -> None:
     assert workers._pool is pool
     assert pool is not None
     with pool:
-        ((right, wrong),) = workers.run_rewards(["1 + 1 =", "1 + 2 ="], ["2", "4"], {"answer": ["2", "3"]}, False)
+        ((right, wrong),) = workers.run_rewards((["1 + 1 =", "1 + 2 ="], ["2", "4"], {"answer": ["2", "3"]}), False)
     assert (right.value, wrong.value) == (1.0, 0.0)

@@ -116,7 +116,7 @@ def test_a_sleeping_thread_is_idle_until_it_computes_or_moves() -> None:
 
 def test_missed_heartbeats_are_counted() -> None:
     store = dict[str, str]()
-    watchdog = Watchdog(cast(Any, store), 3, lambda rank: False)
+    watchdog = Watchdog(cast(Any, store), 3, ())
     watchdog.start(0.0, None)
     watchdog.close()
     watchdog._thread.join()  # type: ignore[union-attr]

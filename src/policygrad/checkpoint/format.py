@@ -36,11 +36,10 @@ from policygrad.checkpoint.manifest import (
 )
 from policygrad.checkpoint.shards import TENSORS_FILE, ShardedTensors, ShardFile, build_shard_index
 from policygrad.errors import CheckpointError
-from policygrad.utils.filesystem import apply_default_permissions, install_folder, is_disk_full
+from policygrad.utils.filesystem import apply_default_permissions, explain_write_error, install_folder
 
 STATE = "state.json"
-FILES = (STATE, TENSORS_FILE)
-"""Files of every checkpoint besides its manifest."""
+FILES = (STATE, TENSORS_FILE)  # files of every checkpoint besides its manifest
 _NAME = re.compile(r"step-(\d{6,})(\.old)?")  # .old: about to be replaced by a save of the same step
 _READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -65,14 +64,12 @@ def save_checkpoint(
     every: int = 1,
 ) -> Path:
     """Write `directory/step-N`, verify it, delete old checkpoints as `prune_checkpoints` does, and return its path.
+    Raises CheckpointError for whatever goes wrong; existing checkpoints stay loadable.
 
     Args:
         directory: A run's `checkpoints` folder.
         state: JSON values and, beyond JSON, tuples, dicts with any plain keys, NaN and infinities; all are restored exactly.
         keep: Checkpoints to keep. Those of later steps, from before the run was rewound, neither count nor are deleted.
-
-    Raises:
-        CheckpointError: whatever goes wrong; existing checkpoints stay loadable.
     """
     writer = CheckpointWriter(directory, step, tensors, state, keep, every=every)
     writer.begin()
@@ -92,17 +89,29 @@ class CheckpointWriter:
         suffix: str = "",
         every: int = 1,
     ) -> None:
-        """
-        Args:
-            suffix: End of the temporary name, unique among processes.
-
-        Raises:
-            CheckpointError: something cannot be stored.
-        """
+        """`suffix`: end of the temporary name, unique among processes. Raises CheckpointError if something cannot be
+        stored."""
         if step < 0 or keep < 1:
             raise CheckpointError(f"step must be >= 0 and keep >= 1, not step={step} and keep={keep}")
         self._directory, self._step, self._keep, self._every = Path(directory), step, keep, every
-        self._arrays, aliases = _prepare_tensors(dict(tensors))
+        # Dense contiguous CPU tensors that share no memory; a tied one is stored once, under its first name.
+        self._arrays: dict[str, Tensor] = {}
+        aliases, first, used_storages = dict[str, str](), dict[tuple[object, ...], str](), set[int]()
+        for name, tensor in dict(tensors).items():
+            if name == "__metadata__":
+                raise CheckpointError("the tensor name '__metadata__' is reserved by safetensors: rename it")
+            if tensor.layout != torch.strided or tensor.is_meta:
+                raise CheckpointError(f"tensor {name!r} is sparse or holds no data: make it a dense one to store it")
+            original = first.setdefault(storage_key(tensor), name)
+            if original != name:
+                aliases[name] = original
+                continue
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            storage = plain.untyped_storage()
+            if storage.data_ptr() in used_storages or storage.nbytes() != plain.nbytes:  # safetensors refuses views
+                plain = plain.clone()
+            used_storages.add(storage.data_ptr())
+            self._arrays[name] = plain
         self.final = self._directory / f"step-{step:06d}"
         self.folder = self._directory / f".tmp-step-{step:06d}{suffix}"
         try:
@@ -120,14 +129,9 @@ class CheckpointWriter:
             self.folder.mkdir()
 
     def finish(self, wait_for_shards: Callable[[], Sequence[ShardFile]] = tuple) -> Path:
-        """Write the rest, verify it and rename the folder into place.
-
-        Args:
-            wait_for_shards: Waits until others have written into `folder`; returns their files, named by their place in the list.
-
-        Raises:
-            CheckpointError: it cannot be written, or another could not write.
-        """
+        """Write the rest, verify it and rename the folder into place. `wait_for_shards` waits until others have
+        written into `folder`, and returns their files, named by their place in the list. Raises CheckpointError if it
+        cannot be written, or another could not write."""
         with self._cleanup_on_error():
             files = wait_for_shards()
             entries = {shard_name(number): file.entry for number, file in enumerate(files)}
@@ -162,7 +166,16 @@ class CheckpointWriter:
             yield
         except (OSError, SafetensorError) as error:
             self.abandon()
-            raise CheckpointError(describe_save_error(self.final, error)) from error
+            intact = [path.name for path in list_checkpoints(self._directory) if is_intact(path)]
+            reason, remedy = explain_write_error(error)
+            if not intact:
+                raise CheckpointError(
+                    f"{self.final} was not written: {reason}; there is no earlier checkpoint: {remedy}"
+                ) from error
+            raise CheckpointError(
+                f"{self.final} was not written: {reason}; the previous checkpoint, {intact[0]}, is intact: {remedy}, then "
+                f"resume from it with --resume {self._directory.parent}"
+            ) from error
         except BaseException:
             self.abandon()
             raise
@@ -175,15 +188,13 @@ def load_latest(
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     keep_on_meta: Callable[[str], bool] = lambda name: False,
 ) -> Checkpoint | None:
-    """Load the newest intact checkpoint; None if there is no checkpoint.
+    """Load the newest intact checkpoint; None if there is no checkpoint. Raises CheckpointError if there are
+    checkpoints, and none is intact.
 
     Args:
         warn: Called for each damaged checkpoint that is passed over.
         check: Raises CheckpointError for one that is intact but lacks something.
         keep_on_meta: As for `load_checkpoint`.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none is intact.
     """
     checkpoints = list_checkpoints(Path(directory))
     for path, before in itertools.zip_longest(checkpoints, checkpoints[1:]):
@@ -202,13 +213,9 @@ def load_latest(
 
 
 def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda name: False) -> Checkpoint:
-    """Verify and read one checkpoint.
+    """Verify and read one checkpoint. Raises CheckpointError with the damaged file and the reason.
 
-    Args:
-        keep_on_meta: Returns whether to read only a tensor's shape and dtype, by its name.
-
-    Raises:
-        CheckpointError: names the damaged file and the reason.
+    `keep_on_meta` returns whether to read only a tensor's shape and dtype, by its name.
     """
     path = Path(path)
     files = verify_files(path, FILES)
@@ -230,40 +237,12 @@ def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda nam
 
 
 def open_tensors(path: Path) -> ShardedTensors:
-    """Open the tensors of a checkpoint that `load_checkpoint` has verified.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Open the tensors of a checkpoint that `load_checkpoint` has verified. Raises CheckpointError."""
     try:
         num_files = len(check_manifest(path, FILES)) - len(FILES)
         return ShardedTensors(path, json.loads((path / STATE).read_bytes()), num_files)
     except _READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-
-
-def _prepare_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return dense contiguous CPU tensors that share no memory, and {name: stored name} of those tied to an earlier one."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    used_storages: set[int] = set()
-    for name, tensor in tensors.items():
-        if name == "__metadata__":
-            raise CheckpointError("the tensor name '__metadata__' is reserved by safetensors: rename it")
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise CheckpointError(f"tensor {name!r} is sparse or holds no data: make it a dense one to store it")
-        original = first.setdefault(storage_key(tensor), name)
-        if original != name:
-            aliases[name] = original
-            continue
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        storage = plain.untyped_storage()
-        if storage.data_ptr() in used_storages or storage.nbytes() != plain.nbytes:  # safetensors refuses views
-            plain = plain.clone()
-        used_storages.add(storage.data_ptr())
-        stored[name] = plain
-    return stored, aliases
 
 
 # The checkpoints in a folder: listing, recovery after a kill, deletion of old ones.
@@ -293,19 +272,6 @@ def is_intact(folder: Path) -> bool:
     with contextlib.suppress(CheckpointError):
         return bool(check_manifest(folder, FILES))
     return False
-
-
-def describe_save_error(final: Path, error: Exception) -> str:
-    """Return the message for a save that failed: the reason, the checkpoint that remains, the remedy."""
-    intact = [path.name for path in list_checkpoints(final.parent) if is_intact(path)]
-    reason, remedy = ("the disk is full", "free some space") if is_disk_full(error) else (str(error), "fix the cause")
-    if not intact:
-        return f"{final} was not written: {reason}; there is no earlier checkpoint: {remedy}"
-    run_folder = final.parent.parent
-    return (
-        f"{final} was not written: {reason}; the previous checkpoint, {intact[0]}, is intact: {remedy}, then resume from it with "
-        f"--resume {run_folder}"
-    )
 
 
 def remove_checkpoint(folder: Path) -> None:

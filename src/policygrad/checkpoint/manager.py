@@ -23,7 +23,6 @@ class HasStep(Protocol):
     @property
     def step(self) -> int:
         """Number of finished steps."""
-        ...
 
 
 P = TypeVar("P", bound=HasStep)
@@ -69,11 +68,8 @@ class Checkpointer(Generic[P]):
         self._resume_command = resume_command
 
     def restore(self) -> checkpoints.Checkpoint | None:
-        """Load the newest intact checkpoint, and set torch's global random state to the saved one.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none is intact.
-        """
+        """Load the newest intact checkpoint, and set torch's global random state to the saved one. Raises
+        CheckpointError if there are checkpoints, and none is intact."""
         keep_on_meta = self._sharded.is_sharded if self._sharded is not None else lambda name: False
         saved = checkpoints.load_latest(
             self.folder, warn=self._note, check=self._check_complete, keep_on_meta=keep_on_meta
@@ -100,11 +96,8 @@ class Checkpointer(Generic[P]):
         self._take_snapshot(progress)
 
     def on_step(self, progress: P, *, final: bool) -> None:
-        """Save after a step if it is time to. With several processes only the final checkpoint is waited for.
-
-        Raises:
-            CheckpointError: the final checkpoint cannot be written; a failure of any other is a note.
-        """
+        """Save after a step if it is time to. With several processes only the final checkpoint is waited for. Raises
+        CheckpointError if the final checkpoint cannot be written; a failure of any other is a note."""
         if self._pending is not None and self._pending.done:
             self.wait_for_save()
         if final or progress.step % self.every == 0:
@@ -144,11 +137,8 @@ class Checkpointer(Generic[P]):
         checkpoints.prune_quietly(self.folder, self.saved, self.keep, self.every, finished=True)
 
     def rewind(self) -> P:
-        """Save and return the progress after the last complete step; the next one was interrupted before it changed anything.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Save and return the progress after the last complete step; the next one was interrupted before it changed
+        anything. Raises CheckpointError if it cannot be written."""
         self.wait_for_save()
         if self.last.step > self.saved:
             self._sync()
@@ -165,11 +155,8 @@ class Checkpointer(Generic[P]):
                 self.snapshot = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}, deepcopy(values)
 
     def _save_last(self, keep: int) -> None:
-        """Save the state after the last complete step bit for bit, whatever has happened since.
-
-        Raises:
-            CheckpointError: it cannot be written; the weights have changed, and there is no copy of them.
-        """
+        """Save the state after the last complete step bit for bit, whatever has happened since. Raises CheckpointError
+        if it cannot be written; the weights have changed, and there is no copy of them."""
         if self.snapshot is None and self._version() != self.version:
             raise CheckpointError("the weights have changed since, and the state is too large for a copy to be kept")
         if self.snapshot is None and self._sharded is not None:
@@ -211,24 +198,20 @@ class Checkpointer(Generic[P]):
         except CheckpointError:  # its message tells what remains
             raise
         except Exception as error:
-            message = self._rescue(error)
+            message = f"step {self.last.step + 1} failed"
+            try:
+                self.wait_for_save()
+                if self.last.step > self.saved:
+                    # Without `sync`, since the logs may be what failed. The previous checkpoint is kept: this one may fail
+                    # in the same way.
+                    self._save_last(max(2, self.keep))
+                    message += f"; step {self.last.step} is saved"
+            except Exception as failure:  # whatever a learner's state raises: the first error is the one to show
+                message += f", and step {self.last.step} could not be saved ({failure})"
+            message += f": {self._resume_command} resumes from step {self.saved}"
+            if isinstance(error, NumericsError):
+                remedy = f"correct {error.part} first" if error.part else "lower --lr or change --seed"
+                message += f"; the same samples would have the same gradient, so {remedy}"
             error.add_note(message)
             self._note(message)
             raise
-
-    def _rescue(self, error: Exception) -> str:
-        message = f"step {self.last.step + 1} failed"
-        try:
-            self.wait_for_save()
-            if self.last.step > self.saved:
-                # Without `sync`, since the logs may be what failed. The previous checkpoint is kept: this one may fail in the
-                # same way.
-                self._save_last(max(2, self.keep))
-                message += f"; step {self.last.step} is saved"
-        except Exception as failure:  # whatever a learner's state raises: the first error is the one to show
-            message += f", and step {self.last.step} could not be saved ({failure})"
-        message += f": {self._resume_command} resumes from step {self.saved}"
-        if not isinstance(error, NumericsError):
-            return message
-        remedy = f"correct {error.part} first" if error.part else "lower --lr or change --seed"
-        return f"{message}; the same samples would have the same gradient, so {remedy}"

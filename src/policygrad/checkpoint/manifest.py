@@ -15,13 +15,10 @@ from torch import Tensor
 from policygrad.errors import CheckpointError
 from policygrad.utils.filesystem import fsync_path
 
-FORMAT = 2
-"""Format 1 had the state of an algorithm's parts among their settings."""
-SHARDED_FORMAT = 3
-"""Format 2 with files of several processes."""
+FORMAT = 2  # format 1 had the state of an algorithm's parts among their settings
+SHARDED_FORMAT = 3  # format 2 with files of several processes
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 2**20
-"""More than any manifest has."""
+MAX_MANIFEST_BYTES = 2**20  # more than any manifest has
 
 
 def shard_name(number: int) -> str:
@@ -36,10 +33,7 @@ def dump_json(value: Any) -> bytes:
 
 def seal(folder: Path, names: Iterable[str], shards: Mapping[str, Mapping[str, int | str]] | None = None) -> None:
     """Sync the named files, then write and sync the manifest: format, size in bytes and sha256 of each. Raises OSError.
-
-    Args:
-        shards: Entries of files that other processes have written, synced and digested.
-    """
+    `shards`: Entries of files that other processes have written, synced and digested."""
     files = {name: _digest(folder / name) for name in names}
     for name in files:
         fsync_path(folder / name)
@@ -50,11 +44,8 @@ def seal(folder: Path, names: Iterable[str], shards: Mapping[str, Mapping[str, i
 
 
 def check_manifest(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """Return the entries of the named files and of shard files, after quick checks: known format, canonical bytes, sizes.
-
-    Raises:
-        CheckpointError: a check fails.
-    """
+    """Return the entries of the named files and of shard files, after quick checks: known format, canonical bytes,
+    sizes. Raises CheckpointError if a check fails."""
     path = folder / MANIFEST
     try:
         for name in (MANIFEST, *names):

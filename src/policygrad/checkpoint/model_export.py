@@ -11,26 +11,22 @@ from safetensors import SafetensorError
 from torch import nn
 
 from policygrad.errors import RunError
-from policygrad.utils.filesystem import apply_default_permissions, fsync_path, install_folder, is_disk_full
+from policygrad.utils.filesystem import apply_default_permissions, explain_write_error, fsync_path, install_folder
 
-ModelWriter = Callable[[Path], None]
-"""Writes a model into a folder, which may not exist yet."""
+ModelWriter = Callable[[Path], None]  # writes a model into a folder, which may not exist yet
 
 
 def save_model(
     folder: Path, model: nn.Module | ModelWriter, tokenizer: Any, resume_command: str = "", card: str = ""
 ) -> Path:
-    """Write `folder/model` atomically, for the model's AutoModel class and AutoTokenizer; of adapters these alone, in PEFT's
-    format.
+    """Write `folder/model` atomically, for the model's AutoModel class and AutoTokenizer; of adapters these alone, in
+    PEFT's format. Raises RunError for a full disk, say; the last step's checkpoint still has the weights.
 
     Args:
         model: The model, or a function that writes it.
         tokenizer: transformers' tokenizer.
         resume_command: The command that resumes the run, for messages.
         card: Text of README.md.
-
-    Raises:
-        RunError: a full disk, for example; the last step's checkpoint still has the weights.
     """
     command = resume_command or f"policygrad train --resume {folder}"
     hints = ("the trained weights are in the last checkpoint: ", f"then {command}")
@@ -44,14 +40,11 @@ def write_model(
     hints: tuple[str, str] = ("", "then try again"),
     card: str = "",
 ) -> Path:
-    """Write the folder `final` atomically.
+    """Write the folder `final` atomically. Raises RunError for a full disk, say.
 
     Args:
         hints: Texts before and after the remedy in an error message.
         card: Text of README.md.
-
-    Raises:
-        RunError: a full disk, for example.
     """
     temporary = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -70,9 +63,7 @@ def write_model(
         old = install_folder(temporary, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        reason, remedy = (
-            ("the disk is full", "free some space") if is_disk_full(error) else (str(error), "fix the cause")
-        )
+        reason, remedy = explain_write_error(error)
         raise RunError(f"{final} was not written: {reason}; {hints[0]}{remedy}, {hints[1]}") from error
     shutil.rmtree(old, ignore_errors=True)
     return final

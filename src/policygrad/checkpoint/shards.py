@@ -32,8 +32,7 @@ from torch import Tensor
 from policygrad.checkpoint.manifest import shard_name
 from policygrad.errors import CheckpointError
 
-TENSORS_FILE = "tensors.safetensors"
-"""Tensors that one process has written completely."""
+TENSORS_FILE = "tensors.safetensors"  # tensors that one process has written completely
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,10 +47,8 @@ DTYPES = {
 }
 """By their names in safetensors."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Box = tuple[Sequence[int], Sequence[int]]
-"""(offset, size) of a part of a tensor."""
-SavedState = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors by name, and JSON values."""
+Box = tuple[Sequence[int], Sequence[int]]  # (offset, size) of a part of a tensor
+SavedState = tuple[dict[str, Tensor], dict[str, Any]]  # tensors by name, and JSON values
 P = TypeVar("P")
 
 
@@ -59,22 +56,17 @@ P = TypeVar("P")
 class TensorShard:
     """A box of a tensor, possibly all of it."""
 
-    shape: tuple[int, ...]
-    """Shape of the full tensor."""
-    offset: tuple[int, ...]
-    """First index of the box."""
-    data: Tensor
-    """On the CPU, contiguous."""
+    shape: tuple[int, ...]  # shape of the full tensor
+    offset: tuple[int, ...]  # first index of the box
+    data: Tensor  # on the CPU, contiguous
 
 
 @dataclass(frozen=True)
 class ShardFile:
     """A file that one process has written, described by plain values."""
 
-    entry: Mapping[str, int | str]
-    """Size and sha256, as in a manifest."""
-    tensors: Mapping[str, Sequence[Any]]
-    """By tensor: dtype, full shape, the box's offset and size."""
+    entry: Mapping[str, int | str]  # size and sha256, as in a manifest
+    tensors: Mapping[str, Sequence[Any]]  # by tensor: dtype, full shape, the box's offset and size
 
 
 def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> ShardFile:
@@ -112,11 +104,8 @@ def write_shard_file(path: Path, shards: Mapping[str, TensorShard]) -> ShardFile
 
 
 def build_shard_index(files: Iterable[ShardFile]) -> dict[str, Any]:
-    """Return for `state.json` every tensor's dtype, shape, and [file, offset, size] of each shard.
-
-    Raises:
-        CheckpointError: the shards do not make up a complete tensor.
-    """
+    """Return for `state.json` every tensor's dtype, shape, and [file, offset, size] of each shard. Raises
+    CheckpointError if the shards do not make up a complete tensor."""
     index: dict[str, Any] = {}
     for number, file in enumerate(files):
         for name, (dtype, shape, offset, size) in file.tensors.items():
@@ -139,32 +128,24 @@ def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
         for offset, size in boxes
     )
     complete = complete and sum(prod(size) for _, size in boxes) == prod(shape) and len(set(files)) == len(files)
-    if not complete or not _are_disjoint(boxes):
-        raise CheckpointError(f"the shards of {name!r} do not make up the complete tensor")
-
-
-def _are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Return whether no two sorted boxes overlap; sorting by the first axis makes this linear for shards of rows."""
-    for i, (offset, size) in enumerate(boxes):
+    for i, (offset, size) in enumerate(boxes if complete else ()):
         for other in islice(boxes, i + 1, None):
             if offset and other[0][0] >= offset[0] + size[0]:
-                break
-            if _intersect((offset, size), other):
-                return False
-    return True
+                break  # the boxes are sorted by their first axis, so this is linear for shards of rows
+            complete = complete and not _intersect((offset, size), other)
+    if not complete:
+        raise CheckpointError(f"the shards of {name!r} do not make up the complete tensor")
 
 
 class ShardedTensors:
     """The tensors in a checkpoint's folder, complete or in shards, of which any box can be read; a context manager."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any], num_files: int) -> None:
-        """
+        """Raises CheckpointError for an invalid index; OSError, SafetensorError for an invalid file.
+
         Args:
             record: The contents of `state.json`.
             num_files: Number of shard files.
-
-        Raises:
-            CheckpointError: an invalid index; OSError, SafetensorError for an invalid file.
         """
         self._folder, self._aliases = folder, record["aliases"]
         self._stack, self._files = ExitStack(), dict[str, Any]()
@@ -189,12 +170,8 @@ class ShardedTensors:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Read a box of a tensor, or all of it, into new CPU memory.
-
-        Raises:
-            KeyError: no such tensor.
-            CheckpointError: a file contains another shard than the index says.
-        """
+        """Read a box of a tensor, or all of it, into new CPU memory. Raises KeyError for an unknown tensor;
+        CheckpointError if a file contains another shard than the index says."""
         name = self._aliases.get(name, name)
         if box is None and name in self.unsharded:
             data: Tensor = self._file(TENSORS_FILE).get_tensor(name)
@@ -256,29 +233,28 @@ def _intersect(box: Box, shard: Box) -> tuple[tuple[slice, ...], tuple[slice, ..
 class ShardedState(Generic[P]):
     """How to save a state that is sharded over processes, in the background and without gathering it."""
 
-    pack: Callable[[P], SavedState]
-    """Returns what is not sharded."""
+    pack: Callable[[P], SavedState]  # returns what is not sharded
     start_save: Callable[[Path], Callable[[], Sequence[ShardFile]]]
     """Makes every process copy its shard and write the copy into the folder. The result waits until all have, and raises OSError
     or CheckpointError if one could not."""
-    is_sharded: Callable[[str], bool]
-    """Whether the processes read a checkpoint's tensor, by its name."""
+    is_sharded: Callable[[str], bool]  # whether the processes read a checkpoint's tensor, by its name
 
 
 class BackgroundSave:
     """A checkpoint that a thread finishes."""
 
     def __init__(self, step: int, finish: Callable[[], object]) -> None:
-        self.step, self._finish = step, finish
+        self.step = step
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint {step}", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:  # `wait` raises it
-            self._error = error
+        def run() -> None:
+            try:
+                finish()
+            except BaseException as error:  # `wait` raises it
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=f"checkpoint {step}", daemon=True)
+        self._thread.start()
 
     @property
     def done(self) -> bool:

@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
@@ -27,7 +27,7 @@ from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS,
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.environments import Action, Environment, EnvironmentFactory, Observation, Step
 from policygrad.environments.base import make_environment
-from policygrad.errors import ConfigError, DataError, EngineError, PolicygradError
+from policygrad.errors import ConfigError, EngineError, PolicygradError
 from policygrad.learners.fsdp.processes import WorkerLauncher
 from policygrad.learners.fsdp.sharding import ModelSkeleton
 from policygrad.models.moe_routing import Routing
@@ -35,7 +35,13 @@ from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rewards import Reward, RewardPool
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers.messages import SampleResult
-from policygrad.rewards.workers.pool import IncrementalScoring, RewardScorer
+from policygrad.rewards.workers.pool import (
+    IncrementalScoring,
+    RewardScorer,
+    Samples,
+    check_lengths,
+    select_samples,
+)
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.base import gather_or_cancel
 from policygrad.samplers.engines.http import ServerUnavailableError
@@ -47,27 +53,30 @@ from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import FILE_MODULE
 from policygrad.weight_sync.base import PublishedWeights
 
-MAX_NAME_ATTEMPTS = 100
-"""Names to try for an actor while a dead one still has its name."""
-CHUNKS_PER_ACTOR = 2
-"""With several samplers: a faster one takes more, and less is repeated when one dies."""
-MAX_CONCURRENT_CALLS = 256
-"""Calls that an actor of environments runs at a time; others wait."""
-FAILURE_CODE = 1
-"""Exit code of a learner that died."""
+MAX_NAME_ATTEMPTS = 100  # names to try for an actor while a dead one still has its name
+CHUNKS_PER_ACTOR = 2  # with several samplers: a faster one takes more, and less is repeated when one dies
+MAX_CONCURRENT_CALLS = 256  # calls that an actor of environments runs at a time; others wait
+FAILURE_CODE = 1  # exit code of a learner that died
+
+
+class NamedActor:
+    """An actor whose name Ray's dashboard and logs show."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
 
 
 @dataclass(frozen=True, eq=False)
 class ActorFactory:
     """Creates a run's actors."""
 
-    run: str
-    """The run's name."""
-    groups: dict[str, Any]
-    """Placement groups by role."""
+    run: str  # the run's name
+    groups: dict[str, Any]  # placement groups by role
     config: ClusterConfig
-    gpus: dict[str, int]
-    """GPUs of each actor, by role."""
+    gpus: dict[str, int]  # GPUs of each actor, by role
 
     def create(self, kind: type, role: str, number: int, **options: Any) -> Any:
         """Create an actor in its placement group, named for Ray's dashboard."""
@@ -76,75 +85,47 @@ class ActorFactory:
 
         place = PlacementGroupSchedulingStrategy(self.groups[role], placement_group_bundle_index=number)
         name = f"{self.run} {role} {number}"
+        options |= {"num_cpus": self.config.cpus, "num_gpus": self.gpus[role], "scheduling_strategy": place}
         for attempt in range(MAX_NAME_ATTEMPTS):
             try:
-                return (
-                    ray.remote(kind)
-                    .options(
-                        name=f"{name} ({attempt + 1})" if attempt else name,
-                        num_cpus=self.config.cpus,
-                        num_gpus=self.gpus[role],
-                        scheduling_strategy=place,
-                        **options,
-                    )
-                    .remote(name)
-                )
+                options["name"] = f"{name} ({attempt + 1})" if attempt else name
+                return ray.remote(kind).options(**options).remote(name)
             except ValueError as error:  # Ray has not noticed yet that a predecessor is dead
                 if "name" not in str(error) or attempt == MAX_NAME_ATTEMPTS - 1:
                     raise
         raise AssertionError
 
     def create_pool(
-        self,
-        kind: type,
-        role: str,
-        size: int,
-        prepare: Callable[[Any], Awaitable[Any]],
-        on_progress: ProgressCallback = ignore_progress,
+        self, kind: type, role: str, size: int, on_progress: ProgressCallback = ignore_progress
     ) -> ActorPool:
         """Create actors of one role with a pool to call them."""
         restarts = self.config.restarts
         handles = {f"{role} {i}": self.create(kind, role, i, max_restarts=restarts) for i in range(size)}
-        return ActorPool(handles, prepare, self.config.timeout, role, on_progress)
+        return ActorPool(handles, self.config.timeout, role, on_progress)
 
 
 class ActorPool:
     """Actors of one role, by name, as servers of a `ServerPool`."""
 
-    def __init__(
-        self,
-        actors: dict[str, Any],
-        prepare: Callable[[Any], Awaitable[Any]],
-        timeout: float,
-        role: str,
-        on_progress: ProgressCallback = ignore_progress,
-    ) -> None:
-        """
-        Args:
-            prepare: Prepares an actor for calls, at the start and when it comes back.
-            timeout: Seconds to wait for an actor to come back.
-        """
-        self._actors, self._prepare, self._timeout, self._role = actors, prepare, timeout, role
+    setup: tuple[Any, ...]  # the method that prepares an actor at the start and when it comes back, and its arguments
+
+    def __init__(self, actors: dict[str, Any], timeout: float, role: str, on_progress: ProgressCallback) -> None:
+        """`timeout`: seconds to wait for an actor to come back."""
+        self._actors, self._timeout, self._role = actors, timeout, role
         self.servers = ServerPool(list(actors), self._prepare_server, 1, timeout, on_progress)
 
     def __len__(self) -> int:
         return len(self._actors)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return the result of an actor's method; an actor has one call at a time, others wait.
-
-        Raises:
-            EngineError: no actor comes back. Any other PolicygradError: raised in the actor.
-        """
+        """Return the result of an actor's method, or raise its PolicygradError, or EngineError if no actor comes back. An
+        actor has one call at a time, others wait."""
         with self._explaining():
             return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
 
     async def wait_ready(self) -> None:
-        """Wait until every actor is prepared, or is restarting while others are.
-
-        Raises:
-            EngineError: no actor comes back.
-        """
+        """Wait until every actor is prepared, or is restarting while others are. Raises EngineError if no actor comes
+        back."""
         with self._explaining():
             await self.servers.ready()
 
@@ -158,7 +139,7 @@ class ActorPool:
     async def _prepare_server(self, server: EngineServer) -> None:
         try:
             async with asyncio.timeout(self._timeout):
-                await self._prepare(self._actors[server.url])
+                await call_actor(self._actors[server.url], *self.setup)
         except TimeoutError as error:
             raise ServerUnavailableError(f"not ready after {self._timeout:g} s") from error
 
@@ -178,11 +159,8 @@ class ActorPool:
 
 
 async def call_actor(actor: Any, method: str, *args: Any) -> Any:
-    """Return the result of an actor's method, or raise its PolicygradError.
-
-    Raises:
-        ServerUnavailableError: the actor has died, or is restarting.
-    """
+    """Return the result of an actor's method, or raise its PolicygradError, or ServerUnavailableError if it has died or is
+    restarting."""
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
@@ -200,11 +178,8 @@ def unwrap_error(error: Any) -> BaseException:
 
 
 def serialise(value: Any, what: str) -> bytes:
-    """Pickle a value for another machine; classes from the user's files are sent by value.
-
-    Raises:
-        ConfigError: it cannot be pickled.
-    """
+    """Pickle a value for another machine; classes from the user's files are sent by value. Raises ConfigError if it
+    cannot be pickled."""
     for name, module in list(sys.modules.items()):
         if name.startswith(FILE_MODULE):
             cloudpickle.register_pickle_by_value(module)
@@ -220,15 +195,10 @@ def serialise(value: Any, what: str) -> bytes:
 # Sampling: each actor has the full policy; weights are sent by Ray's object store.
 
 
-class SamplerActor:
+class SamplerActor(NamedActor):
     """Samples completions. Its state can be rebuilt from the arguments of `load`."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._local: LocalSampler | None = None
-
-    def __repr__(self) -> str:
-        return self._name
+    _local: LocalSampler | None = None
 
     def load(self, setup: Sequence[Any], weights: Sequence[Any], version: int) -> None:
         """Load weights, and build the model first if there is none.
@@ -268,11 +238,10 @@ class RaySampler:
     """
 
     def __init__(self, actors: ActorFactory, size: int, model: nn.Module, tokenizer: Tokenizer, routed: bool) -> None:
-        self._pool = actors.create_pool(SamplerActor, SAMPLERS, size, self._load)
+        self._pool = actors.create_pool(SamplerActor, SAMPLERS, size)
         self._model, self._options = model, (tokenizer.end_ids, pad_token_id(tokenizer), routed)
         self._setup: Any = None
-        self._weights: Any = None
-        self._version, self._retries = -1, 0
+        self._retries = 0
 
     async def update(self, weights: PublishedWeights) -> Metrics:
         """Wait until every actor has the weights, or is restarting while others have them."""
@@ -281,17 +250,13 @@ class RaySampler:
         if self._setup is None:
             constant = {name: p for name, p in self._model.named_parameters() if name not in weights.tensors}
             self._setup = ray.put((ModelSkeleton.of(self._model, 1.0), _to_cpu(constant), *self._options))
-        self._weights, self._version = ray.put(_to_cpu(weights.tensors)), weights.version
+        self._pool.setup = ("load", [self._setup], [ray.put(_to_cpu(weights.tensors))], weights.version)
         await self._pool.wait_ready()
         before, self._retries = self._retries, self._pool.servers.num_retries
         return {"sampler/moved": Sum(float(self._retries - before))}
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return one generation per request, in order.
-
-        Raises:
-            EngineError: no actor comes back.
-        """
+        """Return one generation per request, in order. Raises EngineError if no actor comes back."""
         parts = len(self._pool) * (CHUNKS_PER_ACTOR if len(self._pool) > 1 else 1)
         bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share a prompt
         chunks = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
@@ -303,9 +268,6 @@ class RaySampler:
         await self._pool.servers.close()
         self._pool.close()
 
-    async def _load(self, actor: Any) -> None:
-        await call_actor(actor, "load", [self._setup], [self._weights], self._version)
-
 
 def _to_cpu(tensors: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
@@ -314,27 +276,20 @@ def _to_cpu(tensors: Any) -> dict[str, Tensor]:
 # Scoring: each actor has a `RewardPool`, whose workers can be killed, with their timeouts and sandboxes.
 
 
-class RewardActor:
+class RewardActor(NamedActor):
     """Scores completions in a reward pool of its own."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._pool: RewardPool | None = None
-
-    def __repr__(self) -> str:
-        return self._name
+    _pool: RewardPool | None = None
 
     def start(self, rewards: bytes, config: RewardConfig) -> None:
         """Start the workers, once."""
         if self._pool is None:
             self._pool = RewardPool.from_config(pickle.loads(rewards), config)
 
-    def run_rewards(
-        self, prompts: list[Any], completions: list[str], columns: dict[str, list[Any]], process_rewards: bool
-    ) -> list[list[SampleResult]]:
+    def run_rewards(self, samples: Samples, process_rewards: bool) -> list[list[SampleResult]]:
         """Return the results by reward, then by completion."""
         assert self._pool is not None  # `start` comes first
-        return self._pool.run_rewards(prompts, completions, columns, process_rewards=process_rewards)[1]
+        return self._pool.run_rewards(samples, process_rewards=process_rewards)[1]
 
 
 class RayRewardPool(RewardScorer):
@@ -348,9 +303,10 @@ class RayRewardPool(RewardScorer):
         config: RewardConfig,
         on_progress: ProgressCallback,
     ) -> None:
-        self.rewards, self._config = tuple(rewards), config
-        self._code = serialise(self.rewards, "a reward")
-        self._pool = actors.create_pool(RewardActor, REWARDS, size, self._start, on_progress)
+        self.rewards = tuple(rewards)
+        code = serialise(self.rewards, "a reward")
+        self._pool = actors.create_pool(RewardActor, REWARDS, size, on_progress)
+        self._pool.setup = ("start", code, config)
         self._run = AsyncRunner()
 
     def close(self) -> None:
@@ -359,37 +315,17 @@ class RayRewardPool(RewardScorer):
         self._pool.close()
 
     def run_rewards(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        *,
-        process_rewards: bool,
-        incremental: IncrementalScoring | None = None,
+        self, samples: Samples, *, process_rewards: bool, incremental: IncrementalScoring | None = None
     ) -> tuple[list[Reward], list[list[SampleResult]]]:
+        check_lengths(samples)
         chosen = [reward for reward in self.rewards if reward.process_reward is process_rewards]
-        size = len(completions)
-        for name, values in (("prompts", prompts), *columns.items()):
-            if len(values) != size:
-                raise DataError(f"{name!r} has {len(values)} values for {size} completions; give one for each")
+        size = len(samples[1])
         batched = any(reward.batched for reward in chosen)  # such a reward needs the full batch
         parts = 1 if batched else min(len(self._pool), max(size, 1))
-        bounds = [size * i // parts for i in range(parts + 1)]
-        calls = [
-            self._pool.call(
-                "run_rewards",
-                list(prompts[a:b]),
-                list(completions[a:b]),
-                {name: list(values[a:b]) for name, values in columns.items()},
-                process_rewards,
-            )
-            for a, b in pairwise(bounds)
-        ]
+        places = [range(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
+        calls = [self._pool.call("run_rewards", select_samples(samples, part), process_rewards) for part in places]
         tables: list[Any] = self._run(gather_or_cancel(calls))
         return chosen, [[result for table in tables for result in table[row]] for row in range(len(chosen))]
-
-    async def _start(self, actor: Any) -> None:
-        await call_actor(actor, "start", self._code, self._config)
 
 
 # Environments: an episode whose actor dies is replayed in another from the policy's actions.
@@ -400,20 +336,16 @@ class _Episode:
     """An episode in its actor."""
 
     environment: Environment
-    responses: list[Any] = field(default_factory=list)
-    """By call."""
+    responses: list[Any] = field(default_factory=list)  # by call
 
 
-class EnvironmentActor:
+class EnvironmentActor(NamedActor):
     """Runs environments, by the number of their episode."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(name)
         self._factory: EnvironmentFactory | None = None
         self._episodes: dict[int, _Episode] = {}
-
-    def __repr__(self) -> str:
-        return self._name
 
     async def call(self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> list[Any]:
         """Return the responses to `reset` (None) and actions, of which the last is new; calls unknown to this actor are
@@ -454,28 +386,17 @@ class RayEnvironmentFactory:
 
     def __init__(self, actors: ActorFactory, size: int, factory: EnvironmentFactory) -> None:
         self.factory_bytes = serialise(factory, "the environment")
-        self._actors = [
-            actors.create(
-                EnvironmentActor,
-                ENVIRONMENTS,
-                i,
-                max_restarts=actors.config.restarts,
-                max_task_retries=actors.config.restarts,  # a call contains all calls before it
-                max_concurrency=MAX_CONCURRENT_CALLS,
-            )
-            for i in range(size)
-        ]
+        restarts = actors.config.restarts
+        options = {"max_restarts": restarts, "max_task_retries": restarts, "max_concurrency": MAX_CONCURRENT_CALLS}
+        # a retry is safe: a call contains all calls before it
+        self._actors = [actors.create(EnvironmentActor, ENVIRONMENTS, i, **options) for i in range(size)]
         self._count = count()
 
     def __call__(self, example: Example, seed: int) -> RayEnvironment:
         return RayEnvironment(self, next(self._count), example, seed)
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
-        """Call an episode's actor, or another if Ray has given that one up.
-
-        Raises:
-            EngineError: no actor is left.
-        """
+        """Call an episode's actor, or another if Ray has given that one up. Raises EngineError if no actor is left."""
         from ray.exceptions import RayActorError, RayTaskError
 
         while self._actors:
@@ -503,19 +424,15 @@ class RayEnvironment:
         self._responses: list[Any] = []
 
     async def reset(self) -> Observation:
-        """Return the first observation."""
         return await self._advance(None)  # type: ignore[no-any-return]
 
     async def step(self, action: Action) -> Step:
-        """Return the response to an action."""
         return await self._advance(action)  # type: ignore[no-any-return]
 
     async def on_truncated(self) -> float | None:
-        """Return the environment's reward for a truncated episode; None if it has none."""
         return await self._call("on_truncated")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Close the episode."""
         await self._factory.call(self._number, "close", self._number)
 
     async def _advance(self, action: Action | None) -> Any:
@@ -539,14 +456,8 @@ class RayEnvironment:
 # Learning: ranks above 0 as actors, which Ray places and starts; they communicate by torch.distributed as usual.
 
 
-class LearnerActor:
+class LearnerActor(NamedActor):
     """A rank above 0. Its shard is useless without the others', so Ray restarts rank 0, which starts the others again."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
 
     def serve(self, host: str, port: int, rank: int, size: int) -> int:
         """Execute what rank 0 sends; return the exit code."""
@@ -569,11 +480,8 @@ class _ActorProcess:
         self.lost = False
         """It has ended before it was told to."""
 
-    def poll(self) -> int | None:
-        return self._poll(0.0)
-
     def wait(self, timeout: float | None = None) -> int:
-        code = self._poll(timeout)
+        code = self.poll(timeout)
         if code is None:
             raise subprocess.TimeoutExpired("serve", timeout or 0.0)
         return code
@@ -581,12 +489,11 @@ class _ActorProcess:
     def kill(self) -> None:
         import ray
 
-        if self._code is None:
-            self._poll(0.0)
+        self.poll()
         ray.kill(self._actor)
         self._code = FAILURE_CODE if self._code is None else self._code
 
-    def _poll(self, timeout: float | None) -> int | None:
+    def poll(self, timeout: float | None = 0.0) -> int | None:
         import ray
         from ray.exceptions import RayError
 

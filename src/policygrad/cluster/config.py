@@ -14,8 +14,7 @@ from policygrad.samplers.config import LOCAL
 from policygrad.training.config.run import UncheckedRun
 
 AUTO, LOCAL_CLUSTER, CLIENT = "auto", "local", "ray://"
-ADDRESSES = (AUTO, LOCAL_CLUSTER, CLIENT)
-"""Addresses without a host, and the prefix of those with one."""
+ADDRESSES = (AUTO, LOCAL_CLUSTER, CLIENT)  # addresses without a host, and the prefix of those with one
 CLUSTER_OPTIONS = ("samplers", "rewards", "environments", "cpus", "restarts", "timeout")
 """Fields that `--cluster.FIELD` sets."""
 LEARNERS, SAMPLERS, REWARDS, ENVIRONMENTS = "learner", "sampler", "reward workers", "environments"
@@ -23,8 +22,7 @@ SHORTAGE_HINT = (
     "add machines, free resources, or ask for less: --cluster.cpus, --cluster.samplers, --cluster.rewards, "
     "--learner.world-size, --learner.device cpu"
 )
-TOLERANCE = 1e-6
-"""Rounding error of summed fractions."""
+TOLERANCE = 1e-6  # rounding error of summed fractions
 _HOST_PORT = re.compile(r"(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d+)/?")
 
 
@@ -87,8 +85,7 @@ class ActorGroup:
     count: int
     cpus: float
     gpus: int
-    spread: bool
-    """Spread over machines if possible; otherwise packed on as few as possible."""
+    spread: bool  # spread over machines if possible; otherwise packed on as few as possible
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -97,14 +94,8 @@ class ActorGroup:
 
 
 def plan_actor_groups(run: UncheckedRun, config: ClusterConfig, cluster_gpus: float) -> tuple[ActorGroup, ...]:
-    """Return the groups that the run needs.
-
-    Args:
-        cluster_gpus: GPUs of the full cluster; if there are any, learner.device=auto is a GPU.
-
-    Raises:
-        ConfigError: sampler actors beside an engine.
-    """
+    """Return the groups that the run needs. With `cluster_gpus` in the full cluster, learner.device=auto is a GPU.
+    Raises ConfigError for sampler actors beside an engine."""
     engine = run.sampler.engine
     if engine != LOCAL and config.samplers:
         raise ConfigError(

@@ -12,15 +12,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 from policygrad.checkpoint.format import newest_step
 from policygrad.cluster.actors import (
     ActorFactory,
     LearnerActors,
+    NamedActor,
     RayEnvironmentFactory,
     RayRewardPool,
     RaySampler,
@@ -51,32 +53,19 @@ from policygrad.training.setup import Placement
 from policygrad.training.trainer import Trainer
 from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SignalHandlers
 
-ADDRESS_VARIABLE = "RAY_ADDRESS"
-"""The environment variable that Ray reads for auto."""
-CONNECT_TIMEOUT = 5.0
-"""Seconds to connect."""
-NOTE_AFTER_SECONDS = 2.0
-"""Seconds of waiting for resources before a note is shown."""
-POLL_SECONDS = 0.25
-"""Seconds between checks on the run."""
+ADDRESS_VARIABLE = "RAY_ADDRESS"  # the environment variable that Ray reads for auto
+CONNECT_TIMEOUT = 5.0  # seconds to connect
+NOTE_AFTER_SECONDS = 2.0  # seconds of waiting for resources before a note is shown
+POLL_SECONDS = 0.25  # seconds between checks on the run
 
-Outcome = tuple[TrainingResult[float | None], str]
-"""(the result, the command that resumes the run)."""
+Outcome = tuple[TrainingResult[float | None], str]  # (the result, the command that resumes the run)
 
 
 def train_on_cluster(
-    run: Run,
-    config: ClusterConfig,
-    *,
-    resume: str | None = None,
-    note: Callable[[str], None] = print,
-    **options: Any,
+    run: Run, config: ClusterConfig, *, resume: str | None = None, note: Callable[[str], None] = print, **options: Any
 ) -> TrainingResult[float | None]:
     """Train on a cluster, as `policygrad.train` does on this machine; `options` are the other fields of `TrainJob`.
-
-    Raises:
-        PolicygradError: Ray or the cluster is missing, or has too few resources; and whatever the training raises.
-    """
+    Raises PolicygradError if Ray or the cluster is missing or has too few resources, and whatever the training raises."""
     if run.object_options:
         raise RunError(
             f"{' and '.join(run.object_options)} given as Python objects: a run on a cluster needs names, as in run.toml"
@@ -85,7 +74,9 @@ def train_on_cluster(
         groups = plan_actor_groups(run, config, float(ray.cluster_resources().get("GPU", 0.0)))
         job = TrainJob(run, os.getcwd(), resume, **options)
         with reserve_actor_groups(ray, groups, config, _run_name(job), note) as placement_groups:
-            result, resume_command = _run_training(ray, job, config, groups, placement_groups, signals, note)
+            gpus = {group.name: group.gpus for group in groups}
+            actors = ActorFactory(_run_name(job), placement_groups, config, gpus)
+            result, resume_command = _run_training(ray, job, actors, groups, signals, note)
     # rank 0 shows this too, but its output may arrive after a driver has left the cluster
     if result.model is None:
         note(f"stopped; resume with: {resume_command}")
@@ -100,10 +91,8 @@ def train_on_cluster(
 class TrainJob:
     """A training to run on the cluster."""
 
-    run: Run
-    """`output` is its folder."""
-    directory: str
-    """Working directory of the command."""
+    run: Run  # `output` is its folder
+    directory: str  # working directory of the command
     resume: str | None = None
     stop_after: int | None = None
     time_limit: str | None = None
@@ -136,26 +125,18 @@ class CancellationTracker(Tracker):
             signal.raise_signal(signal.SIGTERM)  # Ray keeps SIGINT from its processes
 
 
-class TrainerActor:
+class TrainerActor(NamedActor):
     """The actor. If it dies, Ray restarts it with the same call, and it resumes from the newest checkpoint."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._outcome: Outcome | PolicygradError | None = None
-
-    def __repr__(self) -> str:
-        return self._name
+    _outcome: Outcome | PolicygradError | None = None
 
     def versions(self) -> dict[str, str]:
         """Return the versions installed here."""
         return installed_versions()
 
     def resolve_folders(self, job: TrainJob) -> TrainJob:
-        """Return the job with the names of folders on this machine.
-
-        Raises:
-            RunError: this machine does not see the command's working directory.
-        """
+        """Return the job with the names of folders on this machine. Raises RunError if this machine does not see the
+        command's working directory."""
         _change_directory(job.directory)
         run = job.run
         resume = resolve_resume_folder(job.resume, "train", run)
@@ -226,10 +207,8 @@ def make_placement(
     routed = run.learner.routing_replay
     return Placement(
         sampler=(lambda model, tokenizer: RaySampler(actors, samplers, model, tokenizer, routed)) if samplers else None,
-        reward_pool=(lambda chosen, options, progress: RayRewardPool(actors, rewards, chosen, options, progress))
-        if rewards
-        else None,
-        environment=(lambda factory: RayEnvironmentFactory(actors, environments, factory)) if environments else None,
+        reward_pool=partial(RayRewardPool, actors, rewards) if rewards else None,
+        environment=partial(RayEnvironmentFactory, actors, environments) if environments else None,
         learner_processes=learners.launcher if run.learner.world_size > 1 else None,
         cli_flags=actors.config.cli_flags,
     )
@@ -250,11 +229,8 @@ def _change_directory(directory: str) -> None:
 
 @contextmanager
 def connect_ray(config: ClusterConfig) -> Iterator[Any]:
-    """Yield the package `ray`, connected.
-
-    Raises:
-        RunError: Ray is not installed; no cluster answers at the address; its version of Ray or Python differs.
-    """
+    """Yield the package `ray`, connected. Raises RunError if Ray is not installed, no cluster answers at the address,
+    or its version of Ray or Python differs."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without GPUs keeps its environment
     try:
         ray = import_module("ray")
@@ -285,8 +261,15 @@ def connect_ray(config: ClusterConfig) -> Iterator[Any]:
 
 def check_reachable(config: ClusterConfig) -> None:
     """Raise RunError if nothing listens at the address; Ray itself would try for half a minute, or minutes with auto."""
-    endpoint = parse_address(_resolve_auto() if config.address == AUTO else config.address)
-    if endpoint is None:
+    address = config.address
+    if address == AUTO:  # as Ray resolves it: RAY_ADDRESS, or this machine's cluster, running or last started
+        address = os.environ.get(ADDRESS_VARIABLE, "")
+        if not address:
+            # no cluster, or another version of Ray: let it try by itself
+            with suppress(ConnectionError, ImportError, AttributeError, TypeError):
+                services = import_module("ray._private.services")
+                address = str(services.get_ray_address_from_environment(AUTO, None) or "")
+    if (endpoint := parse_address(address)) is None:
         return
     host, port = endpoint
     try:
@@ -306,19 +289,6 @@ def check_reachable(config: ClusterConfig) -> None:
         ) from error
 
 
-def _resolve_auto() -> str:
-    """Return the address that Ray uses for auto: RAY_ADDRESS, or this machine's cluster, running or last started; empty if none."""
-    if address := os.environ.get(ADDRESS_VARIABLE, ""):
-        return address
-    try:
-        services = import_module("ray._private.services")
-        return str(services.get_ray_address_from_environment(AUTO, None) or "")
-    except ConnectionError:
-        return ""
-    except (ImportError, AttributeError, TypeError):  # another version of Ray: let it try by itself
-        return ""
-
-
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
@@ -327,14 +297,12 @@ def _first_line(error: BaseException) -> str:
 def reserve_actor_groups(
     ray: Any, groups: tuple[ActorGroup, ...], config: ClusterConfig, run: str, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a placement group for each actor group, once all have their resources.
+    """Yield a placement group for each actor group, once all have their resources. Raises RunError if there are too few
+    resources.
 
     Args:
         run: The run's name, for the dashboard.
         note: Shows what is waited for.
-
-    Raises:
-        RunError: there are too few resources.
     """
     from ray.util import placement_group, remove_placement_group
 
@@ -362,7 +330,7 @@ def reserve_actor_groups(
             remove_placement_group(reserved)
 
 
-class DriverSignals:
+class DriverSignals(SignalHandlers):
     """A context in which Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP set `stop_requested`.
 
     A second Ctrl-C or SIGTERM ends the command at once, as does the first before `started`. Signals within half a second count as
@@ -370,18 +338,11 @@ class DriverSignals:
     """
 
     def __init__(self) -> None:
+        super().__init__(self._request_stop)
         self.stop_requested, self.started = False, False
         self._first = 0.0
-        self._handlers = SignalHandlers(self._on_signal)
 
-    def __enter__(self) -> Self:
-        self._handlers.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._handlers.__exit__(kind, error, at)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         is_repeated = number == getattr(signal, "SIGHUP", None) or now - self._first < DUPLICATE_WINDOW_SECONDS
         if self.stop_requested and is_repeated:
@@ -394,16 +355,14 @@ class DriverSignals:
 def _run_training(
     ray: Any,
     job: TrainJob,
-    config: ClusterConfig,
+    actors: ActorFactory,
     groups: tuple[ActorGroup, ...],
-    placement_groups: dict[str, Any],
     signals: DriverSignals,
     note: Callable[[str], None],
 ) -> Outcome:
     from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 
-    gpus = {group.name: group.gpus for group in groups}
-    actors = ActorFactory(_run_name(job), placement_groups, config, gpus)
+    config = actors.config
     trainer = actors.create(TrainerActor, LEARNERS, 0, max_restarts=config.restarts, max_task_retries=config.restarts)
     try:
         check_versions(ray.get(trainer.versions.remote()))
@@ -448,11 +407,8 @@ def installed_versions() -> dict[str, str]:
     """Return the versions that driver and actors must agree on."""
     from importlib.metadata import version
 
-    return {
-        "policygrad": version("policygrad"),
-        "Python": platform.python_version().rpartition(".")[0],
-        "torch": version("torch"),
-    }
+    python = platform.python_version().rpartition(".")[0]
+    return {"policygrad": version("policygrad"), "Python": python, "torch": version("torch")}
 
 
 def check_versions(actor_versions: dict[str, str]) -> None:

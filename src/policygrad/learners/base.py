@@ -44,27 +44,21 @@ class Learner(Protocol):
     @property
     def version(self) -> int:
         """Number of updates that made the weights."""
-        ...
 
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Fill the Batch fields named in `needs`: log-probabilities, values, score norms."""
-        ...
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
         """Update the weights on one rollout, with Ψ [B, T], by the algorithm's update rule."""
-        ...
 
     def publish(self) -> PublishedWeights:
         """Return the weights that a sampler should use next."""
-        ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return (tensors, JSON values): all that a resumed run needs."""
-        ...
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint."""
-        ...
 
 
 # Optional abilities, which callers test for with isinstance.
@@ -76,7 +70,6 @@ class CloseableLearner(Protocol):
 
     def close(self) -> None:
         """Release it."""
-        ...
 
 
 @runtime_checkable
@@ -86,7 +79,6 @@ class ReferenceLearner(Protocol):
     @property
     def reference_parameters(self) -> int:
         """Parameters of the reference in memory beside the policy's; 0 without one."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +87,6 @@ class CheckedLearner(Protocol):
 
     def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a checkpoint lacks a part of the state, before anything is restored."""
-        ...
 
 
 @runtime_checkable
@@ -113,32 +104,25 @@ class DistributedLearner(Protocol):
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        ...
 
     @property
     def replicates_policy(self) -> bool:
         """Every process has the full policy too, to sample with."""
-        ...
 
     @property
     def state_values(self) -> dict[str, Any]:
         """The state's JSON values without its tensors."""
-        ...
 
     @property
     def store(self) -> ControlStore:
         """A key-value store between the processes."""
-        ...
 
     @property
     def failure_reason(self) -> str:
         """Why the processes can no longer work together; empty while they can."""
-        ...
 
     def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function of each process's learner and of `args` in every process; return this one's result."""
-        ...
 
     def collective(self, operation: str) -> AbstractContextManager[WorkerGroup]:
         """Enclose an operation that all processes take part in."""
-        ...

@@ -10,8 +10,7 @@ from typing import Self
 from policygrad.errors import ConfigError
 from policygrad.models.lora_config import LORA_LR_FACTOR, Lora, parse_lora
 
-SMALL_MODEL_PARAMETERS = 5_000_000
-"""Below, a matrix product is finished before a second thread has woken up."""
+SMALL_MODEL_PARAMETERS = 5_000_000  # below, a matrix product is finished before a second thread has woken up
 SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
 

@@ -40,7 +40,16 @@ class AsyncRunner:
                 self._pending.append(future)
                 future.add_done_callback(self._notify)
         if future is not None:
-            if not self._take_over(future):
+            try:  # wait until it is done, or until no thread runs the loop and this one must
+                with self._changed:
+                    while not future.done() and self._owner is not None:
+                        self._changed.wait()
+                    if must_run := not future.done():
+                        self._owner = threading.current_thread()
+            except KeyboardInterrupt:
+                future.cancel()
+                raise
+            if not must_run:
                 return future.result()
             submitted = future
 
@@ -68,20 +77,6 @@ class AsyncRunner:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _take_over(self, future: Future[Any]) -> bool:
-        """Wait until the future is done, or no thread runs the loop; return True if this thread must run it."""
-        try:
-            with self._changed:
-                while not future.done() and self._owner is not None:
-                    self._changed.wait()
-                if not future.done():
-                    self._owner = threading.current_thread()
-                    return True
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-        return False
 
     def _complete(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
         """Run the loop until `work` is done. An interrupted call is cancelled, or it would continue during the next one."""
@@ -178,14 +173,11 @@ class BlockedError(BaseException):
 
 
 async def await_with_timeout(timeout: float, work: Awaitable[T]) -> T:
-    """Await work in its own task, for at most `timeout` seconds.
+    """Await work in its own task, for at most `timeout` seconds. Raises OverdueError if the work was not done in time.
 
-    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller itself was
-    cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends nothing else.
-
-    Raises:
-        OverdueError: The work was not done in time.
-    """
+    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller
+    itself was cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends
+    nothing else."""
     task = asyncio.ensure_future(contain_exit(work))
     try:
         await asyncio.wait({task}, timeout=timeout)
@@ -211,11 +203,8 @@ def _discard(task: asyncio.Future[Any]) -> None:
 
 
 async def contain_exit(work: Awaitable[T]) -> T:
-    """Await work, and turn its `SystemExit` into an `Exception`.
-
-    Raises:
-        OverdueError: A signal has interrupted it, see `is_inside_contained`.
-    """
+    """Await work, and turn its `SystemExit` into an `Exception`. Raises OverdueError if a signal has interrupted it,
+    see `is_inside_contained`."""
     try:
         return await work
     except SystemExit as error:  # would leave the event loop

@@ -86,12 +86,15 @@ def is_disk_full(error: Exception) -> bool:
     return full or re.search(r"os error (28|122)\b", str(error)) is not None
 
 
+def explain_write_error(error: Exception) -> tuple[str, str]:
+    """Return why a write failed, and the remedy."""
+    return ("the disk is full", "free some space") if is_disk_full(error) else (str(error), "fix the cause")
+
+
 # Reads of files that others may have written: bounded in size, depth and range of numbers, and never blocking.
 
-MAX_CONFIG_BYTES = 2**20
-"""Maximum size of a configuration: a hundred times a run's, and fast to parse."""
-MAX_LINE_BYTES = 2**26
-"""Maximum size of one JSON line, enough for a completion of millions of tokens."""
+MAX_CONFIG_BYTES = 2**20  # maximum size of a configuration: a hundred times a run's, and fast to parse
+MAX_LINE_BYTES = 2**26  # maximum size of one JSON line, enough for a completion of millions of tokens
 MAX_DEPTH = 100
 """Maximum nesting of brackets: a run's files have six, and Python's own parsers and writers fail near 1,000."""
 _LONG_NUMBER = re.compile(rb"\d{100}|[eE]\+?\d{3}")
@@ -103,11 +106,8 @@ class UnusableDataError(ValueError):
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: It cannot be read, or is a pipe, a device or a folder, which could block or never end.
-    """
+    """Open a regular file for reading. Raises OSError if it cannot be read, or is a pipe, a device or a folder, which
+    could block or never end."""
     descriptor = _open_nonblocking(path)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -116,12 +116,8 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_text_bounded(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """Read the text of a file, or of a pipe such as a shell's `<(…)`.
-
-    Raises:
-        OSError: It cannot be read, is larger than `max_bytes` (as an endless device is), or is a pipe without a writer.
-        UnicodeDecodeError: It is not UTF-8.
-    """
+    """Read the text of a file, or of a pipe such as a shell's `<(…)`. Raises OSError if it cannot be read, is larger
+    than `max_bytes` (as an endless device is), or is a pipe without a writer; UnicodeDecodeError if it is not UTF-8."""
     descriptor = _open_nonblocking(path)
     with os.fdopen(descriptor, "rb") as file:
         if hasattr(os, "O_NONBLOCK"):
@@ -149,22 +145,13 @@ def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def read_json(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Any:
-    """Parse a file with one JSON value.
-
-    Raises:
-        OSError: As in `read_text_bounded`.
-        ValueError: It is not UTF-8, or not JSON. UnusableDataError as in `parse_json`.
-    """
+    """Parse a file with one JSON value. Raises as `read_text_bounded` and `parse_json`."""
     return parse_json(read_text_bounded(path, max_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON that other programs can represent too.
-
-    Raises:
-        ValueError: It is not JSON.
-        UnusableDataError: NaN, an infinity, a number outside the range of a float, or brackets nested deeper than `MAX_DEPTH`.
-    """
+    """Parse JSON that other programs can represent too. Raises ValueError if it is not JSON; UnusableDataError for
+    NaN, an infinity, a number outside the range of a float, or brackets nested deeper than `MAX_DEPTH`."""
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
 
     def parse_int(number: str) -> int:
@@ -182,13 +169,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        OSError, UnicodeDecodeError: As in `read_text_bounded`.
-        ValueError: It is not TOML (tomllib.TOMLDecodeError), or has an integer of thousands of digits.
-        UnusableDataError: Tables or brackets nested deeper than `MAX_DEPTH`.
-    """
+    """Parse a TOML file. Raises OSError and UnicodeDecodeError as `read_text_bounded`; ValueError if it is not TOML, or has
+    an integer of thousands of digits; UnusableDataError if it is nested deeper than `MAX_DEPTH`."""
     try:
         data = tomllib.loads(read_text_bounded(path))
     except RecursionError:
@@ -224,34 +206,29 @@ def _check_depth(value: Any) -> None:
 
 # A lock on a file, held as long as the process lives: the operating system releases it, however the process ends.
 #
-# The package filelock does not fit: it hides the descriptor, to which the owner is written and which a comparison's runs inherit,
-# and on file systems without locks it makes a marker file that outlives a killed process.
+# The package filelock hides the descriptor, which a comparison's runs inherit, and where there are no locks makes a marker file
+# that outlives a killed process.
 
 try:
     import fcntl
 except ImportError:  # not Unix: no process is refused
     fcntl = None  # type: ignore[assignment]
 
-HAS_FILE_LOCKS = fcntl is not None
-"""True if the operating system has such locks."""
-LOCK_POLL_SECONDS = 0.2
-"""Seconds between attempts to acquire a lock."""
-MAX_SHOWN_COMMAND = 200
-"""Characters of another process's command in a message."""
+HAS_FILE_LOCKS = fcntl is not None  # whether the operating system has such locks
+LOCK_POLL_SECONDS = 0.2  # seconds between attempts to acquire a lock
+MAX_SHOWN_COMMAND = 200  # characters of another process's command in a message
 WAIT_HINT = "wait for it, or stop it; two would do everything twice"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def hold_lock(path: Path, *, hint: str = WAIT_HINT, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
-    """Hold a lock during the context. A child process that inherits the descriptor holds it too.
+    """Hold a lock during the context. A child process that inherits the descriptor holds it too. Raises RunError if
+    another process holds it, or the file cannot be opened or written.
 
     Args:
         hint: How to proceed, for the error message.
         wait: Returns True as long as the lock is to be waited for.
-
-    Raises:
-        RunError: Another process holds it, or the file cannot be opened or written.
     """
     try:
         file = acquire_lock(path, hint=hint, wait=wait)
@@ -272,25 +249,35 @@ def acquire_lock(
     wait: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda text: None,
 ) -> IO[bytes]:
-    """Return the open file, whose lock is held until it is closed.
+    """Return the open file, whose lock is held until it is closed. Raises RunError if another process holds it (the
+    message has its pid, host, start and command), or it is no regular file; OSError if the file cannot be opened or
+    written.
 
     Args:
         hint, wait: As in `hold_lock`.
         note: Called with a warning if the file system has no locks (some NFS); the file is then returned unlocked.
-
-    Raises:
-        RunError: Another process holds it (the message has its pid, host, start and command), or it is no regular file.
-        OSError: The file cannot be opened or written.
     """
     while True:
         if path.exists() and not path.is_file():
             raise RunError(f"{path} is not a regular file, which a lock has to be: move it elsewhere, or delete it")
         file = path.open("a+b", buffering=0)  # nothing is left to write when it is closed, for example on a full disk
         try:
-            while not _try_lock(file, path, note):
-                if not wait():
-                    raise RunError(f"another process is at work on {path.parent}{_describe_owner(file)}: {hint}")
-                time.sleep(LOCK_POLL_SECONDS)
+            while HAS_FILE_LOCKS:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except (BlockingIOError, PermissionError):  # PermissionError: some network file systems
+                    if not wait():
+                        message = f"another process is at work on {path.parent}{_describe_owner(file)}: {hint}"
+                        raise RunError(message) from None
+                    time.sleep(LOCK_POLL_SECONDS)
+                except OSError as error:
+                    if error.errno not in _UNSUPPORTED:
+                        raise
+                    note(
+                        f"{path} cannot be locked ({error.strerror}): a second process in {path.parent} would not be noticed"
+                    )
+                    break
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return file
@@ -300,30 +287,12 @@ def acquire_lock(
         file.close()  # the previous owner has deleted it with its folder
 
 
-def _try_lock(file: IO[bytes], path: Path, note: Callable[[str], None]) -> bool:
-    if not HAS_FILE_LOCKS:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # PermissionError: some network file systems
-        return False
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        note(f"{path} cannot be locked ({error.strerror}): a second process in {path.parent} would not be noticed")
-    return True
-
-
 def write_lock_owner(file: IO[bytes]) -> None:
     """Write this process's pid, host, time and command for others to read. Raises OSError."""
     program = Path(sys.argv[0])
     command = shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]])
-    owner = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command,
-    }
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}
     file.truncate(0)
     file.write(json.dumps(owner).encode() + b"\n")
     file.flush()

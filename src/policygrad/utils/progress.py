@@ -3,8 +3,7 @@ report through it."""
 
 from collections.abc import Callable
 
-ProgressCallback = Callable[[str, int, int], None]
-"""(description, done, total); an empty description ends the report."""
+ProgressCallback = Callable[[str, int, int], None]  # (description, done, total); an empty description ends the report
 
 
 def ignore_progress(description: str, done: int, total: int) -> None:

@@ -24,14 +24,12 @@ def is_user_reference(name: str) -> bool:
 
 
 def load_object(name: str, what: str, kind: type | tuple[type, ...] | None = None) -> Any:
-    """Return the object that `module:NAME` or `path/to/file.py:NAME` names.
+    """Return the object that `module:NAME` or `path/to/file.py:NAME` names. Raises ConfigError if there is no such
+    file, module or attribute, or loading it raises; with file, line and similar names.
 
     Args:
         what: Starts error messages.
         kind: The expected type, by which an error message chooses similar names. The caller checks the result.
-
-    Raises:
-        ConfigError: There is no such file, module or attribute, or loading it raises; with file, line and similar names.
     """
     path, colon, attribute = name.rpartition(":")
     if not colon or not attribute:
@@ -46,11 +44,8 @@ def load_object(name: str, what: str, kind: type | tuple[type, ...] | None = Non
 
 
 def load_module(path: str, what: str) -> Any:
-    """Import a module by its name or file. Modules in the current folder are found, as by a script there.
-
-    Raises:
-        ConfigError: As in `load_object`.
-    """
+    """Import a module by its name or file. Modules in the current folder are found, as by a script there. Raises
+    ConfigError as in `load_object`."""
     if path.endswith(".py"):
         file = Path(path).expanduser().resolve()
         if not file.is_file():
@@ -163,8 +158,7 @@ def _suggest(name: str, names: Iterable[str], prefix: str, cutoff: float = 0.5) 
 
 # Functions by dotted path, or in a file that is not on the import path.
 
-FILE_MODULE = "policygrad_file_"
-"""Prefix of the names of modules that are loaded from a file."""
+FILE_MODULE = "policygrad_file_"  # prefix of the names of modules that are loaded from a file
 
 
 def add_cwd_to_path(module_name: str) -> None:
@@ -178,10 +172,7 @@ def add_cwd_to_path(module_name: str) -> None:
 
 def import_function(dotted: str) -> Callable[..., Any]:
     """Import a reward function by its dotted path. Modules in the current folder are found, as by a script there.
-
-    Raises:
-        ConfigError: There is no such module or function, or importing it raises.
-    """
+    Raises ConfigError if there is no such module or function, or importing it raises."""
     module_name, _, function = dotted.rpartition(".")
     return _get_function(load_module(module_name, f"reward {dotted!r}"), function, module_name)
 
@@ -232,14 +223,8 @@ class FileFunction:
 
 
 def load_file(path: str, what: str = "reward") -> Any:
-    """Execute a Python file, once per process, and return its module, under a name that is unique to the path.
-
-    Args:
-        what: Starts error messages.
-
-    Raises:
-        ConfigError: There is no such file, or executing it raises; with the line.
-    """
+    """Execute a Python file, once per process, and return its module, under a name that is unique to the path. `what`:
+    starts error messages. Raises ConfigError if there is no such file, or executing it raises; with the line."""
     module_name = FILE_MODULE + hashlib.sha256(path.encode()).hexdigest()[:12]
     if module_name in sys.modules:
         return sys.modules[module_name]

@@ -73,11 +73,8 @@ def with_alias(tensors: Mapping[str, Tensor], alias: str, name: str) -> Mapping[
 
 @torch.no_grad()
 def copy_weights_(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy the named tensors into the model's parameters, except those that are the parameters' own memory.
-
-    Raises:
-        EngineError: The model has no parameter of a name, or no memory for it.
-    """
+    """Copy the named tensors into the model's parameters, except those that are the parameters' own memory. Raises
+    EngineError if the model has no parameter of a name, or no memory for it."""
     parameters = dict(model.named_parameters())
     for name in tensors:
         if name not in parameters:
@@ -96,11 +93,8 @@ def copy_weights_(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module | Callable[[Tensor], Tensor]:
-    """Copy published weights into the model and return it; for a sharded policy, return the function that computes its logits.
-
-    Raises:
-        EngineError: As in `copy_weights_`.
-    """
+    """Copy published weights into the model and return it; for a sharded policy, return the function that computes its
+    logits. Raises EngineError as in `copy_weights_`."""
     if weights.logits is not None:
         return weights.logits
     copy_weights_(weights.tensors, model)
@@ -111,11 +105,8 @@ def load_logit_source(weights: PublishedWeights, model: nn.Module) -> nn.Module 
 
 
 def merge_adapters_lazily(model: nn.Module, tensors: LazyStateDict) -> LazyStateDict:
-    """Return what `iter_merged_tensors` returns, for a model on the meta device whose parameters are gathered.
-
-    Raises:
-        ModelError: On access, if a sum is not finite.
-    """
+    """Return what `iter_merged_tensors` returns, for a model on the meta device whose parameters are gathered. An access
+    raises ModelError if a sum is not finite."""
     adapted_ids = {id(module) for module in iter_peft_modules(model)}
     adapted = [(name, module) for name, module in model.named_modules() if id(module) in adapted_ids]
     adapted_parameters = {id(p) for _, module in adapted for p in module.parameters()}
@@ -140,11 +131,7 @@ def merge_adapters_lazily(model: nn.Module, tensors: LazyStateDict) -> LazyState
 def _merge_parameter(
     tensors: LazyStateDict, module: nn.Module, name: str, published: dict[str, str], key: str
 ) -> Tensor:
-    """Return a parameter of the module without PEFT.
-
-    Args:
-        published: The module's parameter names to the model's.
-    """
+    """Return a parameter of the module without PEFT. `published`: the module's parameter names to the model's."""
     module_copy = copy.deepcopy(module)
     for path, published_name in published.items():
         parent, _, attribute = path.rpartition(".")

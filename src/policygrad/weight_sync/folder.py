@@ -35,8 +35,7 @@ from policygrad.weight_sync.base import (
 
 CURRENT_FILE = "current.json"
 """Names the version to serve, {"name": …, "version": …}, for servers that watch the folder."""
-SERVER_LOG = "server.log"
-"""Output of a server that was started here."""
+SERVER_LOG = "server.log"  # output of a server that was started here
 _VERSION_NAME = re.compile(r"(\.tmp-)?v\d{8,}-[0-9a-f]{8}")
 WeightWriter = Callable[[Mapping[str, Tensor], Path], None]
 """Writes a policy's parameters into an empty folder, in an engine's format."""
@@ -46,8 +45,7 @@ WeightWriter = Callable[[Mapping[str, Tensor], Path], None]
 class WeightVersion:
     """One published version."""
 
-    name: str
-    """Name of its folder: the version, and a suffix that no other run has."""
+    name: str  # name of its folder: the version, and a suffix that no other run has
     version: int
     path: Path
     bytes: int
@@ -60,11 +58,8 @@ class VersionFolder:
         self.root, self.write = root, write
 
     def publish(self, weights: PublishedWeights) -> WeightVersion:
-        """Write a version and make it the current one; older ones stay until `remove_old_versions`.
-
-        Raises:
-            EngineError: It cannot be written, for example because the disk is full.
-        """
+        """Write a version and make it the current one; older ones stay until `remove_old_versions`. Raises EngineError
+        if it cannot be written, for example because the disk is full."""
         name = f"v{weights.version:08d}-{uuid.uuid4().hex[:8]}"
         temporary, final = self.root / f".tmp-{name}", self.root / name
         try:
@@ -106,6 +101,11 @@ class VersionFolder:
         return [path for path in self.root.glob("*") if path.is_dir() and _VERSION_NAME.fullmatch(path.name)]
 
 
+def copy_to_cpu(x: Tensor) -> Tensor:
+    """Return a contiguous copy in this machine's memory."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
 def _list_files(folder: Path) -> list[Path]:
     """List subfolders too: a tokenizer with several chat templates has one for them."""
     return [path for path in folder.rglob("*") if path.is_file()]
@@ -116,19 +116,11 @@ def _list_files(folder: Path) -> list[Path]:
 # Names and fields: vllm-project/vllm 0.32, vllm/lora/{peft_helper,lora_model,utils}.py; sgl-project/sglang 0.5,
 # python/sglang/srt/lora/{lora_config,lora}.py. Both compute B·A times lora_alpha / r, without DoRA, trained biases or full modules.
 
+# Fields of PEFT's LoraConfig that make an adapter more than B·A times lora_alpha / r for each module.
 _UNSUPPORTED_FIELDS = (
-    "modules_to_save",
-    "bias",
-    "use_dora",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "lora_bias",
+    *("modules_to_save", "bias", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("trainable_token_indices", "target_parameters", "layer_replication", "lora_bias"),
 )
-"""Fields of PEFT's LoraConfig that make an adapter more than B·A times lora_alpha / r for each module."""
 
 
 def explain_unsupported_adapter(model: nn.Module) -> str:
@@ -139,8 +131,7 @@ def explain_unsupported_adapter(model: nn.Module) -> str:
     if len(configs) > 1:
         return f"the model has {len(configs)} adapters, and an engine samples with one"
     [config] = configs.values()
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
+    if (kind := str(getattr(config.peft_type, "value", config.peft_type))) != "LORA":
         return f"the model's adapter is of type {kind}, and engines serve LORA"
     fields = [
         name for name in _UNSUPPORTED_FIELDS if getattr(config, name, None) not in (None, False, "none", {}, [], ())
@@ -161,10 +152,7 @@ def make_adapter_writer(model: nn.Module) -> WeightWriter:
         # PEFT's files have …q_proj.lora_A.weight for …q_proj.lora_A.default.weight
         suffix = re.compile(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)")
         saved = {
-            PEFT_PREFIX + suffix.sub(r"\1", name.removeprefix(PEFT_PREFIX)): tensors[name]
-            .detach()
-            .to("cpu", copy=True)
-            .contiguous()
+            PEFT_PREFIX + suffix.sub(r"\1", name.removeprefix(PEFT_PREFIX)): copy_to_cpu(tensors[name])
             for name in tensors
             if ".lora_" in name
         }
@@ -199,14 +187,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_safetensors_writer(model: Any, tokenizer: Any, *, write_tied_head: bool = False) -> WeightWriter:
-    """Return what writes a model, with the published weights.
+    """Return what writes a model, with the published weights. Raises EngineError if the model has no configuration, or
+    is quantized to four bits.
 
     Args:
         model, tokenizer: transformers' own; the model gives the configuration.
         write_tied_head: Write an output head tied to the embeddings a second time, under its own name.
-
-    Raises:
-        EngineError: The model has no configuration, or is quantized to four bits.
     """
     check_exportable(model)
     head = find_tied_head(model) if write_tied_head else None
@@ -226,15 +212,13 @@ def write_safetensors(tensors: Mapping[str, Tensor], folder: Path, max_bytes: in
     from safetensors.torch import save_file
 
     parts = split_by_bytes(tensors, max_bytes)
-    is_single = len(parts) == 1
-    files = [
-        MODEL_FILE if is_single else f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)
-    ]
+    files = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    files = files if len(files) > 1 else [MODEL_FILE]
     for file, names in zip(files, parts, strict=True):
-        part = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        part = {name: copy_to_cpu(tensors[name]) for name in names}
         save_file(part, folder / file, metadata={"format": "pt"})
         del part  # before the next one is gathered
-    if is_single:
+    if len(files) == 1:
         return
     size = sum(spec.nbytes for spec in tensor_specs(tensors).values())
     weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
@@ -274,11 +258,9 @@ def merge_adapters(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Te
     own, or gathered."""
     if not adapter_configs(model):
         return tensors
-    return (
-        merge_adapters_lazily(model, tensors)
-        if isinstance(tensors, LazyStateDict)
-        else dict(iter_merged_tensors(model))
-    )
+    if isinstance(tensors, LazyStateDict):
+        return merge_adapters_lazily(model, tensors)
+    return dict(iter_merged_tensors(model))
 
 
 def check_exportable(model: Any) -> None:

@@ -92,14 +92,8 @@ def open_gguf_writer(path: Path, model: Any, file_type: int = 0, *, spooled: boo
 
 
 def add_weights(writer: Any, model: Any, tensors: Mapping[str, Tensor], *, bf16: bool = False) -> None:
-    """Add the parameters under llama.cpp's names.
-
-    Args:
-        bf16: Round matrices to bfloat16; vectors stay in float32, as llama.cpp expects.
-
-    Raises:
-        EngineError: The architecture has no such parameter.
-    """
+    """Add the parameters under llama.cpp's names. `bf16`: round matrices to bfloat16; vectors stay in float32, as
+    llama.cpp expects. Raises EngineError if the architecture has no such parameter."""
     gguf, config = import_gguf(), model.config
     architecture = _ARCHITECTURES[config.model_type]
     if (factors := _compute_rope_factors(config)) is not None:
@@ -154,63 +148,48 @@ def _compute_rope_factors(config: Any) -> NDArray[np.float32] | None:
 # A version for a server: weights, and a vocabulary that is just sufficient for token ids.
 
 GGUF_FILE = "model.gguf"
-_END_KINDS = ("eos", "eot", "eom")
-"""End tokens that a vocabulary can name; the client cuts completions at any others."""
+_END_KINDS = ("eos", "eot", "eom")  # end tokens that a vocabulary can name; the client cuts completions at any others
 
 
 def make_gguf_writer(model: Any, end: frozenset[int]) -> WeightWriter:
-    """Return what writes versions for llama.cpp.
+    """Return what writes versions for llama.cpp. Raises EngineError if the architecture is not supported, or the
+    package `gguf` is not installed.
 
     Args:
         model: transformers' own.
         end: Ids that end a completion.
-
-    Raises:
-        EngineError: The architecture is not supported, or the package `gguf` is not installed.
     """
     check_exportable(model)
     if reason := explain_unsupported_model(model):
         raise EngineError(f"{reason}. Choose --sampler.engine vllm, or local")
     import_gguf()
 
+    # Every token is named by its number: a server omits a token from its reply if its text is not complete UTF-8.
+    size, special = count_embedding_rows(model), dict(zip(_END_KINDS, sorted(end), strict=False))
+    names, kinds = tuple(f"<{i}>" for i in range(size)), (NORMAL,) * size
+    vocabulary = BytePairVocabulary(names, kinds, (), "gpt-2", (False, False), special)
+
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         with open_gguf_writer(folder / GGUF_FILE, model, spooled=isinstance(tensors, LazyStateDict)) as writer:
-            _write_placeholder_vocabulary(writer, count_embedding_rows(model), end)
+            vocabulary.write(writer)
             add_weights(writer, model, merge_adapters(model, tensors))
 
     return write
 
 
-def _write_placeholder_vocabulary(writer: Any, size: int, end: frozenset[int]) -> None:
-    """Name every token by its number: a server omits a token from its reply if its text is not complete UTF-8."""
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"<{i}>" for i in range(size)])
-    writer.add_token_types([import_gguf().TokenType.NORMAL] * size)
-    writer.add_token_merges(["< 0"])  # an empty list is refused
-    writer.add_add_bos_token(False)
-    writer.add_add_eos_token(False)
-    for kind, token in zip(_END_KINDS, sorted(end), strict=False):
-        getattr(writer, f"add_{kind}_token_id")(token)
-
-
 # A complete file, for llama.cpp and programs built on it: weights, vocabulary and chat template.
 
-_FILE_TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}
-"""A precision to its name in `gguf.LlamaFileType`."""
+_FILE_TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}  # A precision to its name in `gguf.LlamaFileType`
 
 
 def write_gguf(final: Path, model: Any, vocabulary: BytePairVocabulary, *, name: str, dtype: str) -> None:
-    """Write a complete file, atomically.
+    """Write a complete file, atomically. Raises EngineError if the architecture has no such parameter, or the package
+    `gguf` is not installed; OSError if the file cannot be written.
 
     Args:
         model: transformers' own, in float32.
         name: The model's name.
         dtype: fp32 or bf16.
-
-    Raises:
-        EngineError: The architecture has no such parameter, or the package `gguf` is not installed.
-        OSError: The file cannot be written.
     """
     temporary = final.with_name(f".tmp-{final.name}")
     try:
@@ -253,8 +232,7 @@ _RARE_BYTES = frozenset(chr(byte + 256) for byte in range(32) if chr(byte) not i
 )
 """Letters of control characters, and of bytes that start characters above U+3FFFF, which a vocabulary may lack (SmolLM2's lacks
 eight): tokenizer and llama.cpp both omit such a byte. They may differ in the merges next to it, within a run of punctuation."""
-_DIGITS_ONLY = "superbpe"
-"""llama.cpp's pre-tokenizer that splits at digits only."""
+_DIGITS_ONLY = "superbpe"  # llama.cpp's pre-tokenizer that splits at digits only
 _UNSPLIT_TOKEN = re.compile(r"(?:Ġ-?|[!-,./:-~])+")
 """Tokens that `EMBEDDED` never splits: no digit, no line end, and a hyphen only after a space."""
 
@@ -263,19 +241,13 @@ _UNSPLIT_TOKEN = re.compile(r"(?:Ġ-?|[!-,./:-~])+")
 class BytePairVocabulary:
     """A tokenizer in llama.cpp's terms."""
 
-    tokens: tuple[str, ...]
-    """By id, as many as the model reads."""
+    tokens: tuple[str, ...]  # by id, as many as the model reads
     kinds: tuple[int, ...]
-    merges: tuple[str, ...]
-    """`LEFT RIGHT`, in order of priority."""
-    pre_tokenizer: str
-    """Its name in llama.cpp."""
-    adds_bos_eos: tuple[bool, bool]
-    """True if a text gets the first token, and the last one."""
-    special: Mapping[str, int]
-    """Ids of bos, eos, eot, eom, pad and unk, as far as they exist."""
-    template: Any = None
-    """The chat template; or several, each a dict with name and template."""
+    merges: tuple[str, ...]  # `LEFT RIGHT`, in order of priority
+    pre_tokenizer: str  # its name in llama.cpp
+    adds_bos_eos: tuple[bool, bool]  # true if a text gets the first token, and the last one
+    special: Mapping[str, int]  # ids of bos, eos, eot, eom, pad and unk, as far as they exist
+    template: Any = None  # the chat template; or several, each a dict with name and template
 
     def write(self, writer: Any) -> None:
         """Add the vocabulary to a GGUF writer."""
@@ -293,11 +265,8 @@ class BytePairVocabulary:
 
 
 def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
-    """Return the tokenizer of a model that reads `size` ids.
-
-    Raises:
-        ModelError: llama.cpp would split, merge or normalise text differently, or there are more tokens than ids.
-    """
+    """Return the tokenizer of a model that reads `size` ids. Raises ModelError if llama.cpp would split, merge or
+    normalise text differently, or there are more tokens than ids."""
     hf = tokenizer.hf
     backend = getattr(hf, "backend_tokenizer", None)
     if backend is None:
@@ -306,7 +275,10 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
     if reason := _explain_unsupported_tokenizer(parts):
         raise ModelError(f"the tokenizer {tokenizer.name!r} {reason}")
     merges = tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in parts["model"]["merges"])
-    pre_tokenizer = _name_pre_tokenizer(parts, merges)
+    steps, ignores_merges = _list_steps(parts.get("pre_tokenizer")), bool(parts["model"].get("ignore_merges"))
+    pre_tokenizer = _PRE_TOKENIZERS.get((steps, ignores_merges))
+    if steps == (EMBEDDED, _BYTES) and not ignores_merges and _has_no_split_merge(parts["added_tokens"], merges):
+        pre_tokenizer = _DIGITS_ONLY
     if pre_tokenizer is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name!r} splits text before merging in a way that llama.cpp has no name for, or that is not "
@@ -326,6 +298,18 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
     ids |= {"pad": hf.pad_token_id, "unk": hf.unk_token_id}
     special = {name: int(number) for name, number in ids.items() if number is not None}
 
+    # which of bos and eos the tokenizer adds to a text
+    bare, full = ([*hf("a", add_special_tokens=add)["input_ids"]] for add in (False, True))
+    for adds_bos_eos in ((bos, eos) for bos in (False, True) for eos in (False, True)):
+        first = [special[name] for name in ("bos",) if adds_bos_eos[0] and name in special]
+        last = [special["eos"]] if adds_bos_eos[1] else []
+        if full == [*first, *bare, *last] and bool(first) == adds_bos_eos[0]:
+            break
+    else:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name!r} adds more to a text than one token at the start and one at the end"
+        )
+
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
@@ -334,7 +318,7 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
         tuple(kind for _, kind in rows),
         merges,
         pre_tokenizer,
-        _find_added_tokens(tokenizer, special),
+        adds_bos_eos,
         special,
         template,
     )
@@ -360,15 +344,6 @@ def _explain_unsupported_tokenizer(parts: Mapping[str, Any]) -> str:
     return f"has tokens that consume the space next to them ({stripping[0]!r})" if stripping else ""
 
 
-def _name_pre_tokenizer(parts: Mapping[str, Any], merges: Sequence[str]) -> str | None:
-    """Return llama.cpp's name of the pre-tokenizer, or None if there is none."""
-    steps = _list_steps(parts.get("pre_tokenizer"))
-    ignores_merges = bool(parts["model"].get("ignore_merges"))
-    if steps == (EMBEDDED, _BYTES) and not ignores_merges and _has_no_split_merge(parts["added_tokens"], merges):
-        return _DIGITS_ONLY
-    return _PRE_TOKENIZERS.get((steps, ignores_merges))
-
-
 def _list_steps(part: Mapping[str, Any] | None) -> tuple[str, ...]:
     if part is None:
         return ()
@@ -388,22 +363,4 @@ def _has_no_split_merge(added: Sequence[Mapping[str, Any]], merges: Sequence[str
     contents = {token["content"] for token in added}
     return {"<answer>", "</answer>"} <= contents and all(
         _UNSPLIT_TOKEN.fullmatch(pair.replace(" ", "", 1)) for pair in merges
-    )
-
-
-def _find_added_tokens(tokenizer: Tokenizer, special: Mapping[str, int]) -> tuple[bool, bool]:
-    """Return whether a text gets the bos token, and the eos token.
-
-    Raises:
-        ModelError: It gets other tokens.
-    """
-    bare, full = ([*tokenizer.hf("a", add_special_tokens=add)["input_ids"]] for add in (False, True))
-    for adds_bos in (False, True):
-        for adds_eos in (False, True):
-            first = [special[name] for name in ("bos",) if adds_bos and name in special]
-            last = [special["eos"]] if adds_eos else []
-            if full == [*first, *bare, *last] and (bool(first), bool(last)) == (adds_bos, adds_eos):
-                return adds_bos, adds_eos
-    raise ModelError(
-        f"the tokenizer {tokenizer.name!r} adds more to a text than one token at the start and one at the end"
     )

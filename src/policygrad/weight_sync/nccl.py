@@ -13,6 +13,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -29,8 +30,7 @@ from policygrad.errors import EngineError
 # learner must outlive its servers.
 
 LIBRARY = "libnccl.so.2"
-UNIQUE_ID_BYTES = 128
-"""Size of `ncclUniqueId`, which tells processes how to reach rank 0."""
+UNIQUE_ID_BYTES = 128  # size of `ncclUniqueId`, which tells processes how to reach rank 0
 DTYPES = {
     torch.int8: 0,
     torch.uint8: 1,
@@ -70,13 +70,7 @@ class Nccl:
     """The NCCL library. Its calls block as NCCL's do, and raise GroupError if one fails. A communicator is a number."""
 
     def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
-        """
-        Args:
-            load: Loads a library by name.
-
-        Raises:
-            EngineError: The library is not installed.
-        """
+        """`load`: loads a library by name. Raises EngineError if the library is not installed."""
         try:
             self._library = load(LIBRARY)
         except OSError as error:
@@ -137,19 +131,15 @@ class TransferGroup(Protocol):
 
     def init_request(self) -> Mapping[str, Any]:
         """Return what the server is sent so that it joins."""
-        ...
 
     def join(self) -> None:
         """Return once the server can be sent weights. Raises GroupError."""
-        ...
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast tensors one after another; return once they are sent. Raises GroupError."""
-        ...
 
     def abort(self) -> None:
         """End `join` and `send` in other threads, and free all resources."""
-        ...
 
 
 GroupFactory = Callable[[int, str, str], TransferGroup]
@@ -248,14 +238,8 @@ def create_store(address: str, timeout: float = 60.0) -> TCPStore:
 
 def make_init_request(store: TCPStore, world_size: int, address: str, name: str, backend: str) -> Mapping[str, Any]:
     """Return the body of SGLang's `/init_weights_update_group`."""
-    return {
-        "master_address": address,
-        "master_port": store.port,
-        "rank_offset": 1,
-        "world_size": world_size,
-        "group_name": name,
-        "backend": backend,
-    }
+    place = {"master_address": address, "master_port": store.port}
+    return place | {"rank_offset": 1, "world_size": world_size, "group_name": name, "backend": backend}
 
 
 def prefix_store(store: Store, name: str, device: str) -> Store:
@@ -269,44 +253,33 @@ def make_contiguous(tensors: Sequence[Tensor], device: torch.device) -> list[Ten
     return [tensor.detach().to(device).contiguous() for tensor in tensors]
 
 
-_CARDS = "/proc/driver/nvidia/gpus"
-"""The driver's list of this machine's GPUs, regardless of CUDA_VISIBLE_DEVICES."""
+_CARDS = "/proc/driver/nvidia/gpus"  # the driver's list of this machine's GPUs, regardless of CUDA_VISIBLE_DEVICES
 _PORTS = {"http": 80, "https": 443}
 
 
 def check_device(device: torch.device, urls: Sequence[str], cards: str = _CARDS) -> None:
-    """Check that this process and servers at these addresses can each have a GPU.
-
-    Raises:
-        EngineError: The weights are not on a GPU, or a server on this machine would need the only one.
-    """
+    """Check that this process and servers at these addresses can each have a GPU. Raises EngineError if the weights are
+    not on a GPU, or a server on this machine would need the only one."""
     if device.type != "cuda":
         raise EngineError(
             f"NCCL sends from a GPU, and the policy is on the {device.type}. Set --learner.device cuda, or "
             "--sampler.weight-transport folder"
         )
     count = len(os.listdir(cards)) if os.path.isdir(cards) else None
-    if count == 1 and (local := next((url for url in urls if _is_local(url)), None)):
-        raise EngineError(
-            f"NCCL needs one GPU for this process and another for the server at {local}, and this machine has one. {_USE_FOLDER}"
-        )
+    for url in urls if count == 1 else ():
+        with suppress(GroupError):  # a server may become reachable; otherwise its group reports it
+            local, remote = _find_endpoints(url)
+            if local == remote:
+                raise EngineError(
+                    f"NCCL needs one GPU for this process and another for the server at {url}, and this machine has one. "
+                    f"{_USE_FOLDER}"
+                )
 
 
 def find_local_address(url: str) -> str:
-    """Return this machine's address as a server sees it, from the route to it; nothing is sent.
-
-    Raises:
-        GroupError: There is no route.
-    """
+    """Return this machine's address as a server sees it, from the route to it; nothing is sent. Raises GroupError if
+    there is no route."""
     return _find_endpoints(url)[0]
-
-
-def _is_local(url: str) -> bool:
-    try:
-        local, remote = _find_endpoints(url)
-    except GroupError:
-        return False  # it may become reachable; otherwise the group reports it
-    return local == remote
 
 
 def _find_endpoints(url: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ the ranks cannot diverge.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,7 +100,8 @@ class FsdpController:
         folder: Path | None = None,
         skeleton: ModelSkeleton | None = None,
     ) -> Self:
-        """Shard a model over the ranks; `publish` writes the weights back into it.
+        """Shard a model over the ranks; `publish` writes the weights back into it. Raises ConfigError for what several
+        processes do not support.
 
         Args:
             reference: The model that `Reference.model` names, loaded.
@@ -108,9 +110,6 @@ class FsdpController:
                 gathered one by one.
             folder: The run's folder, for the stacks of ranks that hang.
             skeleton: The model's skeleton, if it is no causal language model.
-
-        Raises:
-            ConfigError: something that several processes do not support.
         """
         algorithm, config = spec.algorithm, spec.config
         check_fsdp_options(config)
@@ -120,15 +119,19 @@ class FsdpController:
             Routing.for_model(model)  # before pickling: its hooks on the routers are part of the skeleton
         skeleton = skeleton or ModelSkeleton.of(model, spec.temperature)
         reads_reference = "logp_ref" in algorithm.needs
-        adapterless = reads_reference and reference is None and _is_reference_adapterless(model, algorithm)
+        # π_ref is the policy without its adapters if it stays that, and no part needs both at once or a second one
+        refreshes = algorithm.reference is not None and (
+            algorithm.reference.refresh_every is not None or algorithm.reference.refresh_after_stall is not None
+        )
+        needs_both = algorithm.reward_model is not None or "kl_ref" in algorithm.forward_needs
+        is_shared = is_initial_adapter(model) and not refreshes and not needs_both
+        adapterless = reads_reference and reference is None and is_shared
         reference_skeleton = skeleton if reads_reference and not adapterless else None
         if reads_reference and reference is not None:
             check_vocabulary_sizes(algorithm, reference, model)
             reference_skeleton = ModelSkeleton.of(reference, spec.temperature)
         # OMP_NUM_THREADS is the threads of each rank (torchrun sets it); otherwise the ranks share this machine's
-        threads = (
-            torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else torch.get_num_threads() // workers.size
-        )
+        threads = torch.get_num_threads() // (1 if "OMP_NUM_THREADS" in os.environ else workers.size)
         fsdp = FsdpSpec(
             learner=spec,
             policy=skeleton,
@@ -145,29 +148,26 @@ class FsdpController:
             controller._tensor_specs = {name: p.detach() for name, p in model.named_parameters()}
         return controller
 
+    # The interface of `LocalLearner` and `DistributedLearner`, which describe these.
+
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self._workers.size
 
     @property
     def reference_parameters(self) -> int:
-        """Parameters of the reference in all processes together; 0 without one."""
         return self._learner.reference_parameters
 
     @property
     def version(self) -> int:
-        """Number of updates that made the weights."""
         return self._learner.version
 
     @property
     def not_finite(self) -> str:
-        """Where the last trust-region gradient or Fisher product was not finite, as text; empty if nowhere."""
         return self._learner.not_finite
 
     @property
     def lr(self) -> float | None:
-        """The policy's peak learning rate, as in `LocalLearner.lr`."""
         return self._learner.lr
 
     @lr.setter
@@ -176,12 +176,10 @@ class FsdpController:
 
     @property
     def state_values(self) -> dict[str, Any]:
-        """The state's JSON values without its tensors."""
         return self._learner.state_values()
 
     @property
     def store(self) -> ControlStore:
-        """The key-value store of the ranks."""
         return self._workers.store
 
     @property
@@ -218,7 +216,6 @@ class FsdpController:
         return self._call(FsdpLearner.state)
 
     def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for an incomplete state."""
         check_learner_state(tensors, values)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -267,20 +264,11 @@ class FsdpController:
                 self._in_sync = False
                 if isinstance(error, Exception) and (diagnosis := self._workers.watchdog.diagnosis):
                     raise HangError(diagnosis) from error
-                lost = describe_lost_connection(error)
-                if not lost:
+                if not (lost := describe_lost_connection(error)):
                     raise
                 raise RunError(
                     f"{self._workers.wait_for_exit() or lost}, during {operation!r}: its output is above"
                 ) from error
-
-
-def _is_reference_adapterless(model: nn.Module, algorithm: Algorithm) -> bool:
-    """Return whether π_ref stays the policy without its adapters, and no part needs both at once or a second one."""
-    given = algorithm.reference
-    refreshes = given is not None and (given.refresh_every is not None or given.refresh_after_stall is not None)
-    needs_both = algorithm.reward_model is not None or "kl_ref" in algorithm.forward_needs
-    return is_initial_adapter(model) and not refreshes and not needs_both
 
 
 def start_fsdp_learner(
@@ -305,7 +293,6 @@ def start_fsdp_learner(
 
 def describe_lost_connection(error: BaseException) -> str:
     """Return that the connection to another rank was lost, as text; empty for any other error."""
-    is_lost = isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection")
-    )
-    return f"one of the processes that learn together has exited ({str(error).splitlines()[0]})" if is_lost else ""
+    if isinstance(error, RuntimeError) and re.search("[gG]loo|NCCL|Connection", str(error)):
+        return f"one of the processes that learn together has exited ({str(error).splitlines()[0]})"
+    return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from math import ceil
 from typing import Any, TypeVar, cast
 
@@ -22,7 +21,6 @@ from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.sharding import (
     FsdpUnit,
-    ParameterSlot,
     apply_fsdp,
     observe_parameters,
     swap_parameters,
@@ -52,16 +50,11 @@ class ShardedCurvature(Curvature):
     units: Sequence[FsdpUnit]
 
     def verify(self) -> Curvature:
-        """Return self if ⟨Jv, Jv⟩ = ⟨Jᵀ(Jv), v⟩ on a synthetic text.
-
-        Raises:
-            ConfigError: it is not, or an operation of the model has no forward mode.
-        """
+        """Return self if ⟨Jv, Jv⟩ = ⟨Jᵀ(Jv), v⟩ on a synthetic text. Raises ConfigError if it is not, or an operation
+        of the model has no forward mode."""
         optimizer, part = self.networks.optimizer, self._synthetic_pack()
-        generator, shards = (
-            torch.Generator().manual_seed(0),
-            [local_tensor(p.detach()) for p in optimizer.masters.values()],
-        )
+        generator = torch.Generator().manual_seed(0)
+        shards = [local_tensor(p.detach()) for p in optimizer.masters.values()]
         scales = [float(p.std(correction=0)) + 1e-3 if p.numel() else 0.0 for p in shards]
         directions = [torch.randn(p.numel(), generator=generator) * x for p, x in zip(shards, scales, strict=True)]
         v = torch.cat([x.to(p) for x, p in zip(directions, shards, strict=True)])
@@ -104,52 +97,33 @@ class ShardedCurvature(Curvature):
         head_modules = set() if head is None else set(head.modules())
         slots = [slot for slot in self.units[-1].slots if slot.module in head_modules]  # full while the root is called
         head_tangents = {slot.name: full_tensor(tangents[slot.name]) for slot in slots if slot.name in tangents}
+
+        def chunk_surrogate(states: Tensor, change: Tensor, index: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
+            def add_tangent(name: str, p: Tensor) -> Tensor:
+                return make_dual(p.detach(), head_tangents[name].to(p.dtype)) if name in head_tangents else p
+
+            with torch.no_grad():
+                with forward_ad.dual_level(), swap_parameters(slots, add_tangent):
+                    logits, tangent = unpack_dual(self._head(make_dual(states.detach(), change)))
+                cotangent = output_hessian_product(logits, tangent, index, tokens, weight.to(logits.dtype), sampled)
+            return (self._head(states) * cotangent).sum()
+
+        def surrogate() -> Tensor:
+            """Return a scalar whose gradient is Jᵀ H J v, with H the output Hessian."""
+            traced, weights = self._states(part), weight[part.mask]
+            chunks = list(self._chunks(part, traced))
+            total = traced.new_zeros(())
+            for which, index, tokens, order in chunks:
+                inputs = (traced[which], change[which], index, tokens, weights[order])
+                recompute = len(chunks) > 1
+                value = (
+                    checkpoint(chunk_surrogate, *inputs, use_reentrant=False) if recompute else chunk_surrogate(*inputs)
+                )
+                total = total + value
+            return total
+
         with self.networks.backward_mode():
-            product = partial(self._product_surrogate, part, change, (slots, head_tangents), weight, sampled)
-            torch.autograd.backward(self._root(product))
-
-    def _product_surrogate(
-        self,
-        part: Pack,
-        change: Tensor,
-        head: tuple[Sequence[ParameterSlot], Mapping[str, Tensor]],
-        weight: Tensor,
-        sampled: bool,
-    ) -> Tensor:
-        """Return a scalar whose gradient is Jᵀ H J v, with H the output Hessian; `head` is its slots and their tangents."""
-        traced, weights = self._states(part), weight[part.mask]
-        chunks = list(self._chunks(part, traced))
-        total = traced.new_zeros(())
-        for which, index, tokens, order in chunks:
-            surrogate = partial(
-                self._chunk_surrogate, index=index, tokens=tokens, weight=weights[order], sampled=sampled, head=head
-            )
-            inputs = (traced[which], change[which])
-            recompute = len(chunks) > 1
-            total = total + (checkpoint(surrogate, *inputs, use_reentrant=False) if recompute else surrogate(*inputs))
-        return total
-
-    def _chunk_surrogate(
-        self,
-        states: Tensor,
-        change: Tensor,
-        *,
-        index: Tensor,
-        tokens: Tensor,
-        weight: Tensor,
-        sampled: bool,
-        head: tuple[Sequence[ParameterSlot], Mapping[str, Tensor]],
-    ) -> Tensor:
-        slots, tangents = head
-
-        def add_tangent(name: str, p: Tensor) -> Tensor:
-            return make_dual(p.detach(), tangents[name].to(p.dtype)) if name in tangents else p
-
-        with torch.no_grad():
-            with forward_ad.dual_level(), swap_parameters(slots, add_tangent):
-                logits, tangent = unpack_dual(self._head(make_dual(states.detach(), change)))
-            cotangent = output_hessian_product(logits, tangent, index, tokens, weight.to(logits.dtype), sampled)
-        return (self._head(states) * cotangent).sum()
+            torch.autograd.backward(self._root(surrogate))
 
     @contextmanager
     def _shifted(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
@@ -177,27 +151,7 @@ class ShardedScoreNorms(ScoreNorms):
     def _norms(self, batch: Batch, rows: Tensor) -> Norms:
         root: Any = self.units[-1].module
         root.set_requires_gradient_sync(False)
-        try:
-            with self._accumulate_squares() as total:
-                for part in self.division.distribute(pack_singly(batch, rows), self._backward):
-                    total.zero_()
-                    self._backward(part)
-                    yield part.rows, total.clone()[None]
-        finally:
-            root.set_requires_gradient_sync(True)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.evaluator.model.parameters()).device
-
-    def _backward(self, part: Pack) -> None:
-        with torch.enable_grad():
-            torch.autograd.backward(self.evaluator(part.to(self._device)).sum())
-
-    @contextmanager
-    def _accumulate_squares(self) -> Iterator[Tensor]:
-        """Yield a scalar to which each backward pass adds Σ g² of the chosen parameters; gradients are freed."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=next(self.evaluator.model.parameters()).device)
         seen, handles = dict[int, Tensor](), list[RemovableHandle]()
 
         def observe(name: str, p: Tensor) -> None:  # FSDP reuses one object for each full parameter
@@ -213,10 +167,18 @@ class ShardedScoreNorms(ScoreNorms):
             seen[id(p)] = p
             handles.append(p.register_post_accumulate_grad_hook(add_square))  # type: ignore[no-untyped-call]
 
+        def backward(part: Pack) -> None:
+            with torch.enable_grad():
+                torch.autograd.backward(self.evaluator(part.to(total.device)).sum())
+
         try:
             with observe_parameters(self.units, observe):
-                yield total
+                for part in self.division.distribute(pack_singly(batch, rows), backward):
+                    total.zero_()
+                    backward(part)
+                    yield part.rows, total.clone()[None]
         finally:
+            root.set_requires_gradient_sync(True)
             for handle in handles:
                 handle.remove()
 
@@ -230,10 +192,8 @@ class FsdpWorkDivision(WorkDivision):
 
     workers: WorkerGroup
     mesh: DeviceMesh
-    compute_dtype: torch.dtype | None
-    """Precision of a backbone's passes, if lower than that of its weights."""
-    tensor_parallel: int = 1
-    """Number of neighbouring ranks that compute the same."""
+    compute_dtype: torch.dtype | None  # precision of a backbone's passes, if lower than that of its weights
+    tensor_parallel: int = 1  # number of neighbouring ranks that compute the same
 
     def divide(
         self,
@@ -258,8 +218,11 @@ class FsdpWorkDivision(WorkDivision):
         all_packs = list(packs)
         mine = all_packs[rank::size]
         yield from mine
+        # the smallest micro-batch: a single predicted token
+        one, token = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+        batch = Batch(mask=token == 0, group=one, reward=torch.zeros(1), tokens=token, prompts=(one,))
         for _ in range(-(-len(all_packs) // size) - len(mine)):
-            dummy_pass(_minimal_pack())
+            dummy_pass(next(pack_micro_batches(batch, one, 1)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.workers.rank % self.tensor_parallel:  # count one of the ranks that compute the same
@@ -277,10 +240,3 @@ class FsdpWorkDivision(WorkDivision):
             p.data.copy_(self.workers.broadcast_tensor(p if self.workers.rank == 0 else None, p, p.device))
         apply_fsdp(network, self.mesh, self.compute_dtype if hasattr(network, "backbone") else None)
         return network
-
-
-def _minimal_pack() -> Pack:
-    """Make the smallest micro-batch: a single predicted token."""
-    one, token = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    batch = Batch(mask=token == 0, group=one, reward=torch.zeros(1), tokens=token, prompts=(one,))
-    return next(pack_micro_batches(batch, one, 1))

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -41,8 +41,7 @@ from policygrad.models.replica import ModelFactory, full_tensor
 from policygrad.weight_sync.base import PublishedWeights
 
 _SHARDS = (Shard, _StridedShard)  # before torch 2.12 the second is a subclass of the first
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offset, size) of a part of a tensor."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) of a part of a tensor
 BoxReader = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
 """Reads a box of a stored tensor, or all of it (None)."""
 
@@ -52,13 +51,11 @@ BoxReader = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
 
 def shard_to_write(x: Tensor, is_first: bool, is_first_of_tp: bool) -> tuple[tuple[int, ...], Tensor] | None:
     """Return (offset, local tensor) of what this rank writes; None if it holds nothing or another rank writes the same.
+    Raises ConfigError if the tensor's placement gives a rank no box.
 
     Args:
         is_first: This is rank 0, which writes tensors that are not sharded.
         is_first_of_tp: This is the first of the ranks that share layers, which all hold the parameters outside them.
-
-    Raises:
-        ConfigError: the tensor's placement gives a rank no box.
     """
     if not isinstance(x, DTensor):
         return ((0,) * x.ndim, x) if is_first else None
@@ -100,12 +97,7 @@ def shard_like(parameter: DTensor, like: Tensor, read: BoxReader) -> Tensor:
         return shard_rows(like, read, parameter.device_mesh, parameter.to_local().device)
     local = read(local_box(parameter)).to(parameter.to_local().device).contiguous()
     return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=parameter.stride(),
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=like.shape, stride=parameter.stride()
     )
 
 
@@ -124,29 +116,19 @@ class FsdpSpec:
 
     learner: LearnerSpec
     policy: ModelSkeleton
-    reference: ModelSkeleton | None
-    """Skeleton of π_ref, if a part reads it and it is a model of its own."""
-    adapterless_reference: bool
-    """π_ref is the policy with its adapters off."""
-    device: str
-    """cpu or cuda."""
-    threads: int
-    """CPU threads of each rank."""
-    replicate_policy: bool = False
-    """Every rank has the full policy beside its shard, to sample with."""
-    stream_weights: bool = False
-    """No rank has the full policy, not even rank 0 to publish it from."""
+    reference: ModelSkeleton | None  # skeleton of π_ref, if a part reads it and it is a model of its own
+    adapterless_reference: bool  # π_ref is the policy with its adapters off
+    device: str  # cpu or cuda
+    threads: int  # CPU threads of each rank
+    replicate_policy: bool = False  # every rank has the full policy beside its shard, to sample with
+    stream_weights: bool = False  # no rank has the full policy, not even rank 0 to publish it from
 
 
 class FsdpLearner(LocalLearner):
     """A shard of the policy, its moments and its reference."""
 
     def __init__(
-        self,
-        workers: WorkerGroup,
-        spec: FsdpSpec,
-        source: nn.Module | None = None,
-        reference: nn.Module | None = None,
+        self, workers: WorkerGroup, spec: FsdpSpec, source: nn.Module | None = None, reference: nn.Module | None = None
     ) -> None:
         """
         Args:
@@ -157,7 +139,10 @@ class FsdpLearner(LocalLearner):
         self.cache: dict[str, Any] = {}  # for callers: what they make of the full model in this rank
         tp_size = spec.learner.config.tensor_parallel
         torch.set_num_threads(spec.threads)
-        self._device = _select_device(spec.device)
+        self._device = torch.device(spec.device)
+        if spec.device != "cpu":
+            self._device = torch.device(spec.device, int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self._device)
         self.full_model = source
         if source is None and spec.replicate_policy:
             self.full_model = spec.policy.build_empty(self._device)
@@ -265,7 +250,18 @@ class FsdpLearner(LocalLearner):
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, which rank 0 has; the others have its tensors on the meta device."""
-        self.load_shards({name: self._shard_tensor(name, tensor) for name, tensor in tensors.items()}, values)
+        shards = dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            device = self._device if tensor.ndim else torch.device("cpu")
+            complete = self.workers.broadcast_tensor(None if tensor.is_meta else tensor, tensor, device)
+
+            def read(box: tuple[Sequence[int], Sequence[int]] | None, complete: Tensor = complete) -> Tensor:
+                if box is None:
+                    return complete
+                return complete[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))].clone()  # frees the rest
+
+            shards[name] = self.load_shard(name, complete, read)
+        self.load_shards(shards, values)
 
     @torch.no_grad()
     def load_shards(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -277,12 +273,9 @@ class FsdpLearner(LocalLearner):
         """Return this rank's part of a checkpoint's tensor with the shape of `like`."""
         if not like.ndim:
             return read(None)
-        parameter = self._sharded_parameter(name)
-        return (
-            shard_rows(like, read, self._dp_mesh, self._device)
-            if parameter is None
-            else shard_like(parameter, like, read)
-        )
+        if (parameter := self._sharded_parameter(name)) is None:
+            return shard_rows(like, read, self._dp_mesh, self._device)
+        return shard_like(parameter, like, read)
 
     def _sharded_parameter(self, name: str) -> DTensor | None:
         """Return the parameter whose placement a checkpoint's tensor takes; None = sharded by rows, without tensor parallelism."""
@@ -302,21 +295,6 @@ class FsdpLearner(LocalLearner):
         parameter = parameters.get(key if kind == "weights" else key.rpartition("/")[0])
         return parameter if isinstance(parameter, DTensor) else None
 
-    def _shard_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        device = self._device if tensor.ndim else torch.device("cpu")
-        complete = self.workers.broadcast_tensor(None if tensor.is_meta else tensor, tensor, device)
-        if not tensor.ndim:
-            return complete
-        if (parameter := self._sharded_parameter(name)) is None:
-            return distribute_tensor(complete, self._dp_mesh, [Shard(0)], src_data_rank=None)
-
-        def read(box: tuple[Sequence[int], Sequence[int]] | None) -> Tensor:
-            if box is None:
-                return complete
-            return complete[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))]
-
-        return shard_like(parameter, complete, read)
-
 
 def build_meshes(device: str, size: int, tp_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh of the ranks that read different texts, and that of the ranks that share layers (None = no sharing)."""
@@ -325,11 +303,3 @@ def build_meshes(device: str, size: int, tp_size: int) -> tuple[DeviceMesh, Devi
     mesh = init_device_mesh(device, (size // tp_size, tp_size), mesh_dim_names=("texts", "tensor"))
     mesh._flatten("all")  # so that a sum over both dimensions is one operation, about which PyTorch does not warn
     return mesh["texts"], mesh["tensor"]
-
-
-def _select_device(kind: str) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device

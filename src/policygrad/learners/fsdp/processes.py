@@ -33,12 +33,9 @@ from policygrad.utils.user_code import FILE_MODULE
 LOCALHOST = "127.0.0.1"
 CONTROL_TIMEOUT = timedelta(days=30)
 """How long a rank waits for the next message: a rollout or an evaluation may take any time."""
-EXIT_TIMEOUT = 10.0
-"""Seconds that workers have to exit by themselves."""
-MAX_LOCAL_PROCESSES = 16
-"""Processes that any machine may start; more need as many processors."""
-POLL_SECONDS = 0.05
-"""Seconds between checks on workers that are starting."""
+EXIT_TIMEOUT = 10.0  # seconds that workers have to exit by themselves
+MAX_LOCAL_PROCESSES = 16  # processes that any machine may start; more need as many processors
+POLL_SECONDS = 0.05  # seconds between checks on workers that are starting
 _WORKER_SCRIPT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from policygrad.learners.fsdp.worker import main; "
     "main(*map(int, sys.argv[2:]))"
@@ -50,15 +47,12 @@ class WorkerProcess(Protocol):
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
-        ...
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code. Raises subprocess.TimeoutExpired."""
-        ...
 
     def kill(self) -> None:
         """End it at once."""
-        ...
 
 
 class LocalWorker(subprocess.Popen[bytes]):
@@ -90,8 +84,7 @@ class WorkerLauncher:
 
     start: Callable[[str, int, int, int], WorkerProcess] = launch_worker
     """(host, port, rank, size) → a process that calls `WorkerGroup.join` with these."""
-    host: str = LOCALHOST
-    """The address of this machine for those processes."""
+    host: str = LOCALHOST  # the address of this machine for those processes
 
 
 def exit_with_parent() -> None:
@@ -135,19 +128,13 @@ class WorkerGroup:
         self.rank, self.size, self._processes = rank, size, processes
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.store = ControlStore.connect(rank, size, self._control, host)
-        self.watchdog = Watchdog(self.store, size, self._kill_worker)  # started by rank 0
+        self.watchdog = Watchdog(self.store, size, processes)  # started by rank 0
 
     @classmethod
     def start(cls, size: int, launcher: WorkerLauncher | None = None) -> WorkerGroup:
-        """Start the other ranks, or join torchrun's, and return the group as rank 0.
-
-        Args:
-            launcher: Starts the ranks; None = on this machine.
-
-        Raises:
-            ConfigError: torch.distributed is missing or already in use in this process.
-            RunError: a rank exits while it starts.
-        """
+        """Start the other ranks, or join torchrun's, and return the group as rank 0. `launcher` starts the ranks; None
+        = on this machine. Raises ConfigError if torch.distributed is missing or already in use in this process;
+        RunError if a rank exits while it starts."""
         if not dist.is_available():
             raise ConfigError(
                 "learner.world_size above 1 needs torch.distributed, which this torch is built without: set it to 1"
@@ -197,11 +184,8 @@ class WorkerGroup:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def broadcast_object(self, message: object) -> None:
-        """Send an object from rank 0 to all other ranks, which are in `receive_object`.
-
-        Raises:
-            ConfigError: the object cannot be pickled.
-        """
+        """Send an object from rank 0 to all other ranks, which are in `receive_object`. Raises ConfigError if the
+        object cannot be pickled."""
         for name, module in list(sys.modules.items()):
             if name.startswith(FILE_MODULE):  # the other ranks cannot import it by its name
                 cloudpickle.register_pickle_by_value(module)
@@ -252,17 +236,9 @@ class WorkerGroup:
         """Which rank has exited first, with its code; empty if all run or if this process has not started them."""
         return describe_exit(self._processes)
 
-    def _kill_worker(self, rank: int) -> bool:
-        if self._processes:
-            self._processes[rank - 1].kill()
-        return bool(self._processes)
-
     def close(self, in_sync: bool = True) -> None:
-        """End the other ranks and wait for them.
-
-        Args:
-            in_sync: They are waiting for a message, and exit by themselves; otherwise they are in an operation and are killed.
-        """
+        """End the other ranks and wait for them. If `in_sync` they are waiting for a message, and exit by
+        themselves; otherwise they are in an operation and are killed."""
         self.watchdog.close()
         if not in_sync:
             kill_workers(self._processes)

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import cloudpickle
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.hooks import RemovableHandle
 
 from policygrad.core.batch import Forward
 from policygrad.learners.fsdp.processes import WorkerGroup
@@ -38,8 +37,7 @@ from policygrad.models.replica import copy_weights
 class ModelSkeleton:
     """A model without its weights, from which a rank builds its shard of a model that only rank 0 has read."""
 
-    structure: bytes
-    """The pickled model, with parameters on the meta device."""
+    structure: bytes  # the pickled model, with parameters on the meta device
     split_head: bool
     use_tree: bool
     window: int | None
@@ -49,18 +47,20 @@ class ModelSkeleton:
     @classmethod
     def of(cls, model: nn.Module, temperature: float) -> ModelSkeleton:
         """Make the skeleton of a causal language model, with the shortcuts that `build_evaluator` finds valid."""
-        structure = _pickle_structure(model)
-        evaluator = build_evaluator(model, temperature)
+        plain, evaluator = cls.without_shortcuts(model), build_evaluator(model, temperature)
         network = evaluator.network
-        return cls(structure, network.split_head, network.use_tree, evaluator.window, _find_compute_dtype(model))
+        return replace(plain, split_head=network.split_head, use_tree=network.use_tree, window=evaluator.window)
 
     @classmethod
     def without_shortcuts(cls, model: nn.Module) -> ModelSkeleton:
         """Make the skeleton of a model that is only called as a unit, such as a classifier."""
-        return cls(_pickle_structure(model), False, False, None, _find_compute_dtype(model))
+        file = io.BytesIO()
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
+        compute_dtype = next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
+        return cls(file.getvalue(), False, False, None, compute_dtype)
 
     def build_meta(self) -> Any:
-        """ModelFactory the model with parameters on the meta device; tied ones are one object."""
+        """Build the model with parameters on the meta device; tied ones are one object."""
         model = pickle.loads(self.structure)
         disable_tree_attention(model)
         if self.use_tree:
@@ -68,7 +68,7 @@ class ModelSkeleton:
         return model
 
     def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:
-        """ModelFactory the model on a device, frozen, with uninitialised weights."""
+        """Build the model on a device, frozen, with uninitialised weights."""
         model: nn.Module = self.build_meta()
 
         def values(p: nn.Parameter) -> Tensor:
@@ -84,11 +84,8 @@ def materialise(
     values: Callable[[nn.Parameter], Tensor],
     created: dict[Tensor, nn.Parameter],
 ) -> None:
-    """Replace meta parameters by `values(parameter)` and move buffers to the device.
-
-    Args:
-        created: The parameters made so far, by the one that they replace, so that tied ones stay one.
-    """
+    """Replace meta parameters by `values(parameter)` and move buffers to the device. `created` has the parameters made
+    so far by the one that they replace, so that tied ones stay one."""
     for module in modules:
         for key, p in module._parameters.items():
             if p is not None and p.is_meta:
@@ -125,34 +122,17 @@ def _meta_parameter(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: b
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
 
 
-def _pickle_structure(model: nn.Module) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
-    return file.getvalue()
-
-
-def _find_compute_dtype(model: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in model.parameters() if at_least_float32(p).dtype != p.dtype), None)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedEvaluator(Evaluator):
     """Log-probabilities under a sharded model; all ranks evaluate at the same time, each a pack of its own."""
 
     root: CallModule
 
-    def forward(
-        self,
-        part: Pack,
-        needs: frozenset[str] = frozenset(),
-        old: Evaluator | None = None,
-        reference: Evaluator | None = None,
-        expected: Tensor | None = None,
-    ) -> Forward:
-        """Evaluate inside the root; `old` and `reference` are sharded too."""
+    def forward(self, part: Pack, *args: Any, **options: Any) -> Forward:
+        """Evaluate inside the root; other evaluators are sharded too."""
 
         def work() -> dict[str, Tensor]:  # FSDP does not find the tensors in a dataclass
-            out = Evaluator.forward(self, part, needs, old, reference, expected)
+            out = Evaluator.forward(self, part, *args, **options)
             return {f.name: x for f in fields(out) if (x := getattr(out, f.name)) is not None}
 
         return Forward(**cast(Any, self.root)(work))
@@ -180,18 +160,10 @@ class ShardedEvaluator(Evaluator):
 class AdapterlessEvaluator(ShardedEvaluator):
     """Evaluates the policy with its adapters off, which is the initial policy and takes no memory."""
 
-    def forward(
-        self,
-        part: Pack,
-        needs: frozenset[str] = frozenset(),
-        old: Evaluator | None = None,
-        reference: Evaluator | None = None,
-        expected: Tensor | None = None,
-    ) -> Forward:
-        """Evaluate with the adapters off."""
+    def forward(self, part: Pack, *args: Any, **options: Any) -> Forward:
         set_adapters_enabled(self.model, False)
         try:
-            return ShardedEvaluator.forward(self, part, needs, old, reference, expected)
+            return ShardedEvaluator.forward(self, part, *args, **options)
         finally:
             set_adapters_enabled(self.model, True)
 
@@ -224,12 +196,8 @@ def shard_model(
     temperature: float,
     tp_mesh: DeviceMesh | None = None,
 ) -> ShardedEvaluator:
-    """ModelFactory the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than one full
-    layer.
-
-    Args:
-        tp_mesh: The ranks that share the layers' matrices (tensor parallelism).
-    """
+    """Build the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than
+    one full layer. `tp_mesh` is of the ranks that share the layers' matrices (tensor parallelism)."""
     weights = None if source is None else dict(source.named_parameters())
 
     def values(name: str, p: Tensor) -> Tensor:
@@ -245,7 +213,7 @@ def shard_copy(
     device: torch.device,
     tp_mesh: DeviceMesh | None = None,
 ) -> ShardedEvaluator:
-    """ModelFactory a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
+    """Build a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
 
     def values(name: str, p: Tensor) -> Tensor:
         return torch.empty_like(p, device=device)
@@ -264,7 +232,7 @@ def _build_sharded(
     temperature: float,
     tp_mesh: DeviceMesh | None,
 ) -> ShardedEvaluator:
-    """ModelFactory and shard layer by layer; `values(name, like)` returns a full parameter."""
+    """Build and shard layer by layer; `values(name, like)` returns a full parameter."""
     model = skeleton.build_meta()
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     module_names = {module: name for name, module in model.named_modules()}
@@ -287,11 +255,8 @@ def apply_fsdp(
     compute_dtype: torch.dtype | None,
     prepare: Callable[[nn.Module], None] = lambda unit: None,
 ) -> None:
-    """Shard a module's parameters layer by layer, each after `prepare`.
-
-    Args:
-        compute_dtype: Precision in which parameters are gathered, if lower than theirs; gradients are then summed in float32.
-    """
+    """Shard a module's parameters layer by layer, each after `prepare`. `compute_dtype` is the precision in which
+    parameters are gathered, if lower than theirs; gradients are then summed in float32."""
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -300,9 +265,7 @@ def apply_fsdp(
         module = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if hasattr(
-            module, "set_reduce_scatter_unused_params"
-        ):  # torch 2.13: for experts that only some ranks' tokens use
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some ranks' tokens use
             module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
@@ -325,8 +288,7 @@ class ParameterSlot:
 
     module: nn.Module
     key: str
-    name: str
-    """The parameter's name in the model."""
+    name: str  # the parameter's name in the model
 
     @property
     def value(self) -> Tensor:
@@ -355,13 +317,8 @@ def find_fsdp_units(root: CallModule) -> list[FsdpUnit]:
     for unit in reversed([module for module in root.modules() if isinstance(module, FSDPModule)]):
         modules = [module for module in unit.modules() if module not in seen]
         seen.update(modules)
-        slots = (
-            ParameterSlot(module, key, names[id(p)])
-            for module in modules
-            for key, p in module._parameters.items()
-            if p is not None
-        )
-        units.append(FsdpUnit(unit, tuple(slots)))
+        found = ((module, key, p) for module in modules for key, p in module._parameters.items() if p is not None)
+        units.append(FsdpUnit(unit, tuple(ParameterSlot(module, key, names[id(p)]) for module, key, p in found)))
     return units
 
 
@@ -384,19 +341,19 @@ def swap_parameters(slots: Iterable[ParameterSlot], replacement: Replacement) ->
 def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Iterator[None]:
     """Replace the parameters of each unit while it is called; `replacement` may gather if all ranks call the same units."""
 
-    def hook(unit: FsdpUnit) -> list[RemovableHandle]:
-        stack = ExitStack()
+    with ExitStack() as hooks:
+        for unit in units:
+            stack = ExitStack()
 
-        def enter(module: nn.Module, args: Any) -> None:
-            stack.enter_context(swap_parameters(unit.slots, replacement))
+            def enter(module: nn.Module, args: Any, unit: FsdpUnit = unit, stack: ExitStack = stack) -> None:
+                stack.enter_context(swap_parameters(unit.slots, replacement))
 
-        def restore(module: nn.Module, args: Any, out: Any) -> None:
-            stack.close()
+            def restore(module: nn.Module, args: Any, out: Any, stack: ExitStack = stack) -> None:
+                stack.close()
 
-        # FSDP gathers in its pre-hook, before this one, and frees in its forward hook, after this one.
-        return [unit.module.register_forward_pre_hook(enter), unit.module.register_forward_hook(restore, prepend=True)]
-
-    with _removing([handle for unit in units for handle in hook(unit)]):
+            # FSDP gathers in its pre-hook, before this one, and frees in its forward hook, after this one.
+            hooks.enter_context(unit.module.register_forward_pre_hook(enter))
+            hooks.enter_context(unit.module.register_forward_hook(restore, prepend=True))
         yield
 
 
@@ -404,21 +361,12 @@ def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Ite
 def observe_parameters(units: Sequence[FsdpUnit], observe: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call `observe` with the name and value of each full parameter whenever its unit is called."""
 
-    def hook(unit: FsdpUnit) -> RemovableHandle:
-        def enter(module: nn.Module, args: Any) -> None:
-            for slot in unit.slots:
-                observe(slot.name, slot.value)
+    with ExitStack() as hooks:
+        for unit in units:
 
-        return unit.module.register_forward_pre_hook(enter)
+            def enter(module: nn.Module, args: Any, unit: FsdpUnit = unit) -> None:
+                for slot in unit.slots:
+                    observe(slot.name, slot.value)
 
-    with _removing([hook(unit) for unit in units]):
+            hooks.enter_context(unit.module.register_forward_pre_hook(enter))
         yield
-
-
-@contextmanager
-def _removing(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

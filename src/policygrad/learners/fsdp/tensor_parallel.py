@@ -43,11 +43,8 @@ def resolve_tp_plan(model: Any) -> dict[str, str]:
 
 
 def check_tensor_parallel(model: Any, size: int, algorithm: Algorithm) -> None:
-    """Check that the model's layers can be divided between `size` ranks.
-
-    Raises:
-        ConfigError: the model has no plan or cannot follow it; the algorithm reads gradients layer by layer.
-    """
+    """Check that the model's layers can be divided between `size` ranks. Raises ConfigError if the model has no plan or
+    cannot follow it, or the algorithm reads gradients layer by layer."""
     if size == 1:
         return
     option, name, plan = f"learner.tensor_parallel={size}", type(model).__name__, resolve_tp_plan(model)

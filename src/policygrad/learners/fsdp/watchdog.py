@@ -3,9 +3,8 @@
 The watchdog is active only inside collective operations (an update, sampling). Work that rank 0 does alone, such as rewards and
 callbacks, may take any time. Heartbeats are counted instead of timed, so a machine that was suspended has missed none.
 
-`faulthandler.dump_traceback_later` in each rank would be shorter, but it cannot tell a rank that is stuck from the ranks that wait
-for it in a collective or from one that computes for minutes, and it writes the stacks of one process only. faulthandler serves for
-the one case that Python code cannot handle: a rank stuck in C code that holds the interpreter lock.
+`faulthandler.dump_traceback_later` cannot tell a rank that is stuck from the ranks that wait for it in a collective, or from one
+that computes for minutes. faulthandler serves where Python code cannot: a rank stuck in C code that holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from datetime import timedelta
 from math import ceil
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,18 +36,16 @@ from torch._C._distributed_c10d import Store, TCPStore
 from policygrad.errors import HangError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
 
-STORE_TIMEOUT = timedelta(days=30)
-"""Long, so that workers wait for a suspended rank 0 (Ctrl-Z)."""
-BEAT_SECONDS = 1.0
-"""Seconds between heartbeats."""
+if TYPE_CHECKING:
+    from policygrad.learners.fsdp.processes import WorkerProcess
+
+STORE_TIMEOUT = timedelta(days=30)  # long, so that workers wait for a suspended rank 0 (Ctrl-Z)
+BEAT_SECONDS = 1.0  # seconds between heartbeats
 MIN_CPU_FRACTION = 0.02
 """CPU seconds per second below which a process counts as idle; sending heartbeats takes a tenth of that."""
-STACK_AFTER_BEATS = 3
-"""Idle heartbeats after which the stack is sent along."""
-EXIT_SECONDS = 10.0
-"""Seconds that a process has to leave an operation or to exit by itself."""
-STACKS_FILE = "stacks.txt"
-"""In the run's folder: the stack of every process at a hang."""
+STACK_AFTER_BEATS = 3  # idle heartbeats after which the stack is sent along
+EXIT_SECONDS = 10.0  # seconds that a process has to leave an operation or to exit by itself
+STACKS_FILE = "stacks.txt"  # in the run's folder: the stack of every process at a hang
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -64,11 +62,7 @@ class ControlStore:
 
     @classmethod
     def connect(cls, rank: int, size: int, group: dist.ProcessGroup, host: str) -> ControlStore:
-        """Connect to rank 0's store, whose port is broadcast in `group`.
-
-        Args:
-            host: The address of rank 0's machine; torchrun's, if torchrun started the processes.
-        """
+        """Connect to the store of rank 0, on the machine `host` or torchrun's master; its port is broadcast in `group`."""
         host = os.environ["MASTER_ADDR"] if torchrun_rank() is not None else host
         server = TCPStore(host, 0, size, True, STORE_TIMEOUT, wait_for_workers=False) if rank == 0 else None
         port = [0 if server is None else server.port]
@@ -101,16 +95,11 @@ class ControlStore:
 class Heartbeat:
     """The state of one process."""
 
-    number: int
-    """Consecutive number of the heartbeat."""
-    idle_beats: int
-    """Consecutive heartbeats without progress."""
-    in_collective: bool = False
-    """The thread waits for other ranks."""
-    location: str = ""
-    """Innermost function outside torch and the standard library, with file and line."""
-    stack: str = ""
-    """Stack of an idle thread."""
+    number: int  # consecutive number of the heartbeat
+    idle_beats: int  # consecutive heartbeats without progress
+    in_collective: bool = False  # the thread waits for other ranks
+    location: str = ""  # innermost function outside torch and the standard library, with file and line
+    stack: str = ""  # stack of an idle thread
     pid: int = 0
     host: str = ""
 
@@ -248,11 +237,8 @@ def diagnose_hang(beats: Sequence[Heartbeat | None], missed: Sequence[int], limi
     """
     seconds = f"{limit * BEAT_SECONDS:g} seconds"
     if unresponsive := tuple(rank for rank, checks in enumerate(missed) if checks >= limit):
-        names = _join_ranks(unresponsive)
-        return HangDiagnosis(
-            unresponsive,
-            f"{names} did not answer for {seconds}: ended, stopped, or stuck in C code that does not let Python run",
-        )
+        reason = f"did not answer for {seconds}: ended, stopped, or stuck in C code that does not let Python run"
+        return HangDiagnosis(unresponsive, f"{_join_ranks(unresponsive)} {reason}")
     idle = {rank: beat for rank, beat in enumerate(beats) if beat is not None and beat.idle_beats >= limit}
     if stuck := {rank: beat for rank, beat in idle.items() if not beat.in_collective}:
         locations = ", ".join(beat.location for beat in stuck.values())
@@ -272,12 +258,9 @@ def _join_ranks(ranks: Sequence[int]) -> str:
 class Watchdog:
     """A thread in rank 0 that ends a run whose processes hang, from `start` to `close`."""
 
-    def __init__(self, store: ControlStore, size: int, kill: Callable[[int], bool]) -> None:
-        """
-        Args:
-            kill: Kills a rank if this process has started it; returns whether it did.
-        """
-        self._store, self._size, self._kill = store, size, kill
+    def __init__(self, store: ControlStore, size: int, processes: Sequence[WorkerProcess]) -> None:
+        """`processes` are the ranks above 0 if this process has started them."""
+        self._store, self._size, self._processes = store, size, processes
         self._monitor, self._closed = ThreadMonitor(None), threading.Event()
         self._thread: threading.Thread | None = None
         self._beats: list[Heartbeat | None] = [None] * size
@@ -339,7 +322,9 @@ class Watchdog:
     def _end_hang(self, diagnosis: HangDiagnosis, operation: str) -> None:
         """Kill the ranks that hang, which fails the collective in the others; exit if rank 0 does not leave it either."""
         count = self._operation_count
-        self._request_stacks(diagnosis.ranks)
+        for rank in diagnosis.ranks:  # one that is stuck in C code still prints its stack by faulthandler
+            if self._missed[rank] >= self._limit and self._signal_local(rank, signal.SIGUSR1):
+                time.sleep(BEAT_SECONDS)
         self.diagnosis = f"{diagnosis.message}, during {operation!r}. {self._write_stacks()}"
         print(self.diagnosis, file=sys.stderr, flush=True)
         for rank in diagnosis.ranks:
@@ -355,12 +340,6 @@ class Watchdog:
             print("error: rank 0 is stuck and could not be interrupted; exiting", file=sys.stderr, flush=True)
             os._exit(HangError.code)
 
-    def _request_stacks(self, ranks: Sequence[int]) -> None:
-        """Let unresponsive ranks on this machine print their stacks to standard error by faulthandler."""
-        for rank in ranks:
-            if self._missed[rank] >= self._limit and self._signal_local(rank, signal.SIGUSR1):
-                time.sleep(BEAT_SECONDS)
-
     def _signal_local(self, rank: int, number: int) -> bool:
         beat = self._beats[rank]
         is_local = beat is not None and beat.host == socket.gethostname()
@@ -371,28 +350,32 @@ class Watchdog:
 
     def _write_stacks(self) -> str:
         """Write the stacks of all ranks to the run's folder or standard error; return where they are and how to resume."""
-        stacks = "\n".join(self._format_stack(rank) for rank in range(self._size))
+        stacks = []
+        for rank, beat in enumerate(self._beats):
+            if beat is None:
+                stacks.append(f"rank {rank} has never sent a heartbeat\n")
+                continue
+            state = "waits for other ranks" if beat.in_collective else "does not wait for other ranks"
+            missed = f", its last heartbeat was {n} checks ago" if (n := self._missed[rank]) > 1 else ""
+            stacks.append(
+                f"rank {rank} (process {beat.pid} on {beat.host}) has made no progress for {beat.idle_beats} heartbeats and "
+                f"{state}{missed}; in {beat.location}\n{beat.stack}"
+            )
+        text = "\n".join(stacks)
         resume = f"resume from the last checkpoint with --resume {self._folder}"
         try:
             if self._folder is not None:
-                (self._folder / STACKS_FILE).write_text(stacks, encoding="utf-8")
+                (self._folder / STACKS_FILE).write_text(text, encoding="utf-8")
                 return f"The stacks are in {self._folder / STACKS_FILE}; {resume}, and raise --learner.hang-timeout if nothing hung"
         except OSError:
             pass
-        print(stacks, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
         return "The stacks are above" if self._folder is None else f"The stacks are above; {resume}"
-
-    def _format_stack(self, rank: int) -> str:
-        beat = self._beats[rank]
-        if beat is None:
-            return f"rank {rank} has never sent a heartbeat\n"
-        state = "waits for other ranks" if beat.in_collective else "does not wait for other ranks"
-        text = f"rank {rank} (process {beat.pid} on {beat.host}) has made no progress for {beat.idle_beats} heartbeats and {state}"
-        missed = f", its last heartbeat was {n} checks ago" if (n := self._missed[rank]) > 1 else ""
-        return f"{text}{missed}; in {beat.location}\n{beat.stack}"
 
     def _kill_rank(self, rank: int) -> None:
         """Kill a rank as its parent, or else through the store and, on this machine, by its process id."""
-        if rank != 0 and not self._kill(rank):
+        if rank != 0 and self._processes:
+            self._processes[rank - 1].kill()
+        elif rank != 0:
             self._store.set(exit_key(rank), "")
             self._signal_local(rank, signal.SIGKILL)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.learners.local.forward import Network
 from policygrad.learners.local.packing import Pack, pack_micro_batches
-from policygrad.learners.local.tree_attention import AttentionBlock, AttentionTree, enable_tree_attention
+from policygrad.learners.local.tree_attention import enable_tree_attention
 from policygrad.models.adapters import add_adapters
 from policygrad.models.lora_config import Lora
 
@@ -51,7 +50,7 @@ def saved_activation_bytes(
         network = Network(model, split_head=True, use_tree=enable_tree_attention(model))
         storages = dict[int, int]()
         with count_saved_tensors(storages, model):
-            states = network.hidden(_fake_pack(part, mode))
+            states = network.hidden(part.map(mode.from_tensor))
         del states
     return sum(storages.values())
 
@@ -97,14 +96,3 @@ def _synthetic_pack(tokens: int, prompt: int, completion: int, group: int) -> Pa
         prompts=tuple(torch.full((max(1, prompt),), rows + g) for g in range(groups)),
     )
     return next(pack_micro_batches(batch, torch.arange(rows), 10**12))
-
-
-def _fake_pack(part: Pack, mode: Any) -> Pack:
-    def fake(x: Any) -> Any:
-        return mode.from_tensor(x) if isinstance(x, Tensor) else x
-
-    blocks = tuple(
-        AttentionBlock(*(fake(getattr(b, f.name)) for f in fields(AttentionBlock))) for b in part.tree.blocks
-    )
-    tensors = {f.name: fake(getattr(part, f.name)) for f in fields(Pack) if f.name != "tree"}
-    return Pack(**tensors, tree=AttentionTree(blocks, fake(part.tree.output_index)))

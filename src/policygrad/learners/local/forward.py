@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from policygrad.models.loading import at_least_float32
 from policygrad.models.moe_routing import Routing
 
 Inputs = dict[str, Any]
-MAX_LOGITS = 2**26
-"""Logits in memory at a time, in elements (256 MiB in float32)."""
+MAX_LOGITS = 2**26  # logits in memory at a time, in elements (256 MiB in float32)
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 
 
@@ -37,10 +37,8 @@ class Network:
     split_head: bool = False
     """The head on last hidden states gives the model's logits, so it need only see predicting positions; otherwise a state is the
     logits themselves."""
-    use_tree: bool = False
-    """The model reads a pack as a tree, each node once; otherwise text by text."""
-    routing: Routing | None = None
-    """Replays the sampler's experts in a mixture of experts."""
+    use_tree: bool = False  # the model reads a pack as a tree, each node once; otherwise text by text
+    routing: Routing | None = None  # replays the sampler's experts in a mixture of experts
 
     @property
     def vocabulary(self) -> int:
@@ -225,16 +223,14 @@ class Evaluator:
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
+        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary. Raises
+        ValueError if an unknown statistic, kl_old without `old`, or kl_ref without `reference`.
 
         Args:
             needs: entropy, kl_old = KL(π_old‖π), kl_ref = KL(π‖π_ref).
             old: Evaluator of π_old.
             reference: Evaluator of π_ref.
             expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
-
-        Raises:
-            ValueError: an unknown statistic, kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
         if unknown := set(names) - {"entropy", "kl_old", "kl_ref"}:
@@ -247,41 +243,33 @@ class Evaluator:
             raise ValueError("kl_ref compares with the reference: pass its evaluator as `reference`")
         compared = [x for name, x in (("kl_old", old), ("kl_ref", reference)) if name in names and x is not None]
         states, tokens, index = self.network_for(part).states(part), part.tokens[part.mask], part.predictor[part.mask]
-        head = self.network.head
+        network, head, temperature = self.network, self.network.head, self.temperature
         statistics: Sequence[Tensor | None]
         if type(head) is nn.Linear and not compared:
             gradient = None if expected is None else expected[part.mask]
             statistics = fused_log_probability(
-                states, head, index, tokens, self.temperature, entropy="entropy" in names, expected=gradient
+                states, head, index, tokens, temperature, entropy="entropy" in names, expected=gradient
             )
-        else:
-            statistics = self._forward_exact(part, states, names, compared)
+        else:  # through the head module; the backward pass recomputes a chunk's logits
+            with torch.no_grad():
+                compared_states = [other.states(part).index_select(0, index) for other in compared]
+
+            def compute(tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
+                logits = network.logits(states)
+                with torch.no_grad():
+                    fixed = [other.network.logits(x) for other, x in zip(compared, other_states, strict=True)]
+                old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
+                logp = selected_logp(logits, tokens, temperature)
+                return logp, *compute_exact(logits, old, names, temperature, reference)
+
+            columns = (tokens, states.index_select(0, index), *compared_states)
+            size = max(1, MAX_LOGITS // network.width(states))
+            recomputed = partial(checkpoint, compute, use_reentrant=False)
+            run = recomputed if torch.is_grad_enabled() and len(index) > size else compute
+            chunks = zip(*(torch.split(x, size) for x in columns), strict=True)
+            statistics = [torch.cat(x) for x in zip(*(run(*chunk) for chunk in chunks), strict=True)]
         placed = (x.new_zeros(part.mask.shape).masked_scatter(part.mask, x) for x in statistics if x is not None)
         return Forward(next(placed), **dict(zip(names, placed, strict=True)))
-
-    def _forward_exact(
-        self, part: Pack, states: Tensor, names: Sequence[str], compared: Sequence[Evaluator]
-    ) -> list[Tensor]:
-        """Return logp and `names`, each [n], through the head module; the backward pass recomputes a chunk's logits."""
-        index, head = part.predictor[part.mask], self.network.logits
-        with torch.no_grad():
-            compared_states = [other.states(part).index_select(0, index) for other in compared]
-
-        def compute_chunk(tokens: Tensor, states: Tensor, *other_states: Tensor) -> tuple[Tensor, ...]:
-            logits = head(states)
-            with torch.no_grad():
-                fixed = [other.network.logits(x) for other, x in zip(compared, other_states, strict=True)]
-            old, reference = fixed[0] if "kl_old" in names else None, fixed[-1] if "kl_ref" in names else None
-            logp = selected_logp(logits, tokens, self.temperature)
-            return logp, *compute_exact(logits, old, names, self.temperature, reference)
-
-        columns = (part.tokens[part.mask], states.index_select(0, index), *compared_states)
-        size = max(1, MAX_LOGITS // self.network.width(states))
-        compute: Callable[..., tuple[Tensor, ...]] = compute_chunk
-        if torch.is_grad_enabled() and len(index) > size:
-            compute = lambda *x: checkpoint(compute_chunk, *x, use_reentrant=False)  # noqa: E731
-        chunks = zip(*(torch.split(x, size) for x in columns), strict=True)
-        return [torch.cat(x) for x in zip(*(compute(*chunk) for chunk in chunks), strict=True)]
 
 
 @torch.no_grad()

@@ -52,14 +52,12 @@ class LocalLearner:
         build: ModelFactory | None = None,
         reference: nn.Module | None = None,
     ) -> None:
-        """
+        """Raises ConfigError if a learning rate is missing; `config.trainable` matches no parameter; a reference is
+        named but not given; ModelError if the model is needed twice and cannot be made a second time.
+
         Args:
             build: Makes another instance of the model, for a reference, say, if its configuration cannot.
             reference: The model that `Reference.model` names, loaded (`load_reference`).
-
-        Raises:
-            ConfigError: a learning rate is missing; `config.trainable` matches no parameter; a reference is named but not given.
-            ModelError: the model is needed twice and cannot be made a second time.
         """
         algorithm, config = spec.algorithm, spec.config
         rule = algorithm.update_rule
@@ -157,13 +155,10 @@ class LocalLearner:
 
     @property
     def lr(self) -> float | None:
-        """The policy's peak learning rate, which the schedule multiplies; None if the update rule uses none.
+        """The policy's peak learning rate, which the schedule multiplies; None if the update rule uses none. Raises
+        ConfigError if set to an invalid rate, or where none is used.
 
-        It may be set between updates; the critic keeps its own, and checkpoints contain neither.
-
-        Raises:
-            ConfigError: set to an invalid rate, or where none is used.
-        """
+        It may be set between updates; the critic keeps its own, and checkpoints contain neither."""
         return self.optimizer.lr if self.uses_lr else None
 
     @lr.setter

@@ -24,24 +24,18 @@ from torch.autograd.function import once_differentiable
 
 from policygrad.models.loading import at_least_float32
 
-BUFFER_CPU = 2**21
-"""Elements of the logits buffer on a CPU: few enough for the processor's cache."""
-BUFFER_ACCELERATOR = 2**27
-"""Elements of the logits buffer on an accelerator, where a matrix product needs more of them."""
-MAX_CACHED = 2**24
-"""Probabilities cached for the backward pass, in elements (64 MiB)."""
+BUFFER_CPU = 2**21  # elements of the logits buffer on a CPU: few enough for the processor's cache
+BUFFER_ACCELERATOR = 2**27  # elements of the logits buffer on an accelerator, where a matrix product needs more of them
+MAX_CACHED = 2**24  # probabilities cached for the backward pass, in elements (64 MiB)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenPairs:
     """Pairs of a state and a token that it predicts, sorted by state."""
 
-    index: Tensor
-    """[n] state, ascending."""
-    tokens: Tensor
-    """[n]."""
-    order: Tensor
-    """[n] the caller's index of each pair."""
+    index: Tensor  # [n] state, ascending
+    tokens: Tensor  # [n]
+    order: Tensor  # [n] the caller's index of each pair
 
     @classmethod
     def of(cls, index: Tensor, tokens: Tensor) -> TokenPairs:
@@ -70,12 +64,8 @@ def fused_log_probability(
     entropy: bool = False,
     expected: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log π [n] of `tokens` [n] at the states [u, H] given by `index` [n] and, if asked for, the entropy [n]; nats, with
-    graph.
-
-    Args:
-        expected: [n] the gradient that log π will receive, if known.
-    """
+    """Return log π [n] of `tokens` [n] at the states [u, H] given by `index` [n] and, if asked for, the entropy [n];
+    nats, with graph. `expected`: [n] the gradient that log π will receive, if known."""
     pairs = TokenPairs.of(index, tokens)
     hint = None if expected is None or entropy or not torch.is_grad_enabled() else expected[pairs.order]
     room = MAX_CACHED if hint is None and torch.is_grad_enabled() else 0

@@ -56,19 +56,17 @@ class ValueNetwork(nn.Module):
                 return policy.network_for(part).hidden(part).to(dtype)
 
             self.states = policy_states
-        self.head = _build_head(policy.network.hidden_size, critic.hidden).to(first.device, dtype)
+        width, hidden = policy.network.hidden_size, critic.hidden
+        last = nn.Linear(hidden or width, 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        head = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last) if hidden else last
+        self.head = head.to(first.device, dtype)
 
     def forward(self, part: Pack) -> Tensor:
         """Return [b, T] the value before each token, read at the position that predicts it; 0 off the mask."""
         values: Tensor = self.head(self.states(part)).squeeze(-1).float()
         return torch.where(part.mask, values.index_select(0, part.predictor.flatten()).view_as(part.mask), 0.0)
-
-
-def _build_head(width: int, hidden: int) -> nn.Module:
-    last = nn.Linear(hidden or width, 1)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), last) if hidden else last
 
 
 @dataclass(eq=False)
@@ -117,11 +115,8 @@ class ValueModel:
         return replace(batch, values=self.division.all_reduce(out))
 
     def add_bootstrap(self, batch: Batch) -> Batch:
-        """Return the batch with `bootstrap` [B], float32: the value after the last sampled token of truncated completions, else 0.
-
-        Raises:
-            ConfigError: the batch does not tell which completions were truncated.
-        """
+        """Return the batch with `bootstrap` [B], float32: the value after the last sampled token of truncated
+        completions, else 0. Raises ConfigError if the batch does not tell which completions were truncated."""
         truncated = require_field(batch.truncated, self, "truncated") & batch.mask.any(1)
         width = batch.mask.shape[1]
         end = width - batch.mask.int().flip(1).argmax(1)  # the position after it has no token yet, and any id will do
@@ -192,8 +187,7 @@ class ImplicitRewardModel:
     """π_φ of an implicit reward, a language model fitted one micro-batch at a time. Policy updates never change it."""
 
     part: ImplicitReward
-    evaluator: Evaluator
-    """Evaluates π_φ."""
+    evaluator: Evaluator  # evaluates π_φ
     optimizer: Optimizer
     config: LearnerConfig
     division: WorkDivision = field(default_factory=WorkDivision)
@@ -260,8 +254,7 @@ class TrainedNetworks:
     optimizer: Optimizer
     config: LearnerConfig
     critic: ValueModel | None = None
-    old: Evaluator | None = None
-    """π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)."""
+    old: Evaluator | None = None  # π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)
     reward_model: ImplicitRewardModel | None = None
     reference: Evaluator | None = None
     division: WorkDivision = field(default_factory=WorkDivision)

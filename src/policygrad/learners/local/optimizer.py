@@ -34,11 +34,7 @@ class Optimizer:
         full_precision = (torch.float32, torch.float64)
         self.masters = {n: p if p.dtype in full_precision else p.detach().float() for n, p in self.parameters.items()}
         self.adam = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
+            list(self.masters.values()), lr=lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )
 
     def accumulate_master_grads(self) -> None:
@@ -51,17 +47,12 @@ class Optimizer:
                 parameter.grad = None
 
     def step(self, explain: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[float | None, float]:
-        """Take an AdamW step.
-
-        Args:
-            explain: Returns (the part that made a gradient not finite, a sentence about it), ("", "") if none did; called only
-                for such a gradient.
+        """Take an AdamW step. `explain`: returns (the part that made a gradient not finite, a sentence about it), ("",
+        "") if none did; called only for such a gradient. Raises NumericsError if the gradient is not finite; the
+        weights are unchanged.
 
         Returns:
             (gradient norm before clipping, learning rate); the norm is None, and no step is taken, if there is no gradient.
-
-        Raises:
-            NumericsError: the gradient is not finite; the weights are unchanged.
         """
         rate = self.lr * self.config.lr_factor(self.num_updates, self.total)
         masters = [m for m in self.masters.values() if m.grad is not None]
@@ -128,11 +119,8 @@ class Optimizer:
         self.adam.state.clear()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return master weights, AdamW's moments and the number of updates.
-
-        Raises:
-            CheckpointError: an error has interrupted a step, so that only some weights have changed.
-        """
+        """Return master weights, AdamW's moments and the number of updates. Raises CheckpointError if an error has
+        interrupted a step, so that only some weights have changed."""
         if not self.consistent:
             raise CheckpointError("an error interrupted an update, so the weights belong to no single step")
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
@@ -143,12 +131,8 @@ class Optimizer:
         return tensors, {"taken": self.num_updates, "moments": moments}
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint, bit for bit.
-
-        Raises:
-            KeyError: the checkpoint is of another model.
-            CheckpointError: AdamW's moments are missing, or shapes differ.
-        """
+        """Load the state of a checkpoint, bit for bit. Raises KeyError if the checkpoint is of another model;
+        CheckpointError if AdamW's moments are missing, or shapes differ."""
         check_moments(tensors, values)
         for name, master in self.masters.items():  # copying would broadcast
             for key in (f"weights/{name}", f"adam/{name}/exp_avg", f"adam/{name}/exp_avg_sq"):
@@ -213,11 +197,8 @@ def unset_padding_index(model: nn.Module) -> None:
 
 
 def set_trainable(model: nn.Module, pattern: str) -> None:
-    """Train only the parameters whose name a regular expression matches; an empty one changes nothing.
-
-    Raises:
-        ConfigError: it matches none.
-    """
+    """Train only the parameters whose name a regular expression matches; an empty one changes nothing. Raises
+    ConfigError if it matches none."""
     if not pattern:
         return
     trainable = {name: re.search(pattern, name) is not None for name, _ in model.named_parameters()}

@@ -7,7 +7,7 @@ completion attends to its prompt and itself alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,26 +32,19 @@ class TokenSequences:
     A completion whose earlier tokens were rewritten on the way (`Batch.positions`) is several texts.
     """
 
-    rows: Ints
-    """[n] completion of the batch."""
+    rows: Ints  # [n] completion of the batch
     ids: NDArray[np.uint32]
     """[n, W] token ids plus 1, padded with 0; big-endian, so that the bytes sort like the tokens."""
-    offsets: Ints
-    """[n] token t of the row is at offset + t in the text: the prompt's length if the row is one text."""
-    spans: Ints
-    """[n, 2] first and end of the row's tokens that this text alone predicts."""
-    lengths: Ints
-    """[n] number of tokens."""
+    offsets: Ints  # [n] token t of the row is at offset + t in the text: the prompt's length if the row is one text
+    spans: Ints  # [n, 2] first and end of the row's tokens that this text alone predicts
+    lengths: Ints  # [n] number of tokens
     positions: Ints | None = None
     """[n, W] the row's token at each position of the text, the prompt's from −P on; None = consecutive."""
 
     @classmethod
     def of(cls, batch: Batch, rows: Tensor) -> TokenSequences:
-        """Make the texts of those completions of `rows` that have a sampled token.
-
-        Raises:
-            DataError: the batch has no tokens or prompts.
-        """
+        """Make the texts of those completions of `rows` that have a sampled token. Raises DataError if the batch has no
+        tokens or prompts."""
         if batch.tokens is None or batch.prompts is None:
             raise DataError("a learner needs Batch.tokens and Batch.prompts (token ids); they are None")
         rows = rows[batch.mask[rows].any(1)]
@@ -80,10 +73,20 @@ class TokenSequences:
             prompt = batch.prompts[int(batch.group[row])].numpy()
             tokens = np.concatenate([prompt, batch.tokens[row].numpy()])
             depth = batch.positions[row].numpy()
-            for first, end, places in _split_branches(batch.mask[row].numpy(), depth, len(prompt)):
-                branches.append((row, len(places) - end, first, end))
-                positions.append(places[:-1])
-                texts.append(tokens[places[:-1] + len(prompt)])
+            # A text keeps of the one before it as many tokens as its first token's depth. `places` are the indices of its
+            # tokens in the row, the prompt's from −P on.
+            mask = batch.mask[row].numpy()
+            extent = len(mask) - int(mask[::-1].argmax())
+            starts = [0, *(np.flatnonzero(np.diff(depth[:extent]) != 1) + 1).tolist()]
+            places = np.arange(-len(prompt), 0)
+            for first, end in zip(starts, [*starts[1:], extent], strict=True):
+                places = np.concatenate([places[: depth[first]], np.arange(first, end)])
+                if mask[first:end].any():  # up to the last token sampled in it
+                    unsampled = int(mask[first:end][::-1].argmax())
+                    used = places[: len(places) - unsampled]
+                    branches.append((row, len(used) - (end - unsampled), first, end - unsampled))
+                    positions.append(used[:-1])
+                    texts.append(tokens[used[:-1] + len(prompt)])
         row_of, offsets, firsts, ends = np.array(branches, dtype=np.int64).reshape(-1, 4).T
         lengths = np.array([len(text) for text in positions], dtype=np.int64)
         padded = np.zeros((len(positions), int(lengths.max(initial=0))), dtype=np.int64)
@@ -125,22 +128,6 @@ class TokenSequences:
         return shared
 
 
-def _split_branches(mask: NDArray[np.bool_], depth: Ints, prompt: int) -> Iterator[tuple[int, int, Ints]]:
-    """Iterate over a row's texts that predict something as (first, end, places), up to the last token sampled in each.
-
-    `places` are the indices of its tokens in the row, the prompt's from −P on. A text keeps of the one before it as many tokens as
-    its first token's depth.
-    """
-    extent = len(mask) - int(mask[::-1].argmax())
-    starts = [0, *(np.flatnonzero(np.diff(depth[:extent]) != 1) + 1).tolist()]
-    places = np.arange(-prompt, 0)
-    for first, end in zip(starts, [*starts[1:], extent], strict=True):
-        places = np.concatenate([places[: depth[first]], np.arange(first, end)])
-        if mask[first:end].any():
-            unsampled = int(mask[first:end][::-1].argmax())
-            yield first, end - unsampled, places[: len(places) - unsampled]
-
-
 @dataclass(frozen=True, eq=False)
 class Pack:
     """A micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts.
@@ -148,24 +135,15 @@ class Pack:
     A completion whose earlier tokens were rewritten on the way is on several texts.
     """
 
-    rows: Tensor
-    """[b] completions of the batch."""
-    ids: Tensor
-    """[N] token of each node."""
-    positions: Tensor
-    """[N] position of each node in its text."""
-    paths: Tensor
-    """[S, L] node of every token of the distinct texts, padded with the last one."""
-    predicting_nodes: Tensor
-    """[u] nodes whose states predict a sampled token."""
-    predicting_positions: Tensor
-    """[u] their first occurrence among the S·L entries of `paths`."""
-    predictor: Tensor
-    """[b, T] index into `predicting_nodes` of the node that predicts the token; 0 off the mask."""
-    tokens: Tensor
-    """[b, T] predicted tokens; 0 off the mask."""
-    mask: Tensor
-    """[b, T]."""
+    rows: Tensor  # [b] completions of the batch
+    ids: Tensor  # [N] token of each node
+    positions: Tensor  # [N] position of each node in its text
+    paths: Tensor  # [S, L] node of every token of the distinct texts, padded with the last one
+    predicting_nodes: Tensor  # [u] nodes whose states predict a sampled token
+    predicting_positions: Tensor  # [u] their first occurrence among the S·L entries of `paths`
+    predictor: Tensor  # [b, T] index into `predicting_nodes` of the node that predicts the token; 0 off the mask
+    tokens: Tensor  # [b, T] predicted tokens; 0 off the mask
+    mask: Tensor  # [b, T]
     tree: AttentionTree
     routes: Tensor | None = None
     """[N, layers, k] experts that each node is sent to, -1 = the model's own choice; None = that everywhere."""
@@ -175,9 +153,14 @@ class Pack:
         """Number of completions computed, equal ones once; an upper bound if some are on several texts."""
         return min(len(self.rows), len(self.paths))
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Pack:
+        """Return the pack with every tensor replaced."""
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        changed: dict[str, Any] = {name: function(x) for name, x in tensors.items()}
+        return replace(self, **changed, tree=self.tree.map(function))
+
     def to(self, device: torch.device | str) -> Pack:
-        tensors: dict[str, Any] = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
-        return Pack(**{name: x.to(device) for name, x in tensors.items()})
+        return self.map(lambda x: x.to(device))
 
 
 def find_contributing(batch: Batch, psi: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
@@ -196,16 +179,11 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 
 def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
-    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one completion.
+    """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one
+    completion. `keep_groups`: split no group either, whatever the budget. Raises DataError if the batch has no tokens
+    or prompts.
 
-    No completion is split, even one of several texts.
-
-    Args:
-        keep_groups: Split no group either, whatever the budget.
-
-    Raises:
-        DataError: the batch has no tokens or prompts.
-    """
+    No completion is split, even one of several texts."""
     texts = TokenSequences.of(batch, rows)
     if not len(texts.rows):
         return
@@ -239,7 +217,15 @@ def _layout_tree(batch: Batch, texts: TokenSequences, shared: Ints) -> Pack:
     """Lay sorted texts out as a tree."""
     assert batch.tokens is not None
     shared = np.concatenate([np.zeros(1, dtype=np.int64), shared[1:]])
-    paths, distinct = _number_nodes(texts.lengths, shared)
+    # the node of every token, padded with the last one; texts that add a node are distinct
+    paths, nodes = np.zeros((len(shared), int(texts.lengths.max())), dtype=np.int64), 0
+    for i, (length, same) in enumerate(zip(texts.lengths.tolist(), shared.tolist(), strict=True)):
+        if same:
+            paths[i, :same] = paths[i - 1, :same]
+        paths[i, same:length] = np.arange(nodes, nodes + length - same)
+        paths[i, length:] = paths[i, length - 1]
+        nodes += length - same
+    distinct = np.flatnonzero(texts.lengths > shared)
     distinct_paths = paths[distinct]
     lengths, skip = texts.lengths[distinct], shared[distinct]
     depth = np.arange(paths.shape[1])
@@ -279,19 +265,6 @@ def _locate_predictors(texts: TokenSequences, paths: Ints, width: int) -> tuple[
     joined = np.zeros((len(first), width), dtype=np.int64)
     joined[number.reshape(-1)[text], token] = nodes[text, token]
     return texts.rows[first], joined
-
-
-def _number_nodes(lengths: Ints, shared: Ints) -> tuple[Ints, Ints]:
-    """Return [n, L] the node of every token, padded with the last one, and the indices of texts that add a node."""
-    paths = np.zeros((len(lengths), int(lengths.max())), dtype=np.int64)
-    nodes = 0
-    for i, (length, same) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
-        if same:
-            paths[i, :same] = paths[i - 1, :same]
-        paths[i, same:length] = np.arange(nodes, nodes + length - same)
-        paths[i, length:] = paths[i, length - 1]
-        nodes += length - same
-    return paths, np.flatnonzero(lengths > shared)
 
 
 def _collect_routes(batch: Batch, texts: TokenSequences, paths: Ints, nodes: int) -> Tensor:

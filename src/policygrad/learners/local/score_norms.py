@@ -23,18 +23,11 @@ from policygrad.core.batch import Batch
 from policygrad.errors import ConfigError
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.forward import MAX_LOGITS, Evaluator, selected_logp
-from policygrad.learners.local.packing import (
-    Pack,
-    TokenSequences,
-    WorkDivision,
-    micro_batch_tokens,
-    pack_micro_batches,
-)
+from policygrad.learners.local.packing import Pack, TokenSequences, WorkDivision, micro_batch_tokens, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
-Norms = Iterator[tuple[Tensor, Tensor]]
-"""(completions [b], their squared norms [b])."""
+Norms = Iterator[tuple[Tensor, Tensor]]  # (completions [b], their squared norms [b])
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,24 +35,36 @@ class ScoreNorms:
     """Fills `Batch.grad_logp_sq_norm`. Memory: gradients of at most `forward.MAX_LOGITS` elements, or those of one completion."""
 
     evaluator: Evaluator
-    parameters: Mapping[str, nn.Parameter]
-    """θ, by name."""
+    parameters: Mapping[str, nn.Parameter]  # θ, by name
     micro_tokens: int
-    batched: bool
-    """Compute several completions in one pass."""
+    batched: bool  # compute several completions in one pass
     division: WorkDivision = field(default_factory=WorkDivision)
 
     @classmethod
     def of(cls, evaluator: Evaluator, config: LearnerConfig) -> ScoreNorms:
-        """Make it for the evaluator's model, batched if that gives the same norms on a small synthetic group.
-
-        Raises:
-            ConfigError: `learner.score_parameters` matches no trained parameter.
-        """
+        """Make it for the evaluator's model, batched if that gives the same norms on a small synthetic group. Raises
+        ConfigError if `learner.score_parameters` matches no trained parameter."""
         parameters = select_parameters(evaluator.model, config.score_parameters)
         plain = cls(evaluator, parameters, micro_batch_tokens(config, evaluator.model), batched=False)
         batched = replace(plain, batched=True)
-        return batched if not config.gradient_checkpointing and _norms_agree(plain, batched) else plain
+        if config.gradient_checkpointing:
+            return plain
+        vocabulary, generator = evaluator.network.vocabulary, torch.Generator().manual_seed(0)
+        batch = Batch(
+            mask=torch.arange(5) < torch.tensor([5, 2, 4])[:, None],  # ragged, so that there is padding
+            group=torch.tensor([0, 0, 1]),
+            reward=torch.zeros(3),
+            tokens=torch.randint(vocabulary, (3, 5), generator=generator),
+            prompts=tuple(torch.randint(vocabulary, (n,), generator=generator) for n in (4, 2)),
+        )
+        truth = plain.evaluate(batch).grad_logp_sq_norm
+        assert truth is not None
+        tolerance = 0.05 if next(evaluator.model.parameters()).dtype == torch.bfloat16 else 1e-3
+        try:
+            norms = batched.evaluate(batch).grad_logp_sq_norm
+        except Exception:  # architectures raise all kinds of errors in a transform that they do not support
+            return plain
+        return batched if norms is not None and torch.allclose(norms, truth, rtol=tolerance, atol=0) else plain
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
@@ -72,7 +77,15 @@ class ScoreNorms:
             prompts=batch.prompts,
             positions=batch.positions,
         )
-        rows, representative = _find_distinct(bare)
+        # One completion of each text and mask represents its equals; all represent themselves if some are several texts.
+        rows = batch.mask.any(1).nonzero().squeeze(1)
+        representative, seen = torch.arange(len(batch.mask)), dict[bytes, int]()
+        if batch.positions is None:
+            columns, size = _columns(bare, rows), TokenSequences.of(bare, rows).offsets
+            for i, row in enumerate(rows.tolist()):
+                key = b"".join(c[i].numpy().tobytes() for c in columns) + bytes(str(size[i]), "ascii")
+                representative[row] = seen.setdefault(key, row)
+            rows = torch.tensor(list(seen.values()), dtype=torch.int64)
         out = torch.zeros(len(batch.mask), dtype=torch.float64)
         for where, norms in self._norms(bare, rows):
             out[where] = norms.cpu().double()
@@ -82,26 +95,22 @@ class ScoreNorms:
         logits = batch.mask.shape[1] * self.evaluator.network.vocabulary
         each = max(sum(p.numel() for p in self.parameters.values()), logits)
         size = MAX_LOGITS // each if self.batched and batch.positions is None else 1  # batched: each is one text
-        return self._batched_norms(batch, rows, size) if size > 1 else self._sequential_norms(batch, rows)
-
-    def _sequential_norms(self, batch: Batch, rows: Tensor) -> Norms:
         device = next(self.evaluator.model.parameters()).device
-        for part in pack_singly(batch, rows):
-            with torch.enable_grad():
-                logp = self.evaluator(part.to(device)).sum()
-            score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
-            yield part.rows, _squared_norm(score)[None]
-
-    def _batched_norms(self, batch: Batch, rows: Tensor, size: int) -> Norms:
+        if size <= 1:
+            for part in pack_singly(batch, rows):
+                with torch.enable_grad():
+                    logp = self.evaluator(part.to(device)).sum()
+                score = torch.autograd.grad(logp, list(self.parameters.values()), allow_unused=True)
+                yield part.rows, _squared_norm(score)[None]
+            return
         log_pi = _LogPi(self.evaluator)
         theta = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
-        device = next(self.evaluator.model.parameters()).device
 
         def norm(*completion: Tensor) -> Tensor:
-            def logp(values: dict[str, Tensor]) -> Tensor:
+            def completion_logp(values: dict[str, Tensor]) -> Tensor:
                 return functional_call(log_pi, values, completion)  # type: ignore[no-any-return]
 
-            return _squared_norm(grad(logp)(theta).values())
+            return _squared_norm(grad(completion_logp)(theta).values())
 
         size = min(size, max(1, self.micro_tokens // batch.mask.shape[1]))
         order = np.argsort(TokenSequences.of(batch, rows).lengths, kind="stable")  # batches of similar length
@@ -144,34 +153,13 @@ def pack_singly(batch: Batch, rows: Tensor) -> Iterator[Pack]:
     return pack_micro_batches(batch, rows, 0)
 
 
-def _find_distinct(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return [n] one completion of each text and mask, and [B] the completion that represents each.
-
-    A completion without a sampled token represents itself, and so does each if some are several texts.
-    """
-    rows = batch.mask.any(1).nonzero().squeeze(1)
-    representative, seen = torch.arange(len(batch.mask)), dict[bytes, int]()
-    if batch.positions is not None:
-        return rows, representative
-    columns = _columns(batch, rows)
-    size = TokenSequences.of(batch, rows).offsets
-    for i, row in enumerate(rows.tolist()):
-        key = b"".join(c[i].numpy().tobytes() for c in columns) + bytes(str(size[i]), "ascii")
-        representative[row] = seen.setdefault(key, row)
-    return torch.tensor(list(seen.values()), dtype=torch.int64), representative
-
-
 def _squared_norm(gradients: Any) -> Tensor:
     """Return Σ g² [] over the gradients that are not None, in float32 or better."""
     return torch.stack([at_least_float32(g).square().sum() for g in gradients if g is not None]).sum()
 
 
 def select_parameters(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
-    """Return the trained parameters whose name the regular expression matches.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the trained parameters whose name the regular expression matches. Raises ConfigError if there is none."""
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     selected = {name: p for name, p in names.items() if re.search(pattern, name)}
     if not selected:
@@ -182,24 +170,3 @@ def select_parameters(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]
             "embeddings has their name); empty = all of them"
         )
     return selected
-
-
-def _norms_agree(plain: ScoreNorms, batched: ScoreNorms) -> bool:
-    """Return whether both ways give the same norms on a small synthetic group, ragged so that there is padding."""
-    vocabulary = plain.evaluator.network.vocabulary
-    generator = torch.Generator().manual_seed(0)
-    batch = Batch(
-        mask=torch.arange(5) < torch.tensor([5, 2, 4])[:, None],
-        group=torch.tensor([0, 0, 1]),
-        reward=torch.zeros(3),
-        tokens=torch.randint(vocabulary, (3, 5), generator=generator),
-        prompts=tuple(torch.randint(vocabulary, (n,), generator=generator) for n in (4, 2)),
-    )
-    truth = plain.evaluate(batch).grad_logp_sq_norm
-    assert truth is not None
-    tolerance = 0.05 if next(plain.evaluator.model.parameters()).dtype == torch.bfloat16 else 1e-3
-    try:
-        norms = batched.evaluate(batch).grad_logp_sq_norm
-    except Exception:  # architectures raise all kinds of errors in a transform that they do not support
-        return False
-    return norms is not None and torch.allclose(norms, truth, rtol=tolerance, atol=0)

@@ -7,7 +7,7 @@ attends to exactly what it would attend to if its text stood alone, in the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-ATTENTION_NAME = "policygrad"
-"""Name of this attention in transformers' registry."""
-_MAX_SCORES = 2**24
-"""Attention scores in a call whose texts are padded to a common length."""
-_SMALL_CALL = 2**15
-"""Scores below which padding costs less than another call."""
-_MAX_PADDING = 1.25
-"""Padded scores per needed score that a larger call may have."""
+ATTENTION_NAME = "policygrad"  # name of this attention in transformers' registry
+_MAX_SCORES = 2**24  # attention scores in a call whose texts are padded to a common length
+_SMALL_CALL = 2**15  # scores below which padding costs less than another call
+_MAX_PADDING = 1.25  # padded scores per needed score that a larger call may have
 Ints = NDArray[np.int64]
 
 
@@ -31,12 +27,9 @@ Ints = NDArray[np.int64]
 class AttentionBlock:
     """Texts that attend in one call."""
 
-    queries: Tensor
-    """[s, q] nodes, padded with the last one."""
-    keys: Tensor
-    """[s, k] nodes, likewise."""
-    mask: Tensor | None
-    """[s, 1, q, k] True = visible; None = causal, with queries and keys the same nodes."""
+    queries: Tensor  # [s, q] nodes, padded with the last one
+    keys: Tensor  # [s, k] nodes, likewise
+    mask: Tensor | None  # [s, 1, q, k] True = visible; None = causal, with queries and keys the same nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +37,15 @@ class AttentionTree:
     """Which nodes attend to which, among N."""
 
     blocks: tuple[AttentionBlock, ...]
-    output_index: Tensor
-    """[N] index of each node's output in the concatenated outputs of the blocks."""
+    output_index: Tensor  # [N] index of each node's output in the concatenated outputs of the blocks
 
-    def to(self, device: torch.device | str) -> AttentionTree:
+    def map(self, function: Callable[[Tensor], Tensor]) -> AttentionTree:
+        """Return the tree with every tensor replaced."""
         blocks = (
-            AttentionBlock(b.queries.to(device), b.keys.to(device), None if b.mask is None else b.mask.to(device))
+            AttentionBlock(function(b.queries), function(b.keys), None if b.mask is None else function(b.mask))
             for b in self.blocks
         )
-        return AttentionTree(tuple(blocks), self.output_index.to(device))
+        return AttentionTree(tuple(blocks), function(self.output_index))
 
     @classmethod
     def of(cls, paths: Ints, lengths: Ints, shared: Ints) -> AttentionTree:
@@ -63,11 +56,8 @@ class AttentionTree:
             lengths: [S] tokens of each text.
             shared: [S] how many of them, from the first, belong to an earlier text; never all.
         """
-        output_index, blocks, offset = (
-            np.zeros(int((lengths - shared).sum()), dtype=np.int64),
-            list[AttentionBlock](),
-            0,
-        )
+        output_index = np.zeros(int((lengths - shared).sum()), dtype=np.int64)
+        blocks, offset = list[AttentionBlock](), 0
         for rows in _group_blocks(lengths, lengths - shared):
             skip = np.where(_needs_mask(lengths[rows], lengths[rows] - shared[rows]), shared[rows], 0)
             q, k = int((lengths[rows] - skip).max()), int(lengths[rows].max())
@@ -114,26 +104,16 @@ def tree_attention(
     tree: AttentionTree | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Apply transformers' scaled-dot-product attention, along a tree's paths if one is given.
-
-    Args:
-        query: [1, heads, N, width], or without a tree [B, heads, L, width]; likewise key and value.
-    """
+    """Apply transformers' scaled-dot-product attention, along a tree's paths if one is given. `query`: [1, heads, N,
+    width], or without a tree [B, heads, L, width]; likewise key and value."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
     if tree is None:
         return sdpa(module, query, key, value, attention_mask, **options)
-    outputs = [
-        sdpa(
-            module,
-            _gather_nodes(query, b.queries),
-            _gather_nodes(key, b.keys),
-            _gather_nodes(value, b.keys),
-            b.mask,
-            **options,
-        )[0].flatten(0, 1)
-        for b in tree.blocks
-    ]
+    outputs = []
+    for b in tree.blocks:
+        q, k, v = _gather_nodes(query, b.queries), _gather_nodes(key, b.keys), _gather_nodes(value, b.keys)
+        outputs.append(sdpa(module, q, k, v, b.mask, **options)[0].flatten(0, 1))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     heads, width = merged.shape[1:]
     return merged.flatten(1).index_select(0, tree.output_index).view(1, -1, heads, width), None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -18,7 +19,7 @@ from policygrad.core.outputs import explain_nonfinite
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite
-from policygrad.learners.local.packing import find_contributing
+from policygrad.learners.local.packing import Pack, find_contributing
 from policygrad.models.loading import at_least_float32
 
 
@@ -34,11 +35,9 @@ class LocalGradientProblem:
 
     networks: TrainedNetworks
     batch: Batch
-    psi: Tensor
-    """[B, T]."""
+    psi: Tensor  # [B, T]
     algorithm: Algorithm
-    seed: int
-    """Version of the weights."""
+    seed: int  # version of the weights
     skip_inactive: bool = True
     """Do not compute completions that have no gradient; False only to measure what that saves."""
 
@@ -88,20 +87,15 @@ class LocalGradientProblem:
 
     def accumulate_policy(self, learning: bool = True) -> Metrics:
         """Accumulate the policy's gradient over the completions that have one; `learning=False` only measures, over all."""
-        networks, batch, device = self.networks, self.batch_with_selection(), self.networks.device
+        networks, batch = self.networks, self.batch_with_selection()
         coefficients = self.algorithm.all_coefficients(batch)
         is_skipping = learning and self.skip_inactive
         contributing = find_contributing(batch, self.psi, coefficients) if is_skipping else batch.mask.any(1)
-        keep_groups = self.algorithm.gate.requires_full_groups  # a weight needs all of its group, also where Ψ = 0
-        if keep_groups:
+        if self.algorithm.gate.requires_full_groups:  # a weight needs all of its group, also where Ψ = 0
             contributing = torch.isin(batch.group, batch.group[contributing]) & batch.mask.any(1)
         rows = contributing.nonzero().squeeze(1)
-        metrics: Metrics = {}
-        bare = replace(batch, prompts=None, tokens=None, routed_experts=None)  # the equation does not read them
-        needs = self.algorithm.forward_needs
-        for part in networks.micro_batches(batch, rows, keep_groups, networks.dummy_pass(networks.policy, needs)):
-            share = bare.select(part.rows).to(device)
-            psi, coef = self.psi[part.rows].to(device), tuple(c[part.rows].to(device) for c in coefficients)
+        metrics, needs = Metrics(), self.algorithm.forward_needs
+        for part, share, psi, coef in self._micro_batches(batch, rows, coefficients):
             with networks.backward_mode():
                 expected = self._expected_gradient(share, psi, coef) if learning else None
                 out = networks.forward(part, needs, expected)
@@ -118,6 +112,17 @@ class LocalGradientProblem:
             skipped = Mean(0.0, float(batch.mask.sum() - batch.mask[rows].sum()))
             metrics = merge(metrics, {"clip_ratio/low": skipped, "clip_ratio/high": skipped})
         return average_objective(metrics)
+
+    def _micro_batches(
+        self, batch: Batch, rows: Tensor, coefficients: Coefficients
+    ) -> Iterator[tuple[Pack, Batch, Tensor, Coefficients]]:
+        """Iterate over micro-batches of the completions `rows`, each with its share of the batch, of Ψ and of the coefficients."""
+        networks, needs, device = self.networks, self.algorithm.forward_needs, self.networks.device
+        bare = replace(batch, prompts=None, tokens=None, routed_experts=None)  # the equation does not read them
+        dummy_pass = networks.dummy_pass(networks.policy, needs)
+        for part in networks.micro_batches(batch, rows, self.algorithm.gate.requires_full_groups, dummy_pass):
+            coef = tuple(c[part.rows].to(device) for c in coefficients)
+            yield part, bare.select(part.rows).to(device), self.psi[part.rows].to(device), coef
 
     def _expected_gradient(self, batch: Batch, psi: Tensor, coef: Coefficients) -> Tensor | None:
         """Return [b, T] the gradient that log π_θ will receive if it does not depend on log π_θ: ratios of 1 and no terms.
@@ -147,18 +152,12 @@ class LocalGradientProblem:
 
         This takes a pass over the completions, in all processes that learn together.
         """
-        networks, batch, needs = self.networks, self.batch_with_selection(), self.algorithm.forward_needs
-        coefficients = self.algorithm.all_coefficients(batch)
-        bare = replace(batch, prompts=None, tokens=None, routed_experts=None)
-        rows, keep_groups = batch.mask.any(1).nonzero().squeeze(1), self.algorithm.gate.requires_full_groups
-        counts: Metrics = {}
-        for pack in networks.micro_batches(batch, rows, keep_groups, networks.dummy_pass(networks.policy, needs)):
-            share, psi = bare.select(pack.rows).to(networks.device), self.psi[pack.rows].to(networks.device)
-            coef = tuple(c[pack.rows].to(networks.device) for c in coefficients)
-            counts = merge(
-                counts, find_nonfinite_factors(networks.forward(pack, needs), share, psi, self.algorithm, coef)
-            )
-        counts = networks.division.reduce_metrics(counts)
+        batch, needs, counts = self.batch_with_selection(), self.algorithm.forward_needs, Metrics()
+        rows, coefficients = batch.mask.any(1).nonzero().squeeze(1), self.algorithm.all_coefficients(batch)
+        for pack, share, psi, coef in self._micro_batches(batch, rows, coefficients):
+            out = self.networks.forward(pack, needs)
+            counts = merge(counts, find_nonfinite_factors(out, share, psi, self.algorithm, coef))
+        counts = self.networks.division.reduce_metrics(counts)
         first = next((key for key, count in counts.items() if count.value), "logp")
         if first == "logp":
             return "", ""

@@ -76,23 +76,18 @@ class RewardScorer:
             RewardError: A column that a function needs is missing, no worker can load a function, or it never returns. Nothing is
                 raised for what a function does with a sample.
         """
-        rewards, table = self.run_rewards(prompts, completions, columns, process_rewards=False, incremental=incremental)
+        samples = (prompts, completions, columns)
+        rewards, table = self.run_rewards(samples, process_rewards=False, incremental=incremental)
         return combine_scores(rewards, table, completions, self.collect_notes())
 
     def score_steps(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> ProcessScores:
         """Return the steps of completion i by every process reward; same arguments and errors as `score`."""
-        return combine_steps(*self.run_rewards(prompts, completions, columns, process_rewards=True))
+        return combine_steps(*self.run_rewards((prompts, completions, columns), process_rewards=True))
 
     def run_rewards(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        *,
-        process_rewards: bool,
-        incremental: IncrementalScoring | None = None,
+        self, samples: Samples, *, process_rewards: bool, incremental: IncrementalScoring | None = None
     ) -> tuple[list[Reward], list[list[SampleResult]]]:
         """Return the rewards of one kind, and the result of each for each completion; same arguments and errors as `score`."""
         raise NotImplementedError
@@ -230,18 +225,19 @@ class RewardPool(RewardScorer):
                 self._dispatcher.cancel_running()
 
     def run_rewards(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        *,
-        process_rewards: bool,
-        incremental: IncrementalScoring | None = None,
+        self, samples: Samples, *, process_rewards: bool, incremental: IncrementalScoring | None = None
     ) -> tuple[list[Reward], list[list[SampleResult]]]:
         if not self._close.alive:
             raise RewardError("this RewardPool is closed; score inside its `with` block")
-        self._check_columns(prompts, completions, columns)
-        samples, count = (prompts, completions, columns), len(completions)
+        check_lengths(samples)
+        _, completions, columns = samples
+        for reward, signature in zip(self.rewards, self._signatures, strict=True):
+            if missing := sorted(signature.required - columns.keys()):
+                raise RewardError(
+                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
+                    "rename or add the column, or choose another reward"
+                )
+        count = len(completions)
         kind = [index for index, reward in enumerate(self.rewards) if reward.process_reward is process_rewards]
         table = {index: [SampleResult()] * count for index in kind}
         with self._lock:
@@ -306,21 +302,6 @@ class RewardPool(RewardScorer):
                     prepare()
                 self._local[index] = RewardCaller(reward.name, reward.function, reward.process_reward)
         return functions
-
-    def _check_columns(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> None:
-        for name, values in (("prompts", prompts), *columns.items()):
-            if len(values) != len(completions):
-                raise DataError(
-                    f"{name!r} has {len(values)} values for {len(completions)} completions; give one for each"
-                )
-        for reward, signature in zip(self.rewards, self._signatures, strict=True):
-            if missing := sorted(signature.required - columns.keys()):
-                raise RewardError(
-                    f"reward {reward.name!r} needs the column {missing[0]!r}, and the task has: {', '.join(columns) or 'none'}; "
-                    "rename or add the column, or choose another reward"
-                )
 
 
 MAX_WORKERS, WORKERS_PER_CPU = 64, 16  # allowed on any machine; and per processor where that is more
@@ -560,6 +541,14 @@ def create_work(
         )
         for chunk, calls in chunks
     ]
+
+
+def check_lengths(samples: Samples) -> None:
+    """Raise DataError unless every completion has a prompt, and a value of each column."""
+    prompts, completions, columns = samples
+    for name, values in (("prompts", prompts), *columns.items()):
+        if len(values) != len(completions):
+            raise DataError(f"{name!r} has {len(values)} values for {len(completions)} completions; give one for each")
 
 
 def select_samples(samples: Samples, places: Sequence[int]) -> Samples:
