@@ -89,7 +89,9 @@ class SignalHandlers:
         while number in self._deferred and self.active:
             time.sleep(_POLL_SECONDS)
             if _count_imports(sys._current_frames().get(main)) <= self._imports:
-                self.send(number)  # again and again: one that comes just before the thread begins to wait does not wake it
+                self.send(
+                    number
+                )  # again and again: one that comes just before the thread begins to wait does not wake it
 
 
 def _count_imports(frame: FrameType | None) -> int:
