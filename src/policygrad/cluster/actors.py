@@ -225,7 +225,6 @@ class SamplerActor(NamedActor):
         self._local.version = version
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample completions, as `LocalSampler.generate` does."""
         assert self._local is not None  # `load` comes first
         return asyncio.run(self._local.generate(requests))
 
@@ -264,7 +263,6 @@ class RaySampler:
         return [generation for chunk in sampled for generation in chunk]
 
     async def close(self) -> None:
-        """Kill the actors."""
         await self._pool.servers.close()
         self._pool.close()
 
@@ -282,7 +280,6 @@ class RewardActor(NamedActor):
     _pool: RewardPool | None = None
 
     def start(self, rewards: bytes, config: RewardConfig) -> None:
-        """Start the workers, once."""
         if self._pool is None:
             self._pool = RewardPool.from_config(pickle.loads(rewards), config)
 

@@ -131,7 +131,6 @@ class TrainerActor(NamedActor):
     _outcome: Outcome | PolicygradError | None = None
 
     def versions(self) -> dict[str, str]:
-        """Return the versions installed here."""
         return installed_versions()
 
     def resolve_folders(self, job: TrainJob) -> TrainJob:
@@ -173,19 +172,11 @@ class TrainerActor(NamedActor):
                 stop_after = max(1, stop_after - newest_step(folder / "checkpoints"))
             print(f"restarted after the actor died: resuming {folder}", flush=True)
         learners = LearnerActors(actors)
-        trainer = Trainer(
-            job.run,
-            display=default_tracker(plain=True),
-            trackers=[CancellationTracker()],
-            placement=make_placement(actors, groups, job.run, learners),
-        )
+        placement, overwrite = make_placement(actors, groups, job.run, learners), job.overwrite and resume is None
+        display, trackers = default_tracker(plain=True), [CancellationTracker()]
+        trainer = Trainer(job.run, display=display, trackers=trackers, placement=placement)
         try:
-            result = trainer.train(
-                resume=resume,
-                stop_after=stop_after,
-                time_limit=job.time_limit,
-                overwrite=job.overwrite and resume is None,
-            )
+            result = trainer.train(resume=resume, stop_after=stop_after, time_limit=job.time_limit, overwrite=overwrite)
         except RunError as error:
             if learners.lost or isinstance(error, HangError):
                 print(f"{error}: restarting all learners", flush=True)

@@ -313,15 +313,8 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
-    return BytePairVocabulary(
-        tuple(text for text, _ in rows),
-        tuple(kind for _, kind in rows),
-        merges,
-        pre_tokenizer,
-        adds_bos_eos,
-        special,
-        template,
-    )
+    tokens, kinds = zip(*rows, strict=True)
+    return BytePairVocabulary(tokens, kinds, merges, pre_tokenizer, adds_bos_eos, special, template)
 
 
 def _explain_unsupported_tokenizer(parts: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from policygrad.learners.fsdp.sharding import (
     AdapterlessEvaluator,
     ModelSkeleton,
     ShardedEvaluator,
+    ShardPlacement,
     find_fsdp_units,
     shard_copy,
     shard_model,
@@ -130,11 +132,7 @@ class FsdpLearner(LocalLearner):
     def __init__(
         self, workers: WorkerGroup, spec: FsdpSpec, source: nn.Module | None = None, reference: nn.Module | None = None
     ) -> None:
-        """
-        Args:
-            source: In rank 0 the full model, whose weights are sharded.
-            reference: In rank 0 the full reference.
-        """
+        """`source` and `reference` are the full models, in rank 0 alone."""
         self.workers, self._fsdp_spec, self._published_version = workers, spec, -1
         self.cache: dict[str, Any] = {}  # for callers: what they make of the full model in this rank
         tp_size = spec.learner.config.tensor_parallel
@@ -149,20 +147,17 @@ class FsdpLearner(LocalLearner):
         if spec.stream_weights:
             self.full_model = None
         self._dp_mesh, self._tp_mesh = build_meshes(spec.device, workers.size, tp_size)
-        placement = (workers, self._dp_mesh, self._device, spec.learner.temperature, self._tp_mesh)
-        self._policy_evaluator = shard_model(spec.policy, source, *placement)
+        self._place, temperature = ShardPlacement(self._dp_mesh, self._tp_mesh, self._device), spec.learner.temperature
+        self._policy_evaluator = shard_model(spec.policy, source, workers, self._place, temperature)
         self.division = FsdpWorkDivision(workers, self._dp_mesh, spec.policy.compute_dtype, tp_size)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:
             self._reference_evaluator = AdapterlessEvaluator.of(self._policy_evaluator)
         elif spec.reference is not None:
-            self._reference_evaluator = shard_model(spec.reference, reference, *placement)
+            self._reference_evaluator = shard_model(spec.reference, reference, workers, self._place, temperature)
             self._reference_evaluator.model.requires_grad_(False)
-        super().__init__(
-            self._policy_evaluator.model,
-            spec.learner,
-            build=lambda: spec.policy.build_empty(self._device, at_least_fp32=True),
-        )
+        build = partial(spec.policy.build_empty, self._device, at_least_fp32=True)
+        super().__init__(self._policy_evaluator.model, spec.learner, build=build)
 
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         return self._policy_evaluator
@@ -176,7 +171,7 @@ class FsdpLearner(LocalLearner):
         is_reference = evaluator is self._reference_evaluator
         skeleton = self._fsdp_spec.reference if is_reference else self._fsdp_spec.policy
         assert skeleton is not None  # an adapterless reference is never copied: see `FsdpController.of`
-        return shard_copy(evaluator, skeleton, self._dp_mesh, self._device, self._tp_mesh)
+        return shard_copy(evaluator, skeleton, self._place)
 
     def _build_curvature(self) -> Curvature:
         return ShardedCurvature(self.networks, units=find_fsdp_units(self._policy_evaluator.root)).verify()
@@ -187,14 +182,12 @@ class FsdpLearner(LocalLearner):
         return ShardedScoreNorms(self.evaluator, parameters, 1, batched=False, division=self.division, units=units)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """Update the weights on one rollout."""
         if isinstance(self.curvature, ShardedCurvature):  # it compares with a policy that does not move
             self.snapshot_old_policy()
             self.curvature = replace(self.curvature, networks=self.networks)
         return super().update(batch, psi, algorithm)
 
     def set_lr(self, value: float) -> None:
-        """Set `lr`."""
         self.lr = value
 
     @torch.no_grad()
@@ -237,7 +230,6 @@ class FsdpLearner(LocalLearner):
         return gathered, values
 
     def state_values(self) -> dict[str, Any]:
-        """Return the state's JSON values, which are the same in all ranks."""
         return super().state()[1]
 
     def sharded_state(self) -> dict[str, tuple[torch.Size, tuple[int, ...], Tensor]]:

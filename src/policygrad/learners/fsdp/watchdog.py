@@ -45,6 +45,7 @@ MIN_CPU_FRACTION = 0.02
 """CPU seconds per second below which a process counts as idle; sending heartbeats takes a tenth of that."""
 STACK_AFTER_BEATS = 3  # idle heartbeats after which the stack is sent along
 EXIT_SECONDS = 10.0  # seconds that a process has to leave an operation or to exit by itself
+Clock = Callable[[], float]  # returns seconds
 STACKS_FILE = "stacks.txt"  # in the run's folder: the stack of every process at a hang
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
@@ -113,17 +114,9 @@ class ThreadMonitor:
     """
 
     def __init__(
-        self,
-        thread: int | None,
-        cpu_seconds: Callable[[], float] = time.process_time,
-        clock: Callable[[], float] = time.monotonic,
+        self, thread: int | None, cpu_seconds: Clock = time.process_time, clock: Clock = time.monotonic
     ) -> None:
-        """
-        Args:
-            thread: The thread's `threading.get_ident()`.
-            cpu_seconds: Returns the CPU seconds that the process has used.
-            clock: Returns the time in seconds.
-        """
+        """`thread` is its `threading.get_ident()`; the clocks return the CPU time of the process and the time."""
         self._cpu_seconds, self._clock = cpu_seconds, clock
         self._number, self._stack = 0, ""
         self._cpu, self._time = cpu_seconds(), clock()
@@ -180,12 +173,10 @@ def describe_location(innermost: FrameType | None) -> str:
 
 
 def heartbeat_key(rank: int) -> str:
-    """Return the store's key for a rank's heartbeats."""
     return f"heartbeat {rank}"
 
 
 def exit_key(rank: int) -> str:
-    """Return the store's key that makes a rank exit."""
     return f"exit {rank}"
 
 
@@ -272,19 +263,14 @@ class Watchdog:
         """What hung, and how to resume; empty while nothing has."""
 
     def start(self, timeout: float, folder: Path | None) -> None:
-        """Start watching.
-
-        Args:
-            timeout: Seconds without progress that mean a hang; 0 disables the check.
-            folder: The run's folder, which receives the stacks; None = standard error.
-        """
+        """Start watching for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or standard
+        error if it is None."""
         self._limit, self._folder = ceil(timeout / BEAT_SECONDS), folder
         if self._thread is None and self._size > 1:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
 
     @contextmanager
