@@ -55,9 +55,7 @@ def shard_to_write(x: Tensor, is_first: bool, is_first_of_tp: bool) -> tuple[tup
     """Return (offset, local tensor) of what this rank writes; None if it holds nothing or another rank writes the same.
     Raises ConfigError if the tensor's placement gives a rank no box.
 
-    Args:
-        is_first: This is rank 0, which writes tensors that are not sharded.
-        is_first_of_tp: This is the first of the ranks that share layers, which all hold the parameters outside them.
+    The first rank writes tensors that are not sharded; the ranks that share layers all hold the parameters outside them.
     """
     if not isinstance(x, DTensor):
         return ((0,) * x.ndim, x) if is_first else None
@@ -265,14 +263,9 @@ class FsdpLearner(LocalLearner):
         """Return this rank's part of a checkpoint's tensor with the shape of `like`."""
         if not like.ndim:
             return read(None)
-        if (parameter := self._sharded_parameter(name)) is None:
-            return shard_rows(like, read, self._dp_mesh, self._device)
-        return shard_like(parameter, like, read)
-
-    def _sharded_parameter(self, name: str) -> DTensor | None:
-        """Return the parameter whose placement a checkpoint's tensor takes; None = sharded by rows, without tensor parallelism."""
         if self._tp_mesh is None:
-            return None
+            return shard_rows(like, read, self._dp_mesh, self._device)
+        # placed as the parameter is that it belongs to; otherwise sharded by rows
         prefix, _, key = name.partition("/")
         parameters: Mapping[str, Tensor] = self.optimizer.masters
         if prefix == "reference" and self.reference is not None:
@@ -285,7 +278,9 @@ class FsdpLearner(LocalLearner):
             key = name
         kind, _, key = key.partition("/")
         parameter = parameters.get(key if kind == "weights" else key.rpartition("/")[0])
-        return parameter if isinstance(parameter, DTensor) else None
+        if not isinstance(parameter, DTensor):
+            return shard_rows(like, read, self._dp_mesh, self._device)
+        return shard_like(parameter, like, read)
 
 
 def build_meshes(device: str, size: int, tp_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:

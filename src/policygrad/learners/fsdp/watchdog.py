@@ -219,12 +219,9 @@ class HangDiagnosis:
 
 
 def diagnose_hang(beats: Sequence[Heartbeat | None], missed: Sequence[int], limit: int) -> HangDiagnosis | None:
-    """Decide which ranks hang; None if none does.
+    """Decide which ranks hang, from the last heartbeat of each and the checks `missed` since; None if none does.
 
-    Args:
-        beats: The last heartbeat of each rank.
-        missed: Of each rank, the checks since its last heartbeat arrived.
-        limit: Heartbeats without progress, or checks without a heartbeat, that mean a hang.
+    `limit`: heartbeats without progress, or checks without a heartbeat, that mean a hang.
     """
     seconds = f"{limit * BEAT_SECONDS:g} seconds"
     if unresponsive := tuple(rank for rank, checks in enumerate(missed) if checks >= limit):
@@ -290,23 +287,15 @@ class Watchdog:
         return f"{_join_ranks(ranks)} did not answer" if ranks else ""
 
     def _watch(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS):
+        diagnosis: HangDiagnosis | None = None
+        while diagnosis is None:
+            if self._closed.wait(BEAT_SECONDS):
+                return
             self._collect_heartbeats()
             operation = self._operation
-            if operation and self._limit and (diagnosis := diagnose_hang(self._beats, self._missed, self._limit)):
-                self._end_hang(diagnosis, operation)
-                return
-
-    def _collect_heartbeats(self) -> None:
-        self._beats[0] = self._monitor.beat()
-        for rank in range(1, self._size):
-            text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
-            beat = before if text is None else Heartbeat(**json.loads(text))
-            arrived = beat is not None and (before is None or beat.number != before.number)
-            self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
-
-    def _end_hang(self, diagnosis: HangDiagnosis, operation: str) -> None:
-        """Kill the ranks that hang, which fails the collective in the others; exit if rank 0 does not leave it either."""
+            if operation and self._limit:
+                diagnosis = diagnose_hang(self._beats, self._missed, self._limit)
+        # kill the ranks that hang, which fails the collective in the others; exit if rank 0 does not leave it either
         count = self._operation_count
         for rank in diagnosis.ranks:  # one that is stuck in C code still prints its stack by faulthandler
             if self._missed[rank] >= self._limit and self._signal_local(rank, signal.SIGUSR1):
@@ -325,6 +314,14 @@ class Watchdog:
                 self._kill_rank(rank)
             print("error: rank 0 is stuck and could not be interrupted; exiting", file=sys.stderr, flush=True)
             os._exit(HangError.code)
+
+    def _collect_heartbeats(self) -> None:
+        self._beats[0] = self._monitor.beat()
+        for rank in range(1, self._size):
+            text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
+            beat = before if text is None else Heartbeat(**json.loads(text))
+            arrived = beat is not None and (before is None or beat.number != before.number)
+            self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
 
     def _signal_local(self, rank: int, number: int) -> bool:
         beat = self._beats[rank]

@@ -267,12 +267,9 @@ class TrainedNetworks:
         keep_groups: bool = False,
         dummy_pass: Callable[[Pack], object] | None = None,
     ) -> Iterator[Pack]:
-        """Iterate over this process's micro-batches.
+        """Iterate over this process's micro-batches of the completions `rows` (None = all).
 
-        Args:
-            rows: The completions to cover; None = all.
-            keep_groups: Split no group.
-            dummy_pass: A pass like those the micro-batches are for, which adds nothing; None = one of the policy.
+        `dummy_pass` is a pass like those the micro-batches are for, which adds nothing; None = one of the policy.
         """
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         make_packs = partial(pack_micro_batches, batch, rows, keep_groups=keep_groups)
