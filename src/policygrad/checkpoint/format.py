@@ -89,8 +89,7 @@ class CheckpointWriter:
         suffix: str = "",
         every: int = 1,
     ) -> None:
-        """`suffix`: end of the temporary name, unique among processes. Raises CheckpointError if something cannot be
-        stored."""
+        """`suffix`: end of the temporary name, unique among processes. Raises CheckpointError if something cannot be stored."""
         if step < 0 or keep < 1:
             raise CheckpointError(f"step must be >= 0 and keep >= 1, not step={step} and keep={keep}")
         self._directory, self._step, self._keep, self._every = Path(directory), step, keep, every

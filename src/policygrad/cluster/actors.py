@@ -127,8 +127,7 @@ class ActorPool:
             return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
 
     async def wait_ready(self) -> None:
-        """Wait until every actor is prepared, or is restarting while others are. Raises EngineError if no actor comes
-        back."""
+        """Wait until every actor is prepared, or is restarting while others are. Raises EngineError if no actor comes back."""
         with self._explaining():
             await self.servers.ready()
 

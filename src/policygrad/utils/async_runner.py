@@ -172,9 +172,8 @@ class BlockedError(BaseException):
 async def await_with_timeout(timeout: float, work: Awaitable[T]) -> T:
     """Await work in its own task, for at most `timeout` seconds. Raises OverdueError if the work was not done in time.
 
-    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller
-    itself was cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends
-    nothing else."""
+    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller itself was
+    cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends nothing else."""
     task = asyncio.ensure_future(contain_exit(work))
     try:
         await asyncio.wait({task}, timeout=timeout)

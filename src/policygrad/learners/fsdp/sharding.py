@@ -199,8 +199,7 @@ class ShardPlacement:
 def shard_model(
     skeleton: ModelSkeleton, source: nn.Module | None, workers: WorkerGroup, place: ShardPlacement, temperature: float
 ) -> ShardedEvaluator:
-    """Build the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than one full
-    layer."""
+    """Build the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than one full layer."""
     weights = None if source is None else dict(source.named_parameters())
 
     def values(name: str, p: Tensor) -> Tensor:
