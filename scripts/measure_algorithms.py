@@ -20,6 +20,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def gate_options(folder: Path, more: Sequence[str]) -> list[str]:
     return [*rows, *given, "--output", str(folder), *more]
 
 
-def measurable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+@cache
+def measurable(names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     """(those that run on the embedded task, why the others do not)."""
     there, left_out = [], {}
     for name in names:
@@ -110,7 +112,7 @@ def main(args: Sequence[str], compare: Compare = compare, results: Path = RESULT
     parser.add_argument("--ladder", choices=LADDERS, help="this ladder instead")
     parser.add_argument("--gates", action="store_true", help="the regime in which gates act instead")
     chosen = parser.parse_args(args[:at])
-    names, left_out = ([], {}) if chosen.ladder or chosen.gates else measurable(chosen.only or list(ALGORITHMS))
+    names, left_out = ([], {}) if chosen.ladder or chosen.gates else measurable(tuple(chosen.only or ALGORITHMS))
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}", flush=True)
     name = "gates" if chosen.gates else f"ladder-{chosen.ladder}" if chosen.ladder else "algorithms"

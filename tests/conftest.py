@@ -91,6 +91,7 @@ def small(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> pg.Ru
         samples_per_prompt=8,
         lr=3e-3,
         sampling=pg.SamplingParams(max_tokens=8),
+        rewards=pg.RewardConfig(num_workers=1),
         evaluation=pg.EvaluationConfig(problems=0),
         checkpoint=pg.CheckpointConfig(every=1, keep=3),
     )

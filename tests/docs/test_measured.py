@@ -155,7 +155,7 @@ def test_the_script_hands_every_row_on_and_keeps_the_report(tmp_path: Path, foun
     code = measure_algorithms.main(["--", "--jobs", "2"], compare, tmp_path / "results", tmp_path / "work")
     assert code == 1
     (words,) = asked
-    there, left_out = measure_algorithms.measurable(list(ALGORITHMS))
+    there, left_out = measure_algorithms.measurable(tuple(ALGORITHMS))
     assert words[: len(there)] == there
     assert set(there) | set(left_out) == set(ALGORITHMS)
     assert words[-2:] == ["--jobs", "2"]
@@ -182,7 +182,7 @@ def test_a_try_or_a_stop_leaves_the_results_alone(tmp_path: Path) -> None:
 
 
 def test_a_refused_row_is_left_out_with_its_reason() -> None:
-    there, left_out = measure_algorithms.measurable(["grpo", "no_such"])
+    there, left_out = measure_algorithms.measurable(("grpo", "no_such"))
     assert there == ["grpo"]
     assert left_out["no_such"].startswith("unknown algorithm 'no_such'")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-import make_docs
 from pages import reliability
 from pages import reliability as faults
 
@@ -86,14 +84,13 @@ def test_what_holds_none_is_found(tests: Path, test: str, says: str) -> None:
         reliability.looked_up(test)
 
 
-def test_a_line_that_has_lost_its_test_ends_the_check(tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["make_docs.py", "--check"])
+def test_a_line_that_has_lost_its_test_makes_no_page(tests: Path) -> None:
     (tests / "faults.toml").write_text('[[item]]\ntitle = "t"\nfault = [["f", "p", "test_it.py::test_gone"]]\n')
     with pytest.raises(SystemExit, match=r"test_it\.py has no test test_gone"):
-        make_docs.main()
+        reliability.reliability_page()
     (tests / "faults.toml").write_text('[[item]]\ntitle = "t"\nfault = [["f", "p"]]\n')
     with pytest.raises(SystemExit, match="'f' has no test"):
-        make_docs.main()
+        reliability.reliability_page()
 
 
 def test_a_soak_that_broke_says_so() -> None:

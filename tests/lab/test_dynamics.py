@@ -22,12 +22,6 @@ RUNS = [*((name, 0) for name in DYNAMICS), ("length_drift", 1), ("k1_in_loss", 1
 """Those that cost least on another seed too."""
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[tuple[str, int], Finding]:
-    with single_threaded():
-        return {(name, seed): getattr(dynamics, name)(seed) for name, seed in RUNS}
-
-
 def by_hand(algorithm: pg.Algorithm, setting, size: int, lr: float) -> torch.Tensor:
     """Every ordered group, its K updates one after the other by autograd through θ."""
     setting = replace(setting, old=setting.theta)
@@ -97,32 +91,48 @@ def test_the_unbiased_gradient_climbs() -> None:
     assert run[-1] > run[0] + 0.05
 
 
+def check_entropy_collapse(finding: Finding) -> None:
+    """The order of the clips, and that it is the upper one."""
+    n = finding.numbers
+    assert n["end_0.2"] < n["end_0.28"] < n["start"] < n["end_none"]
+    assert n["decides_0.2"] == pytest.approx(n["decides_none"], abs=0.01)
+    assert "slows the collapse and does not end it" in finding.sentence
+
+
+def check_k1_in_loss(finding: Finding) -> None:
+    """It changes nothing."""
+    curves = finding.curves
+    assert curves["kl_k1"] == pytest.approx(curves["kl_none"], abs=1e-12)
+    assert curves["kl_reward"][-1] < 0.8 * curves["kl_none"][-1]
+
+
+def check_reward_hacking(finding: Finding) -> None:
+    """The hacked reward rises to the end, the true one does not."""
+    curves = finding.curves
+    assert list(curves["proxy_free"]) == sorted(curves["proxy_free"])
+    assert curves["true_free"][-1] < curves["true_free"][0] < max(curves["true_free"])
+
+
+CHECKS = {
+    "entropy_collapse": check_entropy_collapse,
+    "k1_in_loss": check_k1_in_loss,
+    "reward_hacking": check_reward_hacking,
+}
+
+
 @pytest.mark.parametrize(("name", "seed"), RUNS)
-def test_every_run_shows_its_failure(found, name: str, seed: int) -> None:
-    finding = found[name, seed]
+def test_every_run_shows_its_failure(name: str, seed: int) -> None:
+    with single_threaded():
+        finding = getattr(dynamics, name)(seed)
     assert finding.holds, finding.sentence
     assert finding.error is None
     assert len({len(column) for column in finding.curves.values()}) == 1
     _, *columns = finding.curves
     assert {c for panel in PLOTS[name].panels for c in panel.columns} == set(columns)
+    if seed == 0 and name in CHECKS:
+        CHECKS[name](finding)
 
 
-def test_the_order_of_the_clips_and_that_it_is_the_upper_one(found) -> None:
-    n = found["entropy_collapse", 0].numbers
-    assert n["end_0.2"] < n["end_0.28"] < n["start"] < n["end_none"]
-    assert n["decides_0.2"] == pytest.approx(n["decides_none"], abs=0.01)
-    assert "slows the collapse and does not end it" in found["entropy_collapse", 0].sentence
-
-
-def test_k1_in_the_loss_changes_nothing_and_the_library_refuses_it(found) -> None:
-    curves = found["k1_in_loss", 0].curves
-    assert curves["kl_k1"] == pytest.approx(curves["kl_none"], abs=1e-12)
-    assert curves["kl_reward"][-1] < 0.8 * curves["kl_none"][-1]
+def test_k1_in_the_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="does nothing"):
         pg.KLToReference(0.3, "k1")
-
-
-def test_the_hacked_reward_rises_to_the_end(found) -> None:
-    curves = found["reward_hacking", 0].curves
-    assert list(curves["proxy_free"]) == sorted(curves["proxy_free"])
-    assert curves["true_free"][-1] < curves["true_free"][0] < max(curves["true_free"])

@@ -95,7 +95,7 @@ def test_teacher_on_the_command_line(run_command: Command) -> None:
     [
         (("distill",), "distill learns from a teacher: set --teacher"),
         (("dapo", "--teacher", "tiny"), "reference.model is 'tiny', but no part of dapo uses a reference"),
-        (("iterative_grpo", "--teacher", "tiny"), "Reference.model = 'tiny' stays what it is"),
+        (("iterative_grpo", "--teacher", "tiny"), "Reference.model='tiny' is frozen"),
         (
             ("dapo", "--algorithm.reference", "none", "--teacher", "x"),
             "--teacher x sets a reference, but algorithm.reference is none",

@@ -33,11 +33,12 @@ from policygrad.learners.fsdp.processes import WorkerLauncher
 from policygrad.learners.fsdp.sharding import ModelSkeleton
 from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
-from policygrad.rewards import Reward, RewardPool
+from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers.messages import SampleResult
 from policygrad.rewards.workers.pool import (
     IncrementalScoring,
+    RewardPool,
     RewardScorer,
     Samples,
     check_lengths,

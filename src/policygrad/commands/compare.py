@@ -146,7 +146,15 @@ def _row(
     every = math.ceil(run.evaluation.problems * run.evaluation.samples_per_prompt / (EVAL_FRACTION * answers))
     steps = max(MIN_STEPS, tokens // answers + 1)  # tokens end a run, not steps
     argv = merge_argv(argv[:1], ("--evaluation.every", str(every), "--steps", str(steps)), argv[1:])
-    knob, grid = _knob(run, argv, lr_grid, delta_grid)
+    # Tune the learning rate, or the radius of a trust region, unless the row sets it.
+    lr, delta = TUNABLE_OPTIONS
+    knob, grid = "", tuple[float, ...]()
+    if run.algorithm.update_rule.uses_lr:
+        knob, grid = lr, lr_grid
+    elif isinstance(run.algorithm.update_rule, TrustRegion):
+        knob, grid = delta, delta_grid
+    if knob in option_names(argv):
+        knob, grid = "", ()
     tried = resolve_row(request.label, (*argv, knob, f"{grid[0]:g}") if grid else argv)
     return ComparisonRow(
         label=request.label,
@@ -159,16 +167,6 @@ def _row(
         change=request.change,
         reason=reason,
     )
-
-
-def _knob(
-    run: Run, argv: Sequence[str], lr_grid: tuple[float, ...], delta_grid: tuple[float, ...]
-) -> tuple[str, tuple[float, ...]]:
-    """Return the option to tune (the learning rate, or the radius of a trust region) and its grid; none if the row sets it."""
-    step, set_, (lr, delta) = run.algorithm.update_rule, option_names(argv), TUNABLE_OPTIONS
-    if step.uses_lr:
-        return (lr, lr_grid) if lr not in set_ else ("", ())
-    return (delta, delta_grid) if isinstance(step, TrustRegion) and delta not in set_ else ("", ())
 
 
 def resolve_row(label: str, argv: Sequence[str]) -> Run:
@@ -406,7 +404,8 @@ def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) 
     from policygrad.utils.filesystem import hold_lock
 
     plan = open_comparison(folder, plan)
-    threads = options.threads or max(1, _cores() // options.jobs)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = options.threads or max(1, cores // options.jobs)
     with hold_lock(folder / "lock"):
         print(
             f"{folder}: {pluralise(options.jobs, 'runs')} at a time, {pluralise(threads, 'threads')} each",
@@ -421,7 +420,10 @@ def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) 
         text = json.dumps(report.to_dict(), ensure_ascii=False) + "\n"
         write_text_file(folder / "comparison.json", text, "--output")
         write_text_file(folder / "comparison.html", render_comparison(report), "--output")
-    _show(report, options.json, text)
+    if options.json:
+        print(text, end="")
+    else:
+        print_lines(format_comparison(report, shutil.get_terminal_size((100, 24)).columns))
     _say(f"{folder / 'comparison.html'}")
     for job, error in results.failures.items():
         _say(f"failed: {job}: {error.splitlines()[-1]}")
@@ -519,19 +521,8 @@ def _grid(text: str, option: str) -> tuple[float, ...]:
     return tuple(values)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _show(report: ComparisonReport, as_json: bool, text: str) -> None:
-    if as_json:
-        print(text, end="")
-        return
-    print_lines(format_comparison(report, shutil.get_terminal_size((100, 24)).columns))
 
 
 if __name__ == "__main__":
@@ -540,6 +531,10 @@ if __name__ == "__main__":
 
 Column = tuple[str, Callable[[RowReport], str]]
 MISSING = "–"
+LEGEND = (
+    "interquartile mean of evaluation scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy and KL to "
+    "the reference (nats per token), length and fraction truncated: means over the last fifth of the steps"
+)
 
 
 def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
@@ -548,7 +543,10 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
     lines: list[StyledLine] = []
     for number, kind in enumerate(report.kinds):
         rows = [row for row in report.rows if row.kind == number]
-        lines += [*_heading(report, kind, width), *_columns(rows, _figures(report, rows), width), ()]
+        head = f"{kind.measure.get('task', '')}, {kind.measure.get('model', '')}: {report.tokens:,} tokens a run, "
+        lines += wrap_styled((), head + pluralise(len(report.seeds), "seeds"), width, HEAD)
+        lines += wrap_styled((), LEGEND, width, QUIET)
+        lines += [*_columns(rows, _figures(report, rows), width), ()]
         lines += [*_reach(report, kind, rows, width), *_above(report, rows, width)]
     lines += _tuning(report, width)
     for title, sentences in (
@@ -573,16 +571,6 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
     return lines
 
 
-def _heading(report: ComparisonReport, kind: Kind, width: int) -> list[StyledLine]:
-    task, model = kind.measure.get("task", ""), kind.measure.get("model", "")
-    head = f"{task}, {model}: {report.tokens:,} tokens a run, {pluralise(len(report.seeds), 'seeds')}"
-    says = (
-        "interquartile mean of evaluation scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy and KL "
-        "to the reference (nats per token), length and fraction truncated: means over the last fifth of the steps"
-    )
-    return [*wrap_styled((), head, width, HEAD), *wrap_styled((), says, width, QUIET)]
-
-
 def _figures(report: ComparisonReport, rows: Sequence[RowReport]) -> list[Column]:
     """Return the columns of the table."""
 
@@ -603,7 +591,7 @@ def _figures(report: ComparisonReport, rows: Sequence[RowReport]) -> list[Column
     columns += [(f"equal {axis}", equal(axis)) for axis in AXES]
     columns += [("area", lambda row: _estimate(row.summary.area) if row.summary else MISSING)]
     columns += [("entropy", _mean("entropy", _fine)), ("KL", _mean("kl", _fine))]
-    columns += [("length", _mean("length")), ("cut off", _percent("truncated"))]
+    columns += [("length", _mean("length")), ("truncated", _mean("truncated", "{:.0%}".format))]
     columns += [(name, _mean(name)) for name in ("updates", "tokens", "seconds")]
     columns.append(("seeds", lambda row: str(len(row.runs))))
     return columns
@@ -612,10 +600,6 @@ def _figures(report: ComparisonReport, rows: Sequence[RowReport]) -> list[Column
 def _mean(name: str, cell_text: Callable[[float], str] | None = None) -> Callable[[RowReport], str]:
     cell_text = cell_text or _short
     return lambda row: cell_text(row.summary.means[name]) if row.summary and name in row.summary.means else MISSING
-
-
-def _percent(name: str) -> Callable[[RowReport], str]:
-    return lambda row: f"{row.summary.means[name]:.0%}" if row.summary and name in row.summary.means else MISSING
 
 
 def _reach(report: ComparisonReport, kind: Kind, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
@@ -634,17 +618,14 @@ def _reach(report: ComparisonReport, kind: Kind, rows: Sequence[RowReport], widt
 
         return cell_text
 
+    def count(row: RowReport) -> str:
+        reach = row.summary.reach["tokens"] if row.summary else None
+        return MISSING if reach is None else f"{reach.num_reached} of {len(reach.each)}"
+
     columns: list[Column] = [("", lambda row: row.label), *((axis, cell(axis)) for axis in AXES)]
-    columns.append(("runs that reach it", lambda row: _share(row)))
+    columns.append(("runs that reach it", count))
     head = f"To a score of {kind.threshold:.3f}, {report.share:.0%} of the way: median over seeds"
     return [*wrap_styled((), head, width, HEAD), *_columns(rows, columns, width), ()]
-
-
-def _share(row: RowReport) -> str:
-    if row.summary is None:
-        return MISSING
-    reach = row.summary.reach["tokens"]
-    return f"{reach.num_reached} of {len(reach.each)}"
 
 
 def _above(report: ComparisonReport, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
@@ -660,7 +641,7 @@ def _above(report: ComparisonReport, rows: Sequence[RowReport], width: int) -> l
         cells[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
     columns: list[Column] = [("", lambda row: row.label)]
     columns += [(label, lambda row, label=label: cells.get((row.label, label), MISSING)) for label in labels]  # type: ignore[misc]
-    head = "P(row above column) at equal tokens; * = cell_text apart, the 95 % interval leaves ½ out"
+    head = "P(row above column) at equal tokens; * = separated, the 95 % interval excludes ½"
     return [*wrap_styled((), head, width, HEAD), *_columns([row for row in rows if row.summary], columns, width), ()]
 
 

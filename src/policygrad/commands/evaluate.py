@@ -6,8 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from itertools import zip_longest
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +14,14 @@ import tyro
 
 from policygrad.commands.options import list_help_flags, reject_cluster_flags, reject_empty_values
 from policygrad.commands.render import wrap_paragraphs
-from policygrad.compare.statistics import LEVEL, Estimate, paired_difference
+from policygrad.compare.statistics import LEVEL, paired_difference
 from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError, RewardError
 from policygrad.learners.config import LearnerConfig
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.lora_config import is_model_folder
-from policygrad.rewards import resolve_reward
 from policygrad.rewards.config import Isolation, RewardConfig
+from policygrad.rewards.resolve import resolve_reward
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import SamplerConfig
@@ -132,9 +131,15 @@ def evaluate(args: list[str]) -> int:
     outcomes = {}
     for model in options.model:
         outcomes[model] = outcome = measure(
-            _to_run_options(options, model),
+            RunOptions(
+                **{name: getattr(options, name) for name in (*EVAL_OPTIONS, "sampler")},
+                model=model,
+                learner=LearnerConfig(device=options.device, dtype=options.dtype),
+                rewards=RewardConfig(**asdict(options.rewards), timeout=options.reward_timeout),
+                evaluation=EvaluationConfig(problems=options.problems, samples_per_prompt=options.samples),
+            ),
             progress=_count(model if len(options.model) > 1 else ""),
-            phase=_waits(),
+            phase=_report_waiting(),
         )
         if not outcome.has_scores:
             said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
@@ -146,18 +151,6 @@ def evaluate(args: list[str]) -> int:
         save_results(folder, report, outcomes)
     print_table(report, outcomes, options.show, as_json=options.json)
     return 0
-
-
-def _to_run_options(options: EvalOptions, model: str) -> RunOptions:
-    same = {name: getattr(options, name) for name in (*EVAL_OPTIONS, "sampler")}
-    isolation = {f.name: getattr(options.rewards, f.name) for f in fields(Isolation)}
-    return RunOptions(
-        **same,
-        model=model,
-        learner=LearnerConfig(device=options.device, dtype=options.dtype),
-        rewards=RewardConfig(**isolation, timeout=options.reward_timeout),
-        evaluation=EvaluationConfig(problems=options.problems, samples_per_prompt=options.samples),
-    )
 
 
 def parse_options(args: list[str]) -> EvalOptions:
@@ -176,9 +169,19 @@ def parse_options(args: list[str]) -> EvalOptions:
         options = _parse(EvalOptions(), args)
     else:
         own, objects = load_eval_options(run / RUN_FILE, _allowed(plain, args))
-        options = _of_another_task(_parse(options_from_run(own), args), plain)
-        _check_named(run, objects, plain)
-        options = options if plain.reward else replace(options, reward=_of_outcomes(options.reward))
+        options = _parse(options_from_run(own), args)
+        if plain.task:  # the data options of the run's own task do not apply to another one
+            names = ("eval_data", "row_map", "skip_bad_rows")
+            options = replace(options, **{name: getattr(plain, name) for name in names})
+        for name in objects:
+            if not getattr(plain, name) and (name in ("task", "reward") or not plain.task):
+                raise ConfigError(
+                    f"the {name.replace('_', ' ')} of the run in {run} was a Python object, which no file holds. Give one with "
+                    f"--{name.replace('_', '-')}, or evaluate from Python with pg.evaluate."
+                )
+        if not plain.reward:  # a run's own evaluations do not use process rewards either
+            outcomes = tuple(name for name in options.reward if not resolve_reward(name).process_reward)
+            options = replace(options, reward=outcomes)
     if not options.model:
         raise ConfigError("give one MODEL or several: policygrad eval tiny, policygrad eval runs/dapo-1 tiny")
     if twice := [model for model in options.model if options.model.count(model) > 1]:
@@ -207,28 +210,6 @@ def options_from_run(run: UncheckedRun) -> EvalOptions:
     )
 
 
-def _of_another_task(options: EvalOptions, plain: EvalOptions) -> EvalOptions:
-    """Drop the data options of the run's own task if the flags name another one. plain: the flags alone."""
-    if not plain.task:
-        return options
-    return replace(options, eval_data=plain.eval_data, row_map=plain.row_map, skip_bad_rows=plain.skip_bad_rows)
-
-
-def _of_outcomes(rewards: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a run's rewards without process rewards, which its own evaluations do not use."""
-    return tuple(name for name in rewards if not resolve_reward(name).process_reward)
-
-
-def _check_named(run: Path, objects: tuple[str, ...], plain: EvalOptions) -> None:
-    """Raise ConfigError for a Python object that the configuration cannot hold and no flag replaces."""
-    for name in objects:
-        if not getattr(plain, name) and (name in ("task", "reward") or not plain.task):
-            raise ConfigError(
-                f"the {name.replace('_', ' ')} of the run in {run} was a Python object, which no file holds. Give one with "
-                f"--{name.replace('_', '-')}, or evaluate from Python with pg.evaluate."
-            )
-
-
 def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
     args = [word for word in args if word != TRUST_FLAG] if default.trust_remote_code else args
     return tyro.cli(
@@ -250,13 +231,13 @@ def list_eval_flags() -> list[str]:
     return list_help_flags(lambda: _parse(EvalOptions(), ["--help"]))
 
 
-def _waits() -> Callable[[str, int, int], None]:
+def _report_waiting() -> Callable[[str, int, int], None]:
     """Return a callback that reports on standard error, once each, what rewards are waiting for."""
-    said = {""}
+    reported = {""}
 
     def tell(text: str, done: int, total: int) -> None:
-        if text not in said:
-            said.add(text)
+        if text not in reported:
+            reported.add(text)
             print(f"{text}: {done} of {total} results so far", file=sys.stderr, flush=True)
 
     return tell
@@ -286,12 +267,31 @@ def build_report(
     """
     data = {"task": task, "eval_data": eval_data}
     rows = [_row(model, data, samples, threshold, outcome) for model, outcome in outcomes.items()]
-    if note := _unreachable_threshold(threshold, outcomes):
-        rows[0]["notes"].append(note)
+    completions = (s for outcome in outcomes.values() for problem in outcome.problems for s in problem)
+    highest = max((s.score for s in completions if s.score is not None), default=0.0)
+    if 0 < highest < threshold:
+        rows[0]["notes"].append(
+            f"pass@k counts scores of at least {format_number(threshold)}, but the highest score was {format_number(highest)}. "
+            "Set --threshold to the lowest score that counts as correct."
+        )
     if len(rows) == 1:
         return rows[0]
     first, *remaining = outcomes
-    differences = [_difference(first, other, samples, threshold, outcomes) for other in remaining]
+    a, differences = outcomes[first], []
+    for other in remaining:
+        b = outcomes[other]
+        pairs = {
+            k: (a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)
+        }
+        differences.append(
+            {
+                "model": first,
+                "less": other,
+                "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
+                "pass": {str(k): asdict(paired_difference(*pair)) for k, pair in pairs.items()},
+                "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
+            }
+        )
     return {"models": rows, "differences": differences, "level": LEVEL}
 
 
@@ -312,45 +312,6 @@ def _row(
         "tokens": outcome.num_tokens,
         "notes": list(outcome.messages),
     }
-
-
-def _unreachable_threshold(threshold: float, outcomes: Outcomes) -> str:
-    """Return a note if scores are positive but none reaches the threshold; else ""."""
-    scores = [
-        s.score for outcome in outcomes.values() for problem in outcome.problems for s in problem if s.score is not None
-    ]
-    highest = max(scores, default=0.0)
-    if not 0 < highest < threshold:
-        return ""
-    return (
-        f"pass@k counts scores of at least {format_number(threshold)}, but the highest score was {format_number(highest)}. Set "
-        "--threshold to the lowest score that counts as correct."
-    )
-
-
-def _difference(first: str, other: str, samples: int, threshold: float, outcomes: Outcomes) -> dict[str, Any]:
-    a, b = outcomes[first], outcomes[other]
-    passes = {
-        str(k): _interval_to_dict(
-            paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold))
-        )
-        for k in _list_ks(samples)
-    }
-    mean, majority = (
-        paired_difference(a.mean_per_problem, b.mean_per_problem),
-        paired_difference(a.majority_per_problem, b.majority_per_problem),
-    )
-    return {
-        "model": first,
-        "less": other,
-        "mean": _interval_to_dict(mean),
-        "pass": passes,
-        "majority": _interval_to_dict(majority),
-    }
-
-
-def _interval_to_dict(estimate: Estimate) -> dict[str, float]:
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
 def _list_ks(samples: int) -> list[int]:
@@ -394,7 +355,10 @@ def _print_several(report: Mapping[str, Any], outcomes: Outcomes, show: int) -> 
     lines += [
         [row["model"], *(f"{x:.4f}" for x in (row["mean"], *row["pass"].values(), row["majority"]))] for row in rows
     ]
-    _print_columns(lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for name, *cells in lines:
+        numbers = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        print(f"  {name:<{widths[0]}}{''.join(numbers)}".rstrip())
     for difference in differences:
         print(
             f"\n{difference['model']} − {difference['less']}, {report['level']:.0%} bootstrap intervals over the same problems:"
@@ -414,16 +378,6 @@ def _print_several(report: Mapping[str, Any], outcomes: Outcomes, show: int) -> 
         for model, outcome in outcomes.items():
             for sample in outcome.problems[i][:1] if i < len(outcome.problems) else ():
                 print(f"  {format_number(sample.score):>5}  {to_one_line(model, 24)}: {to_one_line(sample.text, 60)}")
-
-
-def _print_columns(lines: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
-    for line in lines:
-        name, *cells = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  " + "  ".join([name, *cells]).rstrip())
 
 
 def _format_failures(row: Mapping[str, Any]) -> str:

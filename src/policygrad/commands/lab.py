@@ -229,7 +229,7 @@ class LabOptions:
     algorithm: Annotated[tuple[str, ...], optional_arg("NAME", "all of them")] = ()
     """Algorithms to measure, including your own: mine.py:NAME, mine:NAME."""
     part: Annotated[tuple[str, ...], optional_arg("[FIELD=]PART[,PART]", "none")] = ()
-    """A part, or a chain of them, psi=GroupMean,mine:Asym, measured in `base` and compared with it.
+    """A part, or a chain of them, advantage=GroupMean,mine:Asym, measured in `base` and compared with it.
     Yours, mine:MyGate or mine.py:MyGate, or ours; with settings, 'mine:MyGate(eps=1)'. Several are allowed, each measured alone."""
     base: str = "dr_grpo"
     """Algorithm to insert a part into."""

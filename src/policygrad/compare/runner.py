@@ -112,8 +112,23 @@ def _outcome(folder: Path) -> RunOutcome:
     scores = {row["step"]: row for row in rows if row.get("eval/reward") is not None}
     last = result.get("steps", max(steps, default=0))
     if 0 not in scores or last not in scores:
-        raise RunError(f"{folder} has no evaluation score before or after training: see the notes in {_log(folder)}")
-    at = {0: (0.0, 0.0, 0.0)} | _totals(steps)
+        log = folder.with_name(folder.name + ".log")
+        raise RunError(f"{folder} has no evaluation score before or after training: see the notes in {log}")
+    totals = (0.0, 0.0, 0.0)  # tokens, updates and seconds so far
+    at = {0: totals}
+    ordered = [steps[step] for step in sorted(steps)]
+    for row in ordered:
+        spent = (row.get("time/rollout") or 0.0) + (row.get("time/update") or 0.0)
+        totals = (totals[0] + row["tokens/sampled"], totals[1] + (row.get("updates/taken") or 0.0), totals[2] + spent)
+        at[row["step"]] = totals
+    tail = ordered[-math.ceil(FINAL_FRACTION * len(ordered)) :] if ordered else ()
+    diagnostics = {}  # means over the last fifth of the steps
+    for metric, name in DIAGNOSTICS.items():
+        if values := [row[metric] for row in tail if row.get(metric) is not None]:
+            diagnostics[name] = sum(values) / len(values)
+    clipped = [
+        r["clip_ratio/low"] + r["clip_ratio/high"] for r in steps.values() if r.get("clip_ratio/low") is not None
+    ]
     points = sorted(step for step in scores if step in at)
     tokens, updates, seconds = zip(*(at[step] for step in points), strict=True)
     return RunOutcome(
@@ -123,9 +138,9 @@ def _outcome(folder: Path) -> RunOutcome:
         score=tuple(float(scores[step]["eval/reward"]) for step in points),
         score_stderr=float(scores[points[-1]].get("eval/reward_stderr") or 0.0),
         steps=int(last),
-        diagnostics=_diagnostics([steps[step] for step in sorted(steps)]),
+        diagnostics=diagnostics,
         cost=read_cost(folder),
-        gated_fraction=_gated(list(steps.values())),
+        gated_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
 
 
@@ -146,38 +161,6 @@ def read_cost(folder: Path) -> dict[str, float]:
     except (OSError, ValueError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(f"{path} cannot be read: {reason}; delete it, then the seconds are counted again") from error
-
-
-def _log(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".log")
-
-
-def _totals(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[float, float, float]]:
-    """Return cumulative tokens, updates and seconds by step."""
-    totals, tokens, updates, seconds = {}, 0.0, 0.0, 0.0
-    for step in sorted(steps):
-        row = steps[step]
-        tokens += row["tokens/sampled"]
-        updates += row.get("updates/taken") or 0.0
-        seconds += (row.get("time/rollout") or 0.0) + (row.get("time/update") or 0.0)
-        totals[step] = (tokens, updates, seconds)
-    return totals
-
-
-def _diagnostics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Average metrics over the last fifth of the steps."""
-    tail = rows[-math.ceil(FINAL_FRACTION * len(rows)) :] if rows else ()
-    means = {}
-    for metric, name in DIAGNOSTICS.items():
-        values = [row[metric] for row in tail if row.get(metric) is not None]
-        if values:
-            means[name] = sum(values) / len(values)
-    return means
-
-
-def _gated(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    values = [row["clip_ratio/low"] + row["clip_ratio/high"] for row in rows if row.get("clip_ratio/low") is not None]
-    return sum(values) / len(values) if values else None
 
 
 PROGRAM = (sys.executable, "-P", "-m", "policygrad")
@@ -254,9 +237,7 @@ class SubprocessRunner:
                     stderr=subprocess.STDOUT,
                     env=environment,
                     start_new_session=True,  # we forward Ctrl-C, once
-                    pass_fds=(lock.fileno(),)
-                    if HAS_FILE_LOCKS
-                    else (),  # held while the run lives, even if this process dies
+                    pass_fds=(lock.fileno(),) if HAS_FILE_LOCKS else (),  # held while the run lives, even if we die
                 )
                 self._live.add(process)
             try:
@@ -345,7 +326,9 @@ class ComparisonRun:
 
     def _run_jobs(self, jobs: Sequence[Job], stopping: StopController) -> bool:
         """Carry out runs; return False if they were stopped early."""
-        todo = [job for job in jobs if not self._load_finished(job)]
+        todo = [job for job in jobs if not is_finished(self.folder / job.folder)]
+        for job in (job for job in jobs if job not in todo):
+            self._read(job, self.folder / job.folder)
         if jobs:
             self.print_line(f"{len(todo)} of {len(jobs)} {'tuning ' if jobs[0].is_tuning else ''}runs to do")
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -369,14 +352,6 @@ class ComparisonRun:
                 self.runner.stop()
                 raise
         return not stopping.requested
-
-    def _load_finished(self, job: Job) -> bool:
-        """Read the run if it is finished; return False if it is not."""
-        folder = self.folder / job.folder
-        if not is_finished(folder):
-            return False
-        self._read(job, folder)
-        return True
 
     def _read(self, job: Job, folder: Path) -> None:
         try:

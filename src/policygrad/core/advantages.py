@@ -146,8 +146,8 @@ class OptimalBaseline(Advantage):
     """
 
     norm: Norm = "exact"
-    """n. exact: ‖s‖², a backward pass per distinct completion. length: |o|, which ‖s‖² is proportional to if the tokens' scores are
-    orthogonal and of equal size (Hao et al. 2025, OPO)."""
+    """exact: n = ‖s‖², a backward pass per distinct completion.
+    length: n = |o|, proportional to ‖s‖² if the tokens' scores are orthogonal and of equal size (Hao et al. 2025, OPO)."""
     leave_one_out: bool = True
     """Exclude j = i, which is unbiased. False: Σ_j n_j R_j / Σ_j n_j as published, biased since it includes R_i."""
     uses_group_statistics: ClassVar[bool] = True
@@ -347,8 +347,8 @@ class PassAtK(Advantage):
     k: int = 4
     eps: float = 1e-6
     normalise: bool = True
-    """Divide by σ. False: the difference alone, G/k times the unbiased pass@k gradient with a group baseline, as in
-    Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
+    """Divide by σ.
+    False: G/k times the unbiased pass@k gradient with a group baseline, Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
     uses_group_statistics: ClassVar[bool] = True
     starts_chain: ClassVar[bool] = True
 

@@ -236,11 +236,11 @@ class Reference(Part):
     reset_optimizer: bool = False
     """With each refresh, also reset the optimizer state (ProRL)."""
     refresh_after_stall: int | None = None
-    """Replace it after so many consecutive periodic evaluations without a new best score; None: never. The replacement follows the
-    next rollout."""
+    """Replace it after so many consecutive periodic evaluations without a new best score; None: never.
+    The replacement follows the next rollout."""
     model: str | None = None
-    """Another frozen model, such as a teacher: a folder, hub id, or run folder. None: the run's initial model. Its tokenizer must
-    have the policy's vocabulary."""
+    """Another frozen model, such as a teacher: a folder, hub id, or run folder. None: the run's initial model.
+    Its tokenizer must have the policy's vocabulary."""
 
     def __post_init__(self) -> None:
         for name, event in (("refresh_every", "rollout"), ("refresh_after_stall", "evaluation")):

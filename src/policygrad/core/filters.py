@@ -31,8 +31,8 @@ class DropZeroVariance(Filter):
     mode: Literal["refill", "reweight", "drop"] = "refill"
     max_rounds: int = 4
     keep_leftovers: bool = True
-    """With refill: surplus groups start the next step, and π_old/μ corrects for their older weights. False: they are discarded, and
-    every sample is from the current policy."""
+    """With refill: surplus groups start the next step, and π_old/μ corrects for their older weights.
+    False: they are discarded, and every sample is from the current policy."""
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -132,11 +132,11 @@ class Downsample(Filter):
     keep: int = 4
     """G ≤ N, N the samples per prompt."""
     by: Choice = "random"
-    """random: with statistics='all' the expected gradient is that of all N. max_variance: the subset with the largest variance of
-    rewards (some lowest and some highest), equal rewards in random order."""
+    """random: with statistics='all' the expected gradient is that of all N.
+    max_variance: the subset with the largest variance of rewards (some lowest and some highest), equal rewards in random order."""
     statistics: Statistics = "all"
-    """all: baseline and scale come from all N, dropped completions get weight 0 and the others N/G, and a critic is fitted to all
-    N. kept: dropped completions are ignored."""
+    """all: baseline, scale and critic use all N; dropped completions get weight 0, and the others N/G.
+    kept: dropped completions are ignored."""
     seed: int = 0
     """Seed of the random choice."""
 

@@ -36,8 +36,8 @@ class ProcessReward(Advantage):
     eps: float = 1e-4
     ddof: int = 1
     outcome: bool = True
-    """Add the completion's reward to the last step's. False: process supervision alone, as published; the outcome does not enter
-    Ψ."""
+    """Add the completion's reward to the last step's.
+    False: process supervision alone, as published; the outcome does not enter Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True

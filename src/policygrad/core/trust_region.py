@@ -91,8 +91,8 @@ class TrustRegion(UpdateRule):
     fisher: Fisher = "exact"
     """exact: over the vocabulary; sampled: E[ssᵀ] of the sampled tokens."""
     fisher_fraction: float = 1.0
-    """Fraction of the groups that conjugate gradient uses (0.1 in the paper, appendix C.1). It affects the direction only; the
-    length, L and the KL are computed on all groups."""
+    """Fraction of the groups that conjugate gradient uses (0.1 in the paper, appendix C.1).
+    It affects the direction only; the length, L and the KL are computed on all groups."""
     candidates: Candidates = "first"
     """first: the first acceptable candidate; best: the acceptable one with the largest L."""
     critic_steps: int | None = None
