@@ -61,7 +61,8 @@ def describe_ranking(report: ComparisonReport) -> Iterable[str]:
         where = f" on {kind.measure.get('task')}" if len(report.kinds) > 1 else ""
         for axis, end in kind.equal.items() if len(rows) > 1 else ():
             best = max(rows, key=lambda row: row.summary.equal[axis].value if row.summary else 0.0)
-            close = _indistinguishable(report, best.label, axis)
+            near = [p for p in report.pairs if best.label in (p.first, p.second) and not p.separated[axis]]
+            close = [p.second if p.first == best.label else p.first for p in near]
             remark = f"; not told apart from it: {', '.join(close)}" if close else "; all others are below it"
             score = best.summary.equal[axis] if best.summary else None
             at = pluralise(f"{end:,.0f}" if end >= 10 else f"{end:.2g}", axis)
@@ -90,12 +91,6 @@ def _describe_rungs(report: ComparisonReport) -> Iterable[str]:
         change = row.summary.equal["tokens"].value - below.summary.equal["tokens"].value
         clear = "apart" if pair.separated["tokens"] else "not told apart"
         yield f"{row.label} ({row.change}): {change:+.3f} at equal tokens, {clear} from {below.label}."
-
-
-def _indistinguishable(report: ComparisonReport, label: str, axis: str) -> list[str]:
-    """Return the rows that are not distinguishable from this one."""
-    pairs = [p for p in report.pairs if label in (p.first, p.second) and not p.separated[axis]]
-    return [p.second if p.first == label else p.first for p in pairs]
 
 
 def describe_differences(report: ComparisonReport) -> Iterable[str]:
@@ -140,10 +135,15 @@ def describe_caveats(report: ComparisonReport) -> Iterable[str]:
     )
     if pairs := report.pairs:
         open_ = sum(not pair.separated["tokens"] for pair in report.pairs)
+        seeds = len(report.seeds)
+        chance = separation_by_chance(seeds, seeds)
+        few = (
+            f" With {seeds} seeds each, equal rows are completely separated in {chance:.0%} of cases, so none is clear."
+        )
         by_chance = f", and of {len(pairs)} pairs some exclude ½ by chance alone" if len(pairs) > 5 else ""
         yield (
             f"At equal tokens {open_} of {pluralise(len(pairs), 'pairs')} cannot be told apart: the interval of P(above) "
-            f"holds ½{by_chance}.{_few(len(report.seeds))}"
+            f"holds ½{by_chance}.{few if chance > 1 - LEVEL else ''}"
         )
     yield (
         "One task and one small model: rankings of post-training algorithms change with scale and task (Li 2026, arXiv:2603.19335, "
@@ -167,14 +167,6 @@ def too_few_seeds(plan: ComparisonPlan) -> str:
         f"--seeds {seeds} cannot distinguish any two rows: equal rows are completely separated in "
         f"{separation_by_chance(seeds, seeds):.0%} of cases. Use --seeds {least} or more, or read the scores only as examples"
     )
-
-
-def _few(seeds: int) -> str:
-    """Return a sentence if any separation could be chance."""
-    chance = separation_by_chance(seeds, seeds)
-    if chance <= 1 - LEVEL:
-        return ""
-    return f" With {seeds} seeds each, equal rows are completely separated in {chance:.0%} of cases, so none is clear."
 
 
 def _describe_tuning(report: ComparisonReport) -> Iterable[str]:
@@ -413,16 +405,13 @@ def _row(
 
 def _pairs(rows: Sequence[RowReport]) -> tuple[RowPair, ...]:
     """Compare all pairs of one kind."""
-    return tuple(
-        _pair(a.label, b.label, a.summary.scores, b.summary.scores)
-        for a, b in combinations(rows, 2)
-        if a.kind == b.kind and a.summary is not None and b.summary is not None
-    )
-
-
-def _pair(first: str, second: str, x: Mapping[str, Sequence[float]], y: Mapping[str, Sequence[float]]) -> RowPair:
-    probabilities = {name: probability_of_improvement(x[name], y[name]) for name in x}
-    enough = separation_by_chance(len(x["tokens"]), len(y["tokens"])) <= 1 - LEVEL
-    return RowPair(
-        first, second, probabilities, {name: enough and not p.low <= 0.5 <= p.high for name, p in probabilities.items()}
-    )
+    pairs = []
+    for a, b in combinations(rows, 2):
+        if a.kind != b.kind or a.summary is None or b.summary is None:
+            continue
+        x, y = a.summary.scores, b.summary.scores
+        probabilities = {name: probability_of_improvement(x[name], y[name]) for name in x}
+        enough = separation_by_chance(len(x["tokens"]), len(y["tokens"])) <= 1 - LEVEL
+        separated = {name: enough and not p.low <= 0.5 <= p.high for name, p in probabilities.items()}
+        pairs.append(RowPair(a.label, b.label, probabilities, separated))
+    return tuple(pairs)

@@ -470,14 +470,13 @@ class RewardZScores(Advantage):
         weights = batch.reward_weights or (1.0,) * rewards.shape[1]
         total = torch.zeros_like(batch.reward)
         for k, weight in enumerate(weights):
-            total = total + weight * self._zscore(rewards[:, k], batch).to(total.dtype)
+            r = rewards[:, k]
+            has_reward = batch.counted & ~r.isnan()
+            groups = Groups(batch.group, has_reward)
+            scaled = (r - groups.mean(r)) / (groups.std(r, self.ddof) + self.eps)
+            z = masked.apply_mask(scaled, has_reward & ~groups.is_constant(r))
+            total = total + weight * z.to(total.dtype)
         return masked.apply_mask(total[:, None].expand(batch.mask.shape), batch.mask)
-
-    def _zscore(self, r: Tensor, batch: Batch) -> Tensor:
-        has_reward = batch.counted & ~r.isnan()
-        groups = Groups(batch.group, has_reward)
-        scaled = (r - groups.mean(r)) / (groups.std(r, self.ddof) + self.eps)
-        return masked.apply_mask(scaled, has_reward & ~groups.is_constant(r))
 
 
 # Distillation: a teacher's log-probabilities of the sampled tokens.

@@ -318,7 +318,7 @@ def _find_descendants(leaders: Sequence[int], tokens: set[bytes]) -> set[int]:
     mark = re.compile(rb"(?:^|\0)" + TOKEN_VARIABLE.encode() + rb"=([^\0]*)")
     children: dict[int, list[int]] = {}
     descendants = set[int]()
-    for pid in _list_processes():
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):  # another user's, or ended meanwhile
             if tokens.intersection(mark.findall(Path(f"/proc/{pid}/environ").read_bytes())):
                 descendants.add(pid)
@@ -330,10 +330,6 @@ def _find_descendants(leaders: Sequence[int], tokens: set[bytes]) -> set[int]:
         descendants |= new
         unvisited += new
     return descendants
-
-
-def _list_processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _read_stat(pid: int) -> list[str] | None:
