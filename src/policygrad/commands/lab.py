@@ -397,12 +397,7 @@ def _table(report: LabReport, width: int) -> list[StyledLine]:
             lines.append(((label.ljust(name), NAME), (cells, "")))
         lines.append(())
     if steps := next((m.steps for pair in report.rows for m in pair if not m.exact), 0):
-        lines += wrap_styled(
-            (("  ", ""),),
-            f"~ sampled: {steps} steps; standard errors are in the JSON.",
-            100,
-            QUIET,
-        )
+        lines += wrap_styled((("  ", ""),), f"~ sampled: {steps} steps; standard errors are in the JSON.", 100, QUIET)
     return lines
 
 
