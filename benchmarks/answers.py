@@ -14,7 +14,7 @@ import resource
 import time
 from pathlib import Path
 
-from policygrad.rewards import RewardPool
+from policygrad.rewards.workers.pool import RewardPool
 
 Case = tuple[str, str]  # completion, answer
 

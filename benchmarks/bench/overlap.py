@@ -12,7 +12,8 @@ import policygrad as pg
 from bench.timing import Table, cpu_seconds
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.rewards import Reward, RewardPool
+from policygrad.rewards.base import Reward
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.rollout.trajectory import RolloutConfig
 

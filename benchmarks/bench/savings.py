@@ -19,7 +19,7 @@ from bench.works import SEVEN, SMALL, TWENTY_FIVE
 from policygrad.core.batch import Batch
 from policygrad.models.loading import DTYPES, load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.rewards import RewardPool
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.trajectory import RolloutConfig
 

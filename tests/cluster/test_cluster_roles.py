@@ -33,8 +33,8 @@ from policygrad.cluster.config import (
 from policygrad.cluster.launch import DriverSignals, check_reachable, check_versions, connect_ray, installed_versions
 from policygrad.commands.train import parse_run
 from policygrad.errors import ConfigError, EngineError, RunError
-from policygrad.rewards import resolve_reward
 from policygrad.rewards.config import RewardConfig
+from policygrad.rewards.resolve import resolve_reward
 from policygrad.samplers.config import SamplerConfig
 from policygrad.tasks.base import Example
 from policygrad.training.setup import Placement

@@ -13,8 +13,8 @@ import policygrad as pg
 from policygrad.commands.evaluate import build_report, list_eval_flags, parse_options
 from policygrad.compare.statistics import paired_difference
 from policygrad.errors import ConfigError
-from policygrad.rewards import resolve_reward
 from policygrad.rewards.builtin import find_answer_extractor
+from policygrad.rewards.resolve import resolve_reward
 from policygrad.rollout.evaluation import EvalSample, EvaluationResult
 from policygrad.training.config.serialization import dump_config
 

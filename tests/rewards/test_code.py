@@ -9,9 +9,9 @@ import zlib
 import pytest
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards import RewardPool, resolve_reward
 from policygrad.rewards.code import Code, build_tests, complete_program, extract_program, extract_prompt_code
-from policygrad.rewards.resolve import find_code
+from policygrad.rewards.resolve import find_code, resolve_reward
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.sandbox import FunctionTests, StdioTests, find_backend, run_function_tests, run_stdio_tests
 
 ADD = 'def add(a: int, b: int) -> int:\n    """Add.\n    >>> add(1, 2)\n    3\n    """\n'

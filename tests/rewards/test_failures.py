@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import RewardPool
 from policygrad.rewards.config import RewardConfig
 from policygrad.rewards.workers import pool as waiting
 from policygrad.rewards.workers.failures import FailedStepTracker, UnresponsiveFunctionDetector
 from policygrad.rewards.workers.messages import Chunk, SampleResult, WorkerStart
-from policygrad.rewards.workers.pool import SlowCallReporter, WorkerSlot, WorkItem
+from policygrad.rewards.workers.pool import RewardPool, SlowCallReporter, WorkerSlot, WorkItem
 
 TIMEOUT = 0.2  # seconds, for what overruns it on purpose
 

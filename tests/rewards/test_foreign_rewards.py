@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from policygrad.errors import ConfigError
-from policygrad.rewards import RewardPool, resolve_reward
-from policygrad.rewards.resolve import find_code
+from policygrad.rewards.resolve import find_code, resolve_reward
+from policygrad.rewards.workers.pool import RewardPool
 
 VERL = """
 import asyncio

@@ -12,9 +12,9 @@ import pytest
 import policygrad as pg
 from doubles.files import rows
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import RewardPool, resolve_reward
 from policygrad.rewards.builtin import LengthPenalty, RepetitionPenalty
-from policygrad.rewards.resolve import RewardSpec, find_code
+from policygrad.rewards.resolve import RewardSpec, find_code, resolve_reward
+from policygrad.rewards.workers.pool import RewardPool
 
 MINE = """
 import policygrad as pg

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.errors import RewardError
-from policygrad.rewards import Reward, RewardPool, RewardScores, reward
-from policygrad.rewards.workers.pool import CallTimeEstimator, IncrementalScoring
+from policygrad.rewards.base import Reward, RewardScores, reward
+from policygrad.rewards.workers.pool import CallTimeEstimator, IncrementalScoring, RewardPool
 from policygrad.rewards.workers.process import WorkerProcess
 
 TIMEOUT = 0.5  # seconds, for what overruns it on purpose

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import Reward, RewardPool, reward
+from policygrad.rewards.base import Reward, reward
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import (
     PASSED_VARIABLES,
@@ -26,6 +26,7 @@ from policygrad.rewards.workers.limits import (
     parse_names,
     parse_size,
 )
+from policygrad.rewards.workers.pool import RewardPool
 
 HELD: list[bytearray] = []
 MIB = 1 << 20

@@ -11,9 +11,10 @@ import pytest
 
 from doubles.judge_server import Answer, Asked, judging, shown
 from policygrad.errors import ConfigError, RewardError
-from policygrad.rewards import RewardPool, RewardScores, resolve_reward
+from policygrad.rewards.base import RewardScores
 from policygrad.rewards.llm_judge import LLMJudge, parse_score
-from policygrad.rewards.resolve import find_code
+from policygrad.rewards.resolve import find_code, resolve_reward
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.training.config.trust import CodePermissions, code_in_argv, missing_permissions
 
 KEY = "JUDGE_TEST_KEY"

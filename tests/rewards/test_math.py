@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policygrad.errors import ConfigError
-from policygrad.rewards import RewardPool, resolve_reward
 from policygrad.rewards.math import Gsm8k, Math, grading, gsm8k, math
 from policygrad.rewards.math.extraction import POLICIES, extract
 from policygrad.rewards.math.numbers import parse_quantity, parse_unit
-from policygrad.rewards.resolve import find_code
+from policygrad.rewards.resolve import find_code, resolve_reward
+from policygrad.rewards.workers.pool import RewardPool
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

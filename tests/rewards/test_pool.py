@@ -15,9 +15,9 @@ import pytest
 
 import policygrad as pg
 from policygrad.errors import ConfigError, DataError, RewardError
-from policygrad.rewards import Reward, RewardPool, reward
+from policygrad.rewards.base import Reward, reward
 from policygrad.rewards.workers.messages import to_number
-from policygrad.rewards.workers.pool import Dispatcher
+from policygrad.rewards.workers.pool import Dispatcher, RewardPool
 
 TIMEOUT = 0.5  # seconds, for the functions that overrun it on purpose
 
@@ -402,7 +402,7 @@ def _gone(pid):
 
 SCRIPT = """
 import os, sys
-from policygrad.rewards import RewardPool
+from policygrad.rewards.workers.pool import RewardPool
 print("imported", flush=True)
 class Box:
     value = 0.5

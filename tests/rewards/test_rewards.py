@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from policygrad.errors import ConfigError, DataError
-from policygrad.rewards import Reward, list_rewards, resolve_reward, reward
+from policygrad.rewards.base import Reward, reward
 from policygrad.rewards.builtin import Format, exact_match, extract_final_answer, reasoning_gym, reasoning_gym_partial
 from policygrad.rewards.math import math
+from policygrad.rewards.resolve import list_rewards, resolve_reward
 from policygrad.rewards.workers.messages import to_number
 from policygrad.rewards.workers.worker import RewardCaller, Signature
 
@@ -176,7 +177,7 @@ def test_functions_of_a_file_and_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "beside_me.py").write_text("VALUE = 0.25\n")
     (tmp_path / "my_rewards.py").write_text(
         "from beside_me import VALUE\n"
-        "from policygrad.rewards import reward\n"
+        "from policygrad.rewards.base import reward\n"
         "@reward(batch=True, timeout=7)\n"
         "def mine(prompts, completions, **_):\n    return [VALUE for _ in completions]\n"
     )

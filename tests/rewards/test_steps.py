@@ -13,8 +13,10 @@ import torch
 
 import policygrad as pg
 from policygrad.errors import ConfigError, RunError
-from policygrad.rewards import Reward, RewardPool, list_rewards, resolve_reward, reward
+from policygrad.rewards.base import Reward, reward
 from policygrad.rewards.builtin import StepEnd, check_step_pattern, worked_steps
+from policygrad.rewards.resolve import list_rewards, resolve_reward
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.samplers.base import SamplingParams
 from policygrad.tasks import list_tasks, load_task
 from policygrad.training.config.run import Run

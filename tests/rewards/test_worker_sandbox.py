@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 
 from policygrad.errors import ConfigError
-from policygrad.rewards import Reward, RewardPool
+from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig, SandboxChoice
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rewards.workers.process import SANDBOX_CHOICES
 from policygrad.sandbox import BACKENDS, find_backend
 

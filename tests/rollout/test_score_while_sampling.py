@@ -16,8 +16,7 @@ from doubles.failing import FailingSampler
 from doubles.rollouts import collect_rollout
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.rewards import RewardPool
-from policygrad.rewards.workers.pool import IncrementalScoring
+from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool
 from policygrad.rollout import serialization
 from policygrad.rollout.rollouter import Rollout, Rollouter
 from policygrad.samplers.base import Request, Sampler, SamplingParams

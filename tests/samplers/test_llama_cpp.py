@@ -22,8 +22,7 @@ from policygrad.errors import EngineError
 from policygrad.models.loading import load_model
 from policygrad.models.lora_config import Lora
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rewards import RewardPool
-from policygrad.rewards.workers.pool import IncrementalScoring
+from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines import probe, server_pool

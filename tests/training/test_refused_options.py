@@ -20,8 +20,9 @@ from policygrad.learners.config import OptimizerConfig
 from policygrad.models.classifier import load_classifier
 from policygrad.models.loading import load_model
 from policygrad.models.tokenizer import load_tokenizer
-from policygrad.rewards import Reward, resolve_reward
+from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
+from policygrad.rewards.resolve import resolve_reward
 from policygrad.tasks import sources
 from policygrad.tasks.rows import read_examples
 from policygrad.training.setup import pick_device

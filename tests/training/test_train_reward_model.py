@@ -29,8 +29,9 @@ from policygrad.models.classifier import (
     score,
 )
 from policygrad.models.tokenizer import Tokenizer
-from policygrad.rewards import RewardPool, resolve_reward
+from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.reward_model import ModelReward
+from policygrad.rewards.workers.pool import RewardPool
 from policygrad.rewards.workers.worker import RewardCaller
 from policygrad.tasks.preferences import group_by_prompt, read_preferences
 from policygrad.training.reward_model import (

@@ -20,8 +20,8 @@ from policygrad.errors import ConfigError, RewardError
 from policygrad.learners.config import LearnerConfig
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.lora_config import is_model_folder
-from policygrad.rewards import resolve_reward
 from policygrad.rewards.config import Isolation, RewardConfig
+from policygrad.rewards.resolve import resolve_reward
 from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import SamplingParams
 from policygrad.samplers.config import SamplerConfig

@@ -25,10 +25,11 @@ from policygrad.models.loading import load_model
 from policygrad.models.moe_routing import Routing
 from policygrad.models.replica import clone_model, load_reference
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
-from policygrad.rewards import Reward, RewardPool, resolve_reward
+from policygrad.rewards.base import Reward
 from policygrad.rewards.builtin import StepEnd
 from policygrad.rewards.config import RewardConfig
-from policygrad.rewards.workers.pool import RewardScorer
+from policygrad.rewards.resolve import resolve_reward
+from policygrad.rewards.workers.pool import RewardPool, RewardScorer
 from policygrad.rollout.demonstrations import DEMONSTRATION_COLUMN, DEMONSTRATION_HINT, check_demonstrations
 from policygrad.rollout.rollouter import Rollouter
 from policygrad.rollout.scoring import zero_rewards

@@ -86,10 +86,12 @@ class SignalHandlers:
 
     def _deliver_after_import(self, number: signal.Signals) -> None:
         main = threading.main_thread().ident or 0
-        while _count_imports(sys._current_frames().get(main)) > self._imports:
+        while number in self._deferred and self.active:
             time.sleep(_POLL_SECONDS)
-        if self._deferred.pop(number, None) is not None:  # None: delivered already
-            self.send(number)
+            if _count_imports(sys._current_frames().get(main)) <= self._imports:
+                self.send(
+                    number
+                )  # again and again: one that comes just before the thread begins to wait does not wake it
 
 
 def _count_imports(frame: FrameType | None) -> int:

@@ -283,13 +283,8 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
     prompts = torch.randint(vocabulary, (2, 4), generator=generator)
     tokens = torch.randint(vocabulary, (4, 5), generator=generator)
     tokens[1, :2] = tokens[0, :2]
-    batch = Batch(
-        mask=torch.arange(5) < torch.tensor([5, 5, 5, 3])[:, None],
-        group=torch.zeros(4, dtype=torch.int64),
-        reward=torch.zeros(4),
-        tokens=tokens,
-        prompts=(prompts[0],),
-    )
+    mask, group = torch.arange(5) < torch.tensor([5, 5, 5, 3])[:, None], torch.zeros(4, dtype=torch.int64)
+    batch = Batch(mask=mask, group=group, reward=torch.zeros(4), tokens=tokens, prompts=(prompts[0],))
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
 
     def evaluate(evaluator: Evaluator, batch: Batch) -> Tensor:

@@ -47,12 +47,10 @@ class Optimizer:
                 parameter.grad = None
 
     def step(self, explain: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[float | None, float]:
-        """Take an AdamW step. `explain`: returns (the part that made a gradient not finite, a sentence about it), ("",
-        "") if none did; called only for such a gradient. Raises NumericsError if the gradient is not finite; the
-        weights are unchanged.
+        """Take an AdamW step; return (gradient norm before clipping, learning rate), or None as norm without any gradient.
 
-        Returns:
-            (gradient norm before clipping, learning rate); the norm is None, and no step is taken, if there is no gradient.
+        For a gradient that is not finite it raises NumericsError, with the weights unchanged; `explain` then returns (the
+        part that made it so, a sentence about it), or ("", "").
         """
         rate = self.lr * self.config.lr_factor(self.num_updates, self.total)
         masters = [m for m in self.masters.values() if m.grad is not None]

@@ -319,7 +319,7 @@ def check_num_workers(count: int) -> None:
 def _check_reward_names(rewards: Sequence[Reward]) -> None:
     if not rewards:
         raise ConfigError(
-            "a RewardPool needs at least one reward; policygrad.rewards.list_rewards() lists the built-in ones"
+            "a RewardPool needs at least one reward; policygrad.rewards.resolve.list_rewards() lists the built-in ones"
         )
     for name, count in Counter(reward.name for reward in rewards).items():
         if count > 1:
