@@ -305,8 +305,8 @@ def find_fsdp_units(root: CallModule) -> list[FsdpUnit]:
     for unit in reversed([module for module in root.modules() if isinstance(module, FSDPModule)]):
         modules = [module for module in unit.modules() if module not in seen]
         seen.update(modules)
-        found = ((module, key, p) for module in modules for key, p in module._parameters.items() if p is not None)
-        units.append(FsdpUnit(unit, tuple(ParameterSlot(module, key, names[id(p)]) for module, key, p in found)))
+        parameters = ((module, key, p) for module in modules for key, p in module._parameters.items() if p is not None)
+        units.append(FsdpUnit(unit, tuple(ParameterSlot(module, key, names[id(p)]) for module, key, p in parameters)))
     return units
 
 
