@@ -337,7 +337,7 @@ def checkpointer(folder: Path, slow: Slow, notes: list[str]) -> Checkpointer[Ste
         raise AssertionError("nobody gathers")
 
     found = Checkpointer[Steps](
-        folder,
+        folder / "checkpoints",
         every=1,
         keep=2,
         pack=gathers,

@@ -89,8 +89,7 @@ class CheckpointWriter:
         suffix: str = "",
         every: int = 1,
     ) -> None:
-        """`suffix`: end of the temporary name, unique among processes. Raises CheckpointError if something cannot be
-        stored."""
+        """`suffix`: end of the temporary name, unique among processes. Raises CheckpointError if something cannot be stored."""
         if step < 0 or keep < 1:
             raise CheckpointError(f"step must be >= 0 and keep >= 1, not step={step} and keep={keep}")
         self._directory, self._step, self._keep, self._every = Path(directory), step, keep, every
@@ -188,13 +187,9 @@ def load_latest(
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
     keep_on_meta: Callable[[str], bool] = lambda name: False,
 ) -> Checkpoint | None:
-    """Load the newest intact checkpoint; None if there is no checkpoint. Raises CheckpointError if there are
-    checkpoints, and none is intact.
+    """Load the newest intact checkpoint; None if there is no checkpoint. Raises CheckpointError if none is intact.
 
-    Args:
-        warn: Called for each damaged checkpoint that is passed over.
-        check: Raises CheckpointError for one that is intact but lacks something.
-        keep_on_meta: As for `load_checkpoint`.
+    `warn` is called for each damaged one that is passed over; `check` raises CheckpointError for one that lacks something.
     """
     checkpoints = list_checkpoints(Path(directory))
     for path, before in itertools.zip_longest(checkpoints, checkpoints[1:]):
@@ -213,10 +208,8 @@ def load_latest(
 
 
 def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda name: False) -> Checkpoint:
-    """Verify and read one checkpoint. Raises CheckpointError with the damaged file and the reason.
-
-    `keep_on_meta` returns whether to read only a tensor's shape and dtype, by its name.
-    """
+    """Verify and read one checkpoint, or of tensors to `keep_on_meta`, by name, only shape and dtype. Raises
+    CheckpointError with the damaged file and the reason."""
     path = Path(path)
     files = verify_files(path, FILES)
     try:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -29,50 +30,31 @@ P = TypeVar("P", bound=HasStep)
 MAX_SNAPSHOT_BYTES = 2**30
 
 
+@dataclass(eq=False)
 class Checkpointer(Generic[P]):
     """Saves the state that `pack` makes of the progress, with torch's global random state."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        every: int,
-        keep: int,
-        pack: Callable[[P], SavedState],
-        version: Callable[[], int],
-        sync: Callable[[], None],
-        note: Callable[[str], None],
-        resume_command: str,
-        max_snapshot_bytes: int = MAX_SNAPSHOT_BYTES,
-        check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None,
-        sharded: ShardedState[P] | None = None,
-    ) -> None:
-        """
-        Args:
-            folder: The run's folder.
-            every: Steps between checkpoints.
-            keep: Checkpoints to keep.
-            pack: Returns the complete state.
-            version: Returns the version of the weights, which counts updates.
-            sync: Waits until the run's logs are on the disk.
-            note: Shows a message.
-            resume_command: The command that resumes the run, for messages.
-            max_snapshot_bytes: A state of at most this size is copied after every step, so that a failed step can be undone.
-            check: Raises CheckpointError for a checkpoint that lacks something, so that the one before it is used.
-            sharded: How several processes save their shards; None = `pack` has everything.
-        """
-        self._max_snapshot_bytes, self._check, self._sharded = max_snapshot_bytes, check, sharded
-        self._pending: BackgroundSave | None = None
-        self.folder, self.every, self.keep = folder / "checkpoints", every, keep
-        self._pack, self._version, self._sync, self._note = pack, version, sync, note
-        self._resume_command = resume_command
+    folder: Path  # the run's `checkpoints`
+    _: KW_ONLY
+    every: int  # steps between checkpoints
+    keep: int  # checkpoints to keep
+    pack: Callable[[P], SavedState]  # returns the complete state
+    version: Callable[[], int]  # returns the version of the weights, which counts updates
+    sync: Callable[[], None]  # waits until the run's logs are on the disk
+    note: Callable[[str], None]  # shows a message
+    resume_command: str
+    max_snapshot_bytes: int = MAX_SNAPSHOT_BYTES  # a state of at most this size is copied after every step
+    check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None
+    """Raises CheckpointError for a checkpoint that lacks something, so that the one before it is used."""
+    sharded: ShardedState[P] | None = None  # how several processes save their shards; None = `pack` has everything
+    _pending: BackgroundSave | None = field(default=None, init=False)
 
     def restore(self) -> checkpoints.Checkpoint | None:
         """Load the newest intact checkpoint, and set torch's global random state to the saved one. Raises
         CheckpointError if there are checkpoints, and none is intact."""
-        keep_on_meta = self._sharded.is_sharded if self._sharded is not None else lambda name: False
+        keep_on_meta = self.sharded.is_sharded if self.sharded is not None else lambda name: False
         saved = checkpoints.load_latest(
-            self.folder, warn=self._note, check=self._check_complete, keep_on_meta=keep_on_meta
+            self.folder, warn=self.note, check=self._check_complete, keep_on_meta=keep_on_meta
         )
         if saved is not None:
             checkpoints.prune_quietly(self.folder, saved.step, self.keep, self.every)
@@ -84,7 +66,7 @@ class Checkpointer(Generic[P]):
         if random is None or (random.dtype, random.shape) != (current.dtype, current.shape):
             raise CheckpointError(f"{saved.path} lacks the random state")
         try:
-            self._check(saved)
+            self.check(saved)
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{saved.path} lacks a part of the state: {error}") from error
         except CheckpointError as error:
@@ -102,12 +84,12 @@ class Checkpointer(Generic[P]):
             self.wait_for_save()
         if final or progress.step % self.every == 0:
             try:
-                self._sync()
-                if self._sharded is None:
-                    self._write(progress, self._pack(progress), torch.get_rng_state(), self.keep)
+                self.sync()
+                if self.sharded is None:
+                    self._write(progress, self.pack(progress), torch.get_rng_state(), self.keep)
                 else:
                     self.wait_for_save()
-                    self._start_sharded_save(self._sharded, progress, torch.get_rng_state(), self.keep)
+                    self._start_sharded_save(self.sharded, progress, torch.get_rng_state(), self.keep)
                 if final:
                     self._wait_pending()
             except CheckpointError as error:
@@ -130,7 +112,7 @@ class Checkpointer(Generic[P]):
             self.saved = pending.step
 
     def _note_failure(self, error: CheckpointError) -> None:
-        self._note(f"{error}. Training continues, and saves again in {self.every} steps")
+        self.note(f"{error}. Training continues, and saves again in {self.every} steps")
 
     def finish(self) -> None:
         """Delete the checkpoints that stops have left between regular ones: the run is finished."""
@@ -141,29 +123,29 @@ class Checkpointer(Generic[P]):
         anything. Raises CheckpointError if it cannot be written."""
         self.wait_for_save()
         if self.last.step > self.saved:
-            self._sync()
+            self.sync()
             self._save_last(self.keep)
         return self.last
 
     def _take_snapshot(self, progress: P) -> None:
         """Remember the progress after a complete step, with a copy of its state unless that is too large."""
-        self.last, self.version, self.random = progress, self._version(), torch.get_rng_state()
+        self.last, self._snapshot_version, self.random = progress, self.version(), torch.get_rng_state()
         self.snapshot: SavedState | None = None
-        if self._max_snapshot_bytes:
-            tensors, values = self._pack(progress)
-            if sum(t.nbytes for t in tensors.values()) <= self._max_snapshot_bytes:
+        if self.max_snapshot_bytes:
+            tensors, values = self.pack(progress)
+            if sum(t.nbytes for t in tensors.values()) <= self.max_snapshot_bytes:
                 self.snapshot = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}, deepcopy(values)
 
     def _save_last(self, keep: int) -> None:
         """Save the state after the last complete step bit for bit, whatever has happened since. Raises CheckpointError
         if it cannot be written; the weights have changed, and there is no copy of them."""
-        if self.snapshot is None and self._version() != self.version:
+        if self.snapshot is None and self.version() != self._snapshot_version:
             raise CheckpointError("the weights have changed since, and the state is too large for a copy to be kept")
-        if self.snapshot is None and self._sharded is not None:
-            self._start_sharded_save(self._sharded, self.last, self.random, keep)
+        if self.snapshot is None and self.sharded is not None:
+            self._start_sharded_save(self.sharded, self.last, self.random, keep)
             self._wait_pending()
         else:
-            self._write(self.last, self.snapshot or self._pack(self.last), self.random, keep)
+            self._write(self.last, self.snapshot or self.pack(self.last), self.random, keep)
 
     def _start_sharded_save(self, sharded: ShardedState[P], progress: P, random: Tensor, keep: int) -> None:
         """Let every process copy its shard; a thread waits until all are on the disk and writes the rest."""
@@ -208,10 +190,10 @@ class Checkpointer(Generic[P]):
                     message += f"; step {self.last.step} is saved"
             except Exception as failure:  # whatever a learner's state raises: the first error is the one to show
                 message += f", and step {self.last.step} could not be saved ({failure})"
-            message += f": {self._resume_command} resumes from step {self.saved}"
+            message += f": {self.resume_command} resumes from step {self.saved}"
             if isinstance(error, NumericsError):
                 remedy = f"correct {error.part} first" if error.part else "lower --lr or change --seed"
                 message += f"; the same samples would have the same gradient, so {remedy}"
             error.add_note(message)
-            self._note(message)
+            self.note(message)
             raise

@@ -22,11 +22,7 @@ def save_model(
     """Write `folder/model` atomically, for the model's AutoModel class and AutoTokenizer; of adapters these alone, in
     PEFT's format. Raises RunError for a full disk, say; the last step's checkpoint still has the weights.
 
-    Args:
-        model: The model, or a function that writes it.
-        tokenizer: transformers' tokenizer.
-        resume_command: The command that resumes the run, for messages.
-        card: Text of README.md.
+    `resume_command` is for messages, and `card` the text of README.md.
     """
     command = resume_command or f"policygrad train --resume {folder}"
     hints = ("the trained weights are in the last checkpoint: ", f"then {command}")
@@ -40,12 +36,7 @@ def write_model(
     hints: tuple[str, str] = ("", "then try again"),
     card: str = "",
 ) -> Path:
-    """Write the folder `final` atomically. Raises RunError for a full disk, say.
-
-    Args:
-        hints: Texts before and after the remedy in an error message.
-        card: Text of README.md.
-    """
+    """Write the folder `final` atomically. Raises RunError for a full disk, say, with `hints` before and after the remedy."""
     temporary = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     from transformers.utils import logging

@@ -4,9 +4,7 @@ A file has the safetensors format, https://github.com/huggingface/safetensors#fo
 JSON, the numbers. It is written here in one pass that also computes its sha256 and releases the interpreter lock for other threads;
 safetensors reads it. The checkpoint's `state.json` records under `shards` which box of which tensor is in which file.
 
-torch.distributed.checkpoint is not used: its metadata is a pickle, which a crafted checkpoint could abuse, and it has no
-checksums to detect a flipped bit. This format is verified, kept and deleted like that of one process, and any program reads its
-files.
+torch.distributed.checkpoint is not used: its metadata is a pickle, which a crafted checkpoint could abuse, and it has no checksums.
 """
 
 from __future__ import annotations
@@ -141,12 +139,8 @@ class ShardedTensors:
     """The tensors in a checkpoint's folder, complete or in shards, of which any box can be read; a context manager."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any], num_files: int) -> None:
-        """Raises CheckpointError for an invalid index; OSError, SafetensorError for an invalid file.
-
-        Args:
-            record: The contents of `state.json`.
-            num_files: Number of shard files.
-        """
+        """Open `num_files` shard files, with the contents of `state.json` as `record`. Raises CheckpointError for an
+        invalid index; OSError, SafetensorError for an invalid file."""
         self._folder, self._aliases = folder, record["aliases"]
         self._stack, self._files = ExitStack(), dict[str, Any]()
         self.unsharded = set(self._file(TENSORS_FILE).keys())

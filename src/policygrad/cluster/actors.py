@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, ClusterConfig
+from policygrad.cluster.config import ENVIRONMENTS, LEARNERS, REWARDS, SAMPLERS, ActorGroup, ClusterConfig
 from policygrad.core.metrics import Metrics, Sum
 from policygrad.environments import Action, Environment, EnvironmentFactory, Observation, Step
 from policygrad.environments.base import make_environment
@@ -49,6 +50,8 @@ from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
+from policygrad.training.config.run import Run
+from policygrad.training.setup import Placement
 from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.utils.user_code import FILE_MODULE
@@ -125,8 +128,7 @@ class ActorPool:
             return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
 
     async def wait_ready(self) -> None:
-        """Wait until every actor is prepared, or is restarting while others are. Raises EngineError if no actor comes
-        back."""
+        """Wait until every actor is prepared, or is restarting while others are. Raises EngineError if no actor comes back."""
         with self._explaining():
             await self.servers.ready()
 
@@ -202,12 +204,8 @@ class SamplerActor(NamedActor):
     _local: LocalSampler | None = None
 
     def load(self, setup: Sequence[Any], weights: Sequence[Any], version: int) -> None:
-        """Load weights, and build the model first if there is none.
-
-        Args:
-            setup: Reference to (skeleton, constant weights, end tokens, padding, whether to record experts).
-            weights: Reference to the published weights. Both are in lists, so that they are fetched only where they are needed.
-        """
+        """Load weights, and build the model first from (skeleton, constant weights, end tokens, padding, whether to record
+        experts). Both are references, in lists so that they are fetched only where they are needed."""
         import ray
 
         if self._local is None:
@@ -226,7 +224,6 @@ class SamplerActor(NamedActor):
         self._local.version = version
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample completions, as `LocalSampler.generate` does."""
         assert self._local is not None  # `load` comes first
         return asyncio.run(self._local.generate(requests))
 
@@ -238,7 +235,7 @@ class RaySampler:
     the rounding of differently shaped matrix products.
     """
 
-    def __init__(self, actors: ActorFactory, size: int, model: nn.Module, tokenizer: Tokenizer, routed: bool) -> None:
+    def __init__(self, actors: ActorFactory, size: int, routed: bool, model: nn.Module, tokenizer: Tokenizer) -> None:
         self._pool = actors.create_pool(SamplerActor, SAMPLERS, size)
         self._model, self._options = model, (tokenizer.end_ids, pad_token_id(tokenizer), routed)
         self._setup: Any = None
@@ -265,7 +262,6 @@ class RaySampler:
         return [generation for chunk in sampled for generation in chunk]
 
     async def close(self) -> None:
-        """Kill the actors."""
         await self._pool.servers.close()
         self._pool.close()
 
@@ -283,7 +279,6 @@ class RewardActor(NamedActor):
     _pool: RewardPool | None = None
 
     def start(self, rewards: bytes, config: RewardConfig) -> None:
-        """Start the workers, once."""
         if self._pool is None:
             self._pool = RewardPool.from_config(pickle.loads(rewards), config)
 
@@ -530,3 +525,18 @@ class LearnerActors:
     def lost(self) -> bool:
         """One of them has died."""
         return any(process.lost for process in self._processes)
+
+
+def make_placement(
+    actors: ActorFactory, groups: tuple[ActorGroup, ...], run: Run, learners: LearnerActors
+) -> Placement:
+    """Return where the parts of the run are computed."""
+    counts = {group.name: group.count for group in groups}
+    samplers, rewards, environments = (counts.get(name, 0) for name in (SAMPLERS, REWARDS, ENVIRONMENTS))
+    return Placement(
+        sampler=partial(RaySampler, actors, samplers, run.learner.routing_replay) if samplers else None,
+        reward_pool=partial(RayRewardPool, actors, rewards) if rewards else None,
+        environment=partial(RayEnvironmentFactory, actors, environments) if environments else None,
+        learner_processes=learners.launcher if run.learner.world_size > 1 else None,
+        cli_flags=actors.config.cli_flags,
+    )

@@ -116,12 +116,8 @@ def plan_actor_groups(run: UncheckedRun, config: ClusterConfig, cluster_gpus: fl
 
 
 def describe_shortage(groups: tuple[ActorGroup, ...], total: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """Return which CPUs and GPUs of the cluster are missing for these actors, as text; empty if none are.
-
-    Args:
-        total: Resources of the cluster, by Ray's names.
-        free: Those of them that are free.
-    """
+    """Return which CPUs and GPUs of the cluster are missing for these actors, as text; empty if none are. `total` and `free`
+    are resources of the cluster by Ray's names."""
     shortages = []
     for kind in ("CPU", "GPU"):
         needed = sum(bundle.get(kind, 0.0) for group in groups for bundle in group.bundles)

@@ -12,29 +12,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from policygrad.checkpoint.format import newest_step
-from policygrad.cluster.actors import (
-    ActorFactory,
-    LearnerActors,
-    NamedActor,
-    RayEnvironmentFactory,
-    RayRewardPool,
-    RaySampler,
-    unwrap_error,
-)
+from policygrad.cluster.actors import ActorFactory, LearnerActors, NamedActor, make_placement, unwrap_error
 from policygrad.cluster.config import (
     AUTO,
     CLIENT,
-    ENVIRONMENTS,
     LEARNERS,
-    REWARDS,
-    SAMPLERS,
     SHORTAGE_HINT,
     ActorGroup,
     ClusterConfig,
@@ -49,7 +37,6 @@ from policygrad.training.config.run import Run
 from policygrad.training.config.run_name import name_run
 from policygrad.training.interrupts import STOP_MESSAGE
 from policygrad.training.run_folder import create_next_free, resolve_resume_folder
-from policygrad.training.setup import Placement
 from policygrad.training.trainer import Trainer
 from policygrad.utils.signals import DUPLICATE_WINDOW_SECONDS, SignalHandlers
 
@@ -131,7 +118,6 @@ class TrainerActor(NamedActor):
     _outcome: Outcome | PolicygradError | None = None
 
     def versions(self) -> dict[str, str]:
-        """Return the versions installed here."""
         return installed_versions()
 
     def resolve_folders(self, job: TrainJob) -> TrainJob:
@@ -147,71 +133,39 @@ class TrainerActor(NamedActor):
 
     def train(self, job: TrainJob, actors: ActorFactory, groups: tuple[ActorGroup, ...]) -> Outcome:
         """Train from the beginning, or from where a predecessor of this actor was."""
+        import ray
+
+        folder, learners = Path(job.run.output or "."), LearnerActors(actors)
+        resume, stop_after = job.resume, job.stop_after
         try:
-            self._outcome = self._train(job, actors, groups)
+            _change_directory(job.directory)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Ray warns about how it finds this out
+                was_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+            if was_restarted and (folder / "run.toml").is_file():
+                resume = str(folder)
+                if stop_after is not None and job.resume is None:  # a resumed run's first step is not known here
+                    stop_after = max(1, stop_after - newest_step(folder / "checkpoints"))
+                print(f"restarted after the actor died: resuming {folder}", flush=True)
+            placement, overwrite = make_placement(actors, groups, job.run, learners), job.overwrite and resume is None
+            display, trackers = default_tracker(plain=True), [CancellationTracker()]
+            trainer = Trainer(job.run, display=display, trackers=trackers, placement=placement)
+            result = trainer.train(resume=resume, stop_after=stop_after, time_limit=job.time_limit, overwrite=overwrite)
+            outcome = self._outcome = result, trainer.resume_command
+            return outcome
         except PolicygradError as error:
+            if isinstance(error, RunError) and (learners.lost or isinstance(error, HangError)):
+                print(f"{error}: restarting all learners", flush=True)
+                os._exit(1)  # Ray restarts this actor, which starts the others
             self._outcome = error
+            if not isinstance(error, RunError):
+                with suppress(OSError):  # a folder made for a run that never began
+                    folder.rmdir()
             raise
-        return self._outcome
 
     def outcome(self) -> Outcome | PolicygradError | None:
         """Return the result of `train`, which Ray does not return after a cancellation."""
         return self._outcome
-
-    def _train(self, job: TrainJob, actors: ActorFactory, groups: tuple[ActorGroup, ...]) -> Outcome:
-        import ray
-
-        _change_directory(job.directory)
-        folder = Path(job.run.output or ".")
-        resume, stop_after = job.resume, job.stop_after
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray warns about how it finds this out
-            was_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        if was_restarted and (folder / "run.toml").is_file():
-            resume = str(folder)
-            if stop_after is not None and job.resume is None:  # a resumed run's first step is not known here
-                stop_after = max(1, stop_after - newest_step(folder / "checkpoints"))
-            print(f"restarted after the actor died: resuming {folder}", flush=True)
-        learners = LearnerActors(actors)
-        trainer = Trainer(
-            job.run,
-            display=default_tracker(plain=True),
-            trackers=[CancellationTracker()],
-            placement=make_placement(actors, groups, job.run, learners),
-        )
-        try:
-            result = trainer.train(
-                resume=resume,
-                stop_after=stop_after,
-                time_limit=job.time_limit,
-                overwrite=job.overwrite and resume is None,
-            )
-        except RunError as error:
-            if learners.lost or isinstance(error, HangError):
-                print(f"{error}: restarting all learners", flush=True)
-                os._exit(1)  # Ray restarts this actor, which starts the others
-            raise
-        except PolicygradError:
-            with suppress(OSError):  # a folder made for a run that never began
-                folder.rmdir()
-            raise
-        return result, trainer.resume_command
-
-
-def make_placement(
-    actors: ActorFactory, groups: tuple[ActorGroup, ...], run: Run, learners: LearnerActors
-) -> Placement:
-    """Return where the parts of the run are computed."""
-    counts = {group.name: group.count for group in groups}
-    samplers, rewards, environments = (counts.get(name, 0) for name in (SAMPLERS, REWARDS, ENVIRONMENTS))
-    routed = run.learner.routing_replay
-    return Placement(
-        sampler=(lambda model, tokenizer: RaySampler(actors, samplers, model, tokenizer, routed)) if samplers else None,
-        reward_pool=partial(RayRewardPool, actors, rewards) if rewards else None,
-        environment=partial(RayEnvironmentFactory, actors, environments) if environments else None,
-        learner_processes=learners.launcher if run.learner.world_size > 1 else None,
-        cli_flags=actors.config.cli_flags,
-    )
 
 
 def _change_directory(directory: str) -> None:
@@ -300,9 +254,7 @@ def reserve_actor_groups(
     """Yield a placement group for each actor group, once all have their resources. Raises RunError if there are too few
     resources.
 
-    Args:
-        run: The run's name, for the dashboard.
-        note: Shows what is waited for.
+    `run` is its name, for the dashboard; `note` shows what is waited for.
     """
     from ray.util import placement_group, remove_placement_group
 

@@ -124,11 +124,7 @@ def _merged(options: ExportOptions) -> Path:
     from policygrad.training.export import export_merged
 
     return export_merged(
-        options.run,
-        options.output,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        phase=_say,
+        options.run, options.output, dtype=options.dtype, trust_remote_code=options.trust_remote_code, phase=_say
     )
 
 
@@ -136,9 +132,5 @@ def _gguf(options: ExportOptions) -> Path:
     from policygrad.training.export import export_gguf
 
     return export_gguf(
-        options.run,
-        options.output,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        phase=_say,
+        options.run, options.output, dtype=options.dtype, trust_remote_code=options.trust_remote_code, phase=_say
     )

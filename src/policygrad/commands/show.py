@@ -370,10 +370,7 @@ def show(args: list[str]) -> int:
 def _metric(name: str, metric: MetricDoc, width: int) -> list[StyledLine]:
     lines: list[StyledLine] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
     lines += wrap_styled((("Is     ", HEAD),), metric.text, width)
-    return [
-        *lines,
-        *(wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()),
-    ]
+    return [*lines, *(wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ())]
 
 
 def _describe_custom(name: str, width: int) -> list[StyledLine]:

@@ -49,17 +49,10 @@ def validate_algorithm(algorithm: Algorithm) -> None:
     """Raise ConfigError for the first problem of an algorithm."""
     for check in (
         check_part_types,
-        _check_eps,
-        _check_ratio,
-        _check_selection,
-        _check_old_policy,
-        _check_values,
-        _check_order,
-        _check_steps,
-        _check_reference,
-        _check_reward_model,
-        _check_penalty,
-        _check_trust_region,
+        _find_gate_conflicts,
+        _find_advantage_conflicts,
+        _find_model_conflicts,
+        _find_update_conflicts,
         find_data_conflicts,
     ):
         for problem in check(algorithm):
@@ -180,14 +173,12 @@ def _check_field_names(part: Any, attribute: str, kind: type) -> Iterator[str]:
 # Contradictions between parts. Each check yields problems with their remedies.
 
 
-def _check_eps(algorithm: Algorithm) -> Iterator[str]:
+def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
+    """Yield conflicts between gate, ratio, corrections and the choice of old policy."""
     for part in algorithm.parts():
         eps = getattr(part, "eps", 0.0)
         if not 0 <= eps < float("inf"):
             yield f"{type(part).__name__}.eps must be at least 0 and finite, not {eps}"
-
-
-def _check_ratio(algorithm: Algorithm) -> Iterator[str]:
     gate, ratio, updates = algorithm.gate, algorithm.ratio, algorithm.update_rule.updates
     name = type(gate).__name__
     if gate.on_policy and updates > 1:
@@ -204,9 +195,6 @@ def _check_ratio(algorithm: Algorithm) -> Iterator[str]:
         yield f"{name} needs a ratio, and ratio is None: set ratio=Token() or Sequence()"
     if gate.requires_token_ratio and not isinstance(ratio, Token):
         yield f"{name} needs per-token ratios, and ratio is {type(ratio).__name__}: set ratio=Token()"
-
-
-def _check_selection(algorithm: Algorithm) -> Iterator[str]:
     names = [type(part).__name__ for part in algorithm.parts() if "selected" in part.needs]
     if len(names) > 1:
         yield f"{' and '.join(names)} each select tokens of an update, and Batch.selected holds one selection: remove one"
@@ -215,31 +203,27 @@ def _check_selection(algorithm: Algorithm) -> Iterator[str]:
             f"{names[0]} selects tokens of one gradient step, and TrustRegion evaluates several policies: set "
             "update_rule=GradientSteps(), or remove it"
         )
-
-
-def _check_old_policy(algorithm: Algorithm) -> Iterator[str]:
     if algorithm.old_policy not in OLD_POLICIES:
         yield f"old_policy must be {' or '.join(map(repr, OLD_POLICIES))}, not {algorithm.old_policy!r}"
-    if algorithm.old_policy != "sampler":
-        return
-    if algorithm.gate.on_policy:
+    if algorithm.old_policy == "sampler" and gate.on_policy:
         yield (
-            f"old_policy='sampler' puts the sampler into the ratio, which {type(algorithm.gate).__name__} ignores: use "
+            f"old_policy='sampler' puts the sampler into the ratio, which {name} ignores: use "
             "'learner', which corrects stale samples by TruncatedIS(), or set ratio=Token() and gate=Importance()"
         )
-    for part in (part for part in algorithm.corrections if part.corrects_sampler):
-        yield (
-            f"{type(part).__name__} corrects for π_old/μ, which is 1 with old_policy='sampler': set corrections=(), or use "
-            "old_policy='learner'"
-        )
+    for part in algorithm.corrections if algorithm.old_policy == "sampler" else ():
+        if part.corrects_sampler:
+            yield (
+                f"{type(part).__name__} corrects for π_old/μ, which is 1 with old_policy='sampler': set corrections=(), or use "
+                "old_policy='learner'"
+            )
 
 
-def _check_values(algorithm: Algorithm) -> Iterator[str]:
+def _find_advantage_conflicts(algorithm: Algorithm) -> Iterator[str]:
+    """Yield conflicts among filters, shaping, advantages and the critic."""
     reads_values = "values" in algorithm.all_needs
     if algorithm.critic is not None and (sampled := [link for link in algorithm.advantage if link.samples_values]):
         name = type(sampled[0]).__name__
         yield f"{name} estimates values from fresh samples and would not use the critic: set critic=None, or use GAE()"
-        return
     if "bootstrap" in algorithm.all_needs and any(isinstance(part, MaskTruncated) for part in algorithm.filters):
         yield (
             "an advantage with bootstrap=True needs truncated completions, and MaskTruncated masks them: remove it, or set "
@@ -249,9 +233,6 @@ def _check_values(algorithm: Algorithm) -> Iterator[str]:
         yield "an advantage needs values, and critic is None: set critic=Critic(), or use a group baseline such as LeaveOneOut()"
     if algorithm.critic is not None and not reads_values:
         yield "no advantage uses the critic: put GAE() or NStep() first in advantage, or set critic=None"
-
-
-def _check_order(algorithm: Algorithm) -> Iterator[str]:
     for i, part in enumerate(algorithm.filters):
         if part.uses_group_statistics and not all(before.uses_group_statistics for before in algorithm.filters[:i]):
             yield f"{type(part).__name__} needs the task's scores of full groups: put it first in filters"
@@ -263,69 +244,54 @@ def _check_order(algorithm: Algorithm) -> Iterator[str]:
     if late:
         yield f"{late[0]} starts from the rewards and would ignore the links before it: put it first in advantage"
 
-
-def _check_steps(algorithm: Algorithm) -> Iterator[str]:
     links = [link for link in algorithm.advantage if isinstance(link, ProcessReward)]
-    if not links:
-        return
-    if not all(link.outcome for link in links):
-        yield from _check_outcome_unused(algorithm)
-    if any(isinstance(part, KLInReward) for part in algorithm.shaping):
+    if not all(link.outcome for link in links):  # the outcome does not enter Ψ, so nothing may read it
+        for reader in (*algorithm.filters, *algorithm.shaping):
+            by_variance = isinstance(reader, Downsample) and reader.by == "max_variance"
+            if isinstance(reader, (Shaping, DropZeroVariance)) or by_variance:
+                does = "shapes" if isinstance(reader, Shaping) else "filters by"
+                yield (
+                    f"{type(reader).__name__} {does} the outcome's reward, which ProcessReward(outcome=False) does not use: remove "
+                    "it, or set outcome=True"
+                )
+    if links and any(isinstance(part, KLInReward) for part in algorithm.shaping):
         yield (
             "ProcessReward reads rewards at step ends, and KLInReward puts one at every token: remove it, and add "
             "KLToReference() to terms"
         )
-    if any(isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters):
+    if links and any(isinstance(part, MaskTruncated) and part.keep_in_statistics for part in algorithm.filters):
         yield (
             "ProcessReward's statistics are over steps, and a masked completion has none: set "
             "MaskTruncated(keep_in_statistics=False)"
         )
 
 
-def _check_outcome_unused(algorithm: Algorithm) -> Iterator[str]:
-    """Parts that read the outcome's reward, which does not enter Ψ."""
-    by_outcome = [
-        part
-        for part in algorithm.filters
-        if isinstance(part, DropZeroVariance) or (isinstance(part, Downsample) and part.by == "max_variance")
-    ]
-    for part in (*by_outcome, *algorithm.shaping):
-        does = "shapes" if part in algorithm.shaping else "filters by"
-        yield (
-            f"{type(part).__name__} {does} the outcome's reward, which ProcessReward(outcome=False) does not use: remove it, or "
-            "set outcome=True"
-        )
-
-
-def _check_reference(algorithm: Algorithm) -> Iterator[str]:
+def _find_model_conflicts(algorithm: Algorithm) -> Iterator[str]:
+    """Yield conflicts about the reference and the reward model."""
     reference, read = algorithm.reference, "logp_ref" in algorithm.all_needs
     if reference is None and read:
         yield "a part needs a reference, and reference is None: set reference=Reference(), or remove the KL from terms and shaping"
-    if reference is None or read:
-        return
-    if reference.refresh_every or reference.refresh_after_stall:
+    refreshed = reference is not None and bool(reference.refresh_every or reference.refresh_after_stall)
+    if refreshed and not read:
         yield (
             "the reference is refreshed, but no part uses it: add KLToReference(), or set refresh_every=None and "
             "refresh_after_stall=None"
         )
-    if reference.model is not None:
+    if reference is not None and reference.model is not None and not read:
         yield (
             f"reference.model is {reference.model!r}, but no part of {algorithm.name} uses a reference: use distill to learn from "
             "it, add KLToReference() to stay near it, or unset it"
         )
-
-
-def _check_reward_model(algorithm: Algorithm) -> Iterator[str]:
-    read, model, reference = "implicit_reward" in algorithm.all_needs, algorithm.reward_model, algorithm.reference
-    if model is None:
-        if read:
+    reads_rewards = "implicit_reward" in algorithm.all_needs
+    if algorithm.reward_model is None:
+        if reads_rewards:
             yield "ImplicitProcess() needs a reward model: set reward_model=ImplicitReward(), or remove it"
         return
-    if not read:
+    if not reads_rewards:
         yield (
             "no advantage uses the reward model: put ImplicitProcess() after LeaveOneOut() in advantage, or set reward_model=None"
         )
-    if reference is not None and (reference.refresh_every or reference.refresh_after_stall):
+    if refreshed:
         yield (
             "ImplicitReward is relative to the reference, and a refresh would change the meaning of its rewards: set "
             "refresh_every=None and refresh_after_stall=None"
@@ -337,7 +303,8 @@ def _check_reward_model(algorithm: Algorithm) -> Iterator[str]:
         )
 
 
-def _check_penalty(algorithm: Algorithm) -> Iterator[str]:
+def _find_update_conflicts(algorithm: Algorithm) -> Iterator[str]:
+    """Yield conflicts between the update rule and other parts."""
     rule, targets = algorithm.update_rule, find_kl_penalties(algorithm)
     if isinstance(rule, DualDescent) and not targets:
         yield (
@@ -350,10 +317,6 @@ def _check_penalty(algorithm: Algorithm) -> Iterator[str]:
             f"{name}.target adapts β to a KL measured before each gradient step, which is 0 before the only one: set "
             "update_rule=GradientSteps(epochs=4), or unset target"
         )
-
-
-def _check_trust_region(algorithm: Algorithm) -> Iterator[str]:
-    rule = algorithm.update_rule
     if not isinstance(rule, TrustRegion):
         return
     if any("kl_ref" in term.forward_needs for term in algorithm.terms):
@@ -400,7 +363,13 @@ def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
                 f"{type(part).__name__} replaces groups of equal rewards before a demonstration joins them, which discards those "
                 "it would teach most: set DropZeroVariance(mode='drop'), or remove it"
             )
-    for terms in (algorithm.terms, [_final(term) for term in algorithm.terms]):
+    decayed = [  # with the shares that they end with
+        term.with_state({"rollouts": term.decay_rollouts})
+        if isinstance(term, DemonstrationNLL) and term.final_mu is not None
+        else term
+        for term in algorithm.terms
+    ]
+    for terms in (algorithm.terms, decayed):
         if policy_share(terms) < 0:
             names = " and ".join(
                 f"{type(term).__name__} {term.mixture_weight:g}" for term in terms if term.mixture_weight
@@ -437,12 +406,6 @@ def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
                 f"rewards and values do not match: set the critic's turn_gamma={gamma:g}"
             )
     yield from _check_vine(algorithm)
-
-
-def _final(term: Term | LossTerm) -> Term | LossTerm:
-    if isinstance(term, DemonstrationNLL) and term.final_mu is not None:
-        return term.with_state({"rollouts": term.decay_rollouts})
-    return term
 
 
 def _check_vine(algorithm: Algorithm) -> Iterator[str]:

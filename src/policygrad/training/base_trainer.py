@@ -279,7 +279,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
 
     def _train(self, resumed: bool, stop_after: int | None) -> TrainingResult[M | None]:
         self.checkpointer = Checkpointer(
-            self.folder,
+            self.folder / "checkpoints",
             every=self.config.checkpoint.every,
             keep=self.config.checkpoint.keep,
             pack=self.pack_state,

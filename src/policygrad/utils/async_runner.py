@@ -107,14 +107,13 @@ def _run_outside_loop(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]
         asyncio.get_running_loop()
     except RuntimeError:
         return complete()
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome = Future[T]()
 
     def target() -> None:
         try:
-            results.append(complete())
+            outcome.set_result(complete())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=with_torch_threads(target), daemon=True)
     thread.start()
@@ -123,9 +122,7 @@ def _run_outside_loop(loop: asyncio.AbstractEventLoop, complete: Callable[[], T]
     except KeyboardInterrupt:  # ends the work at its next await
         _cancel_all(loop)
         raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
@@ -175,9 +172,8 @@ class BlockedError(BaseException):
 async def await_with_timeout(timeout: float, work: Awaitable[T]) -> T:
     """Await work in its own task, for at most `timeout` seconds. Raises OverdueError if the work was not done in time.
 
-    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller
-    itself was cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends
-    nothing else."""
+    The caller is never blocked: work that ignores its cancellation is abandoned, whether it is overdue or the caller itself was
+    cancelled. A `CancelledError` or `SystemExit` raised by the work becomes a RuntimeError, which ends nothing else."""
     task = asyncio.ensure_future(contain_exit(work))
     try:
         await asyncio.wait({task}, timeout=timeout)

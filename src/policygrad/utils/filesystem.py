@@ -223,13 +223,8 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 @contextmanager
 def hold_lock(path: Path, *, hint: str = WAIT_HINT, wait: Callable[[], bool] = lambda: False) -> Iterator[IO[bytes]]:
-    """Hold a lock during the context. A child process that inherits the descriptor holds it too. Raises RunError if
-    another process holds it, or the file cannot be opened or written.
-
-    Args:
-        hint: How to proceed, for the error message.
-        wait: Returns True as long as the lock is to be waited for.
-    """
+    """Hold a lock during the context. A child process that inherits the descriptor holds it too. Raises RunError with the
+    `hint` if another process holds it, once `wait` returns False, or if the file cannot be opened or written."""
     try:
         file = acquire_lock(path, hint=hint, wait=wait)
     except OSError as error:
@@ -249,13 +244,10 @@ def acquire_lock(
     wait: Callable[[], bool] = lambda: False,
     note: Callable[[str], None] = lambda text: None,
 ) -> IO[bytes]:
-    """Return the open file, whose lock is held until it is closed. Raises RunError if another process holds it (the
-    message has its pid, host, start and command), or it is no regular file; OSError if the file cannot be opened or
-    written.
+    """Return the open file, whose lock is held until it is closed. Raises RunError as `hold_lock`, with pid, host, start and
+    command of the process that holds it, or if it is no regular file; OSError if it cannot be opened or written.
 
-    Args:
-        hint, wait: As in `hold_lock`.
-        note: Called with a warning if the file system has no locks (some NFS); the file is then returned unlocked.
+    If the file system has no locks (some NFS), `note` is called with a warning, and the file is returned unlocked.
     """
     while True:
         if path.exists() and not path.is_file():

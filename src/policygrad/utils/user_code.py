@@ -27,9 +27,7 @@ def load_object(name: str, what: str, kind: type | tuple[type, ...] | None = Non
     """Return the object that `module:NAME` or `path/to/file.py:NAME` names. Raises ConfigError if there is no such
     file, module or attribute, or loading it raises; with file, line and similar names.
 
-    Args:
-        what: Starts error messages.
-        kind: The expected type, by which an error message chooses similar names. The caller checks the result.
+    `what` starts error messages, which choose similar names by the expected `kind`; the caller checks the result.
     """
     path, colon, attribute = name.rpartition(":")
     if not colon or not attribute:

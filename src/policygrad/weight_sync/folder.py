@@ -187,12 +187,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_safetensors_writer(model: Any, tokenizer: Any, *, write_tied_head: bool = False) -> WeightWriter:
-    """Return what writes a model, with the published weights. Raises EngineError if the model has no configuration, or
-    is quantized to four bits.
+    """Return what writes published weights, with the model's configuration and tokenizer. Raises EngineError if there is no
+    configuration, or the model is quantized to four bits.
 
-    Args:
-        model, tokenizer: transformers' own; the model gives the configuration.
-        write_tied_head: Write an output head tied to the embeddings a second time, under its own name.
+    `write_tied_head`: write an output head tied to the embeddings a second time, under its own name.
     """
     check_exportable(model)
     head = find_tied_head(model) if write_tied_head else None

@@ -63,9 +63,7 @@ def count_embedding_rows(model: Any) -> int:
 def open_gguf_writer(path: Path, model: Any, file_type: int = 0, *, spooled: bool = False) -> Iterator[Any]:
     """Open a writer with the model's metadata; the file is written when the context ends.
 
-    Args:
-        file_type: Of the weights, a `gguf.LlamaFileType`; 0 = float32.
-        spooled: Collect tensors in a temporary file instead of in memory.
+    `file_type` is a `gguf.LlamaFileType` (0 = float32); `spooled` collects tensors in a temporary file, not in memory.
     """
     gguf, config = import_gguf(), model.config
     architecture = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]]
@@ -152,13 +150,8 @@ _END_KINDS = ("eos", "eot", "eom")  # end tokens that a vocabulary can name; the
 
 
 def make_gguf_writer(model: Any, end: frozenset[int]) -> WeightWriter:
-    """Return what writes versions for llama.cpp. Raises EngineError if the architecture is not supported, or the
-    package `gguf` is not installed.
-
-    Args:
-        model: transformers' own.
-        end: Ids that end a completion.
-    """
+    """Return what writes versions for llama.cpp, with `end` as the ids that end a completion. Raises EngineError if the
+    architecture is not supported, or the package `gguf` is not installed."""
     check_exportable(model)
     if reason := explain_unsupported_model(model):
         raise EngineError(f"{reason}. Choose --sampler.engine vllm, or local")
@@ -179,17 +172,14 @@ def make_gguf_writer(model: Any, end: frozenset[int]) -> WeightWriter:
 
 # A complete file, for llama.cpp and programs built on it: weights, vocabulary and chat template.
 
-_FILE_TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}  # A precision to its name in `gguf.LlamaFileType`
+_FILE_TYPES = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16"}  # precision to its name in `gguf.LlamaFileType`
 
 
 def write_gguf(final: Path, model: Any, vocabulary: BytePairVocabulary, *, name: str, dtype: str) -> None:
     """Write a complete file, atomically. Raises EngineError if the architecture has no such parameter, or the package
     `gguf` is not installed; OSError if the file cannot be written.
 
-    Args:
-        model: transformers' own, in float32.
-        name: The model's name.
-        dtype: fp32 or bf16.
+    The model is in float32; `dtype` is fp32 or bf16.
     """
     temporary = final.with_name(f".tmp-{final.name}")
     try:
@@ -313,15 +303,8 @@ def extract_byte_pairs(tokenizer: Tokenizer, size: int) -> BytePairVocabulary:
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
-    return BytePairVocabulary(
-        tuple(text for text, _ in rows),
-        tuple(kind for _, kind in rows),
-        merges,
-        pre_tokenizer,
-        adds_bos_eos,
-        special,
-        template,
-    )
+    tokens, kinds = zip(*rows, strict=True)
+    return BytePairVocabulary(tokens, kinds, merges, pre_tokenizer, adds_bos_eos, special, template)
 
 
 def _explain_unsupported_tokenizer(parts: Mapping[str, Any]) -> str:

@@ -300,11 +300,7 @@ PRESETS: dict[str, Preset] = {
             Settings(rollout=16, lr=1e-3),
             "One update per rollout, so rollouts are short; the exact entropy of a few actions costs nothing.",
         ),
-        Preset(
-            REINFORCE,
-            Settings(rollout=64, lr=5e-3),
-            "The named algorithm itself, on complete episodes.",
-        ),
+        Preset(REINFORCE, Settings(rollout=64, lr=5e-3), "The named algorithm itself, on complete episodes."),
     )
 }
 

@@ -70,19 +70,11 @@ def check_shardable(model: nn.Module) -> None:
 class FsdpController:
     """A learner in several processes, with the interface of `LocalLearner`."""
 
-    def __init__(
-        self,
-        workers: WorkerGroup,
-        spec: FsdpSpec,
-        model: nn.Module,
-        reference: nn.Module | None,
-        folder: Path | None = None,
-    ) -> None:
+    def __init__(self, workers: WorkerGroup, spec: FsdpSpec, model: nn.Module, reference: nn.Module | None) -> None:
         """Use `FsdpController.of` instead, which makes the specification."""
         self._workers, self._in_sync, self._lock = workers, True, threading.Lock()
         self._tensor_specs: dict[str, Tensor] | None = None  # of weights that are gathered on demand
         self.replicates_policy = spec.replicate_policy
-        workers.watchdog.start(spec.learner.config.hang_timeout, folder)
         with self.collective("making the learner"):
             workers.broadcast_object(spec)
             self._learner = FsdpLearner(workers, spec, model, reference)
@@ -142,7 +134,8 @@ class FsdpController:
             replicate_policy=replicate_policy,
             stream_weights=stream_weights,
         )
-        controller = cls(workers, fsdp, model, model if reference is None else reference, folder)
+        workers.watchdog.start(config.hang_timeout, folder)
+        controller = cls(workers, fsdp, model, model if reference is None else reference)
         if stream_weights:
             move_to_meta(model)
             controller._tensor_specs = {name: p.detach() for name, p in model.named_parameters()}
@@ -184,17 +177,14 @@ class FsdpController:
 
     @property
     def failure_reason(self) -> str:
-        """Why the ranks can no longer work together: one has exited or does not answer; empty if none is known to."""
         diverged = "" if self._in_sync else "the processes that learn together are no longer in sync"
         return self._workers.exit_message or self._workers.watchdog.unresponsive or diverged
 
     def evaluate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fill the Batch fields named in `needs`."""
         with defer_signals():  # during a rollout a signal would interrupt at once
             return self._call(FsdpLearner.evaluate, batch, needs)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """Update the weights on one rollout; the metrics are those of the full batch."""
         return self._call(FsdpLearner.update, batch, psi, algorithm)
 
     def publish(self) -> PublishedWeights:
@@ -212,7 +202,6 @@ class FsdpController:
         return PublishedWeights(version, LazyStateDict(specs, gather), logits)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Gather the state, in the form of one process's."""
         return self._call(FsdpLearner.state)
 
     def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -225,7 +214,6 @@ class FsdpController:
             self._learner.restore(tensors, values)
 
     def run_on_all(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function of each rank's learner and of `args` in every rank, with signals held; return this rank's result."""
         with defer_signals():
             return self._call(function, *args)
 
@@ -276,9 +264,7 @@ def start_fsdp_learner(
 ) -> FsdpController:
     """Start `spec.config.world_size` ranks, or join torchrun's, and make their learner; `close` ends them.
 
-    Args:
-        launcher: Starts the ranks; None = on this machine.
-        options: Those of `FsdpController.of`.
+    `launcher` starts the ranks (None = on this machine); `options` are those of `FsdpController.of`.
     """
     check_fsdp_options(spec.config)
     if launcher is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from policygrad.learners.fsdp.sharding import (
     AdapterlessEvaluator,
     ModelSkeleton,
     ShardedEvaluator,
+    ShardPlacement,
     find_fsdp_units,
     shard_copy,
     shard_model,
@@ -53,9 +55,7 @@ def shard_to_write(x: Tensor, is_first: bool, is_first_of_tp: bool) -> tuple[tup
     """Return (offset, local tensor) of what this rank writes; None if it holds nothing or another rank writes the same.
     Raises ConfigError if the tensor's placement gives a rank no box.
 
-    Args:
-        is_first: This is rank 0, which writes tensors that are not sharded.
-        is_first_of_tp: This is the first of the ranks that share layers, which all hold the parameters outside them.
+    The first rank writes tensors that are not sharded; the ranks that share layers all hold the parameters outside them.
     """
     if not isinstance(x, DTensor):
         return ((0,) * x.ndim, x) if is_first else None
@@ -130,11 +130,7 @@ class FsdpLearner(LocalLearner):
     def __init__(
         self, workers: WorkerGroup, spec: FsdpSpec, source: nn.Module | None = None, reference: nn.Module | None = None
     ) -> None:
-        """
-        Args:
-            source: In rank 0 the full model, whose weights are sharded.
-            reference: In rank 0 the full reference.
-        """
+        """`source` and `reference` are the full models, in rank 0 alone."""
         self.workers, self._fsdp_spec, self._published_version = workers, spec, -1
         self.cache: dict[str, Any] = {}  # for callers: what they make of the full model in this rank
         tp_size = spec.learner.config.tensor_parallel
@@ -149,20 +145,17 @@ class FsdpLearner(LocalLearner):
         if spec.stream_weights:
             self.full_model = None
         self._dp_mesh, self._tp_mesh = build_meshes(spec.device, workers.size, tp_size)
-        placement = (workers, self._dp_mesh, self._device, spec.learner.temperature, self._tp_mesh)
-        self._policy_evaluator = shard_model(spec.policy, source, *placement)
+        self._place, temperature = ShardPlacement(self._dp_mesh, self._tp_mesh, self._device), spec.learner.temperature
+        self._policy_evaluator = shard_model(spec.policy, source, workers, self._place, temperature)
         self.division = FsdpWorkDivision(workers, self._dp_mesh, spec.policy.compute_dtype, tp_size)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:
             self._reference_evaluator = AdapterlessEvaluator.of(self._policy_evaluator)
         elif spec.reference is not None:
-            self._reference_evaluator = shard_model(spec.reference, reference, *placement)
+            self._reference_evaluator = shard_model(spec.reference, reference, workers, self._place, temperature)
             self._reference_evaluator.model.requires_grad_(False)
-        super().__init__(
-            self._policy_evaluator.model,
-            spec.learner,
-            build=lambda: spec.policy.build_empty(self._device, at_least_fp32=True),
-        )
+        build = partial(spec.policy.build_empty, self._device, at_least_fp32=True)
+        super().__init__(self._policy_evaluator.model, spec.learner, build=build)
 
     def _build_evaluator(self, model: nn.Module, temperature: float) -> Evaluator:
         return self._policy_evaluator
@@ -176,7 +169,7 @@ class FsdpLearner(LocalLearner):
         is_reference = evaluator is self._reference_evaluator
         skeleton = self._fsdp_spec.reference if is_reference else self._fsdp_spec.policy
         assert skeleton is not None  # an adapterless reference is never copied: see `FsdpController.of`
-        return shard_copy(evaluator, skeleton, self._dp_mesh, self._device, self._tp_mesh)
+        return shard_copy(evaluator, skeleton, self._place)
 
     def _build_curvature(self) -> Curvature:
         return ShardedCurvature(self.networks, units=find_fsdp_units(self._policy_evaluator.root)).verify()
@@ -187,14 +180,12 @@ class FsdpLearner(LocalLearner):
         return ShardedScoreNorms(self.evaluator, parameters, 1, batched=False, division=self.division, units=units)
 
     def update(self, batch: Batch, psi: Tensor, algorithm: Algorithm) -> Metrics:
-        """Update the weights on one rollout."""
         if isinstance(self.curvature, ShardedCurvature):  # it compares with a policy that does not move
             self.snapshot_old_policy()
             self.curvature = replace(self.curvature, networks=self.networks)
         return super().update(batch, psi, algorithm)
 
     def set_lr(self, value: float) -> None:
-        """Set `lr`."""
         self.lr = value
 
     @torch.no_grad()
@@ -237,7 +228,6 @@ class FsdpLearner(LocalLearner):
         return gathered, values
 
     def state_values(self) -> dict[str, Any]:
-        """Return the state's JSON values, which are the same in all ranks."""
         return super().state()[1]
 
     def sharded_state(self) -> dict[str, tuple[torch.Size, tuple[int, ...], Tensor]]:
@@ -273,14 +263,9 @@ class FsdpLearner(LocalLearner):
         """Return this rank's part of a checkpoint's tensor with the shape of `like`."""
         if not like.ndim:
             return read(None)
-        if (parameter := self._sharded_parameter(name)) is None:
-            return shard_rows(like, read, self._dp_mesh, self._device)
-        return shard_like(parameter, like, read)
-
-    def _sharded_parameter(self, name: str) -> DTensor | None:
-        """Return the parameter whose placement a checkpoint's tensor takes; None = sharded by rows, without tensor parallelism."""
         if self._tp_mesh is None:
-            return None
+            return shard_rows(like, read, self._dp_mesh, self._device)
+        # placed as the parameter is that it belongs to; otherwise sharded by rows
         prefix, _, key = name.partition("/")
         parameters: Mapping[str, Tensor] = self.optimizer.masters
         if prefix == "reference" and self.reference is not None:
@@ -293,7 +278,9 @@ class FsdpLearner(LocalLearner):
             key = name
         kind, _, key = key.partition("/")
         parameter = parameters.get(key if kind == "weights" else key.rpartition("/")[0])
-        return parameter if isinstance(parameter, DTensor) else None
+        if not isinstance(parameter, DTensor):
+            return shard_rows(like, read, self._dp_mesh, self._device)
+        return shard_like(parameter, like, read)
 
 
 def build_meshes(device: str, size: int, tp_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -119,12 +119,8 @@ class WorkerGroup:
     """This process as a member of the group of processes that learn together."""
 
     def __init__(self, rank: int, size: int, processes: Sequence[WorkerProcess] = (), host: str = LOCALHOST) -> None:
-        """Wrap torch's default process group, which must be initialised.
-
-        Args:
-            processes: The ranks above 0 that this process has started.
-            host: The address of rank 0's machine.
-        """
+        """Wrap torch's default process group, which must be initialised, with the `processes` that this one has started and
+        the address of rank 0's machine."""
         self.rank, self.size, self._processes = rank, size, processes
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.store = ControlStore.connect(rank, size, self._control, host)
@@ -165,12 +161,8 @@ class WorkerGroup:
 
     @classmethod
     def join(cls, port: int, rank: int, size: int, host: str = LOCALHOST, device: int | None = None) -> WorkerGroup:
-        """Join the group as one of the ranks that rank 0 has started.
-
-        Args:
-            host: The address of rank 0's machine, where it listens at `port`.
-            device: The index of this rank's GPU on its own machine; None = its rank.
-        """
+        """Join the group as one of the ranks that rank 0, listening at `port` of `host`, has started; `device` is the index
+        of this rank's GPU on its own machine (None = its rank)."""
         os.environ["LOCAL_RANK"] = str(rank if device is None else device)
         store = TCPStore(host, port, size, is_master=False, wait_for_workers=False)
         store.set(_ready_key(rank), "")

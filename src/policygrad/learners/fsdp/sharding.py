@@ -187,64 +187,55 @@ class ShardedNetwork(Network):
         return states
 
 
+@dataclass(frozen=True, eq=False)
+class ShardPlacement:
+    """Where a rank holds its shards, and which ranks hold the others."""
+
+    mesh: DeviceMesh
+    tp_mesh: DeviceMesh | None  # the ranks that share the layers' matrices (tensor parallelism)
+    device: torch.device
+
+
 def shard_model(
-    skeleton: ModelSkeleton,
-    source: nn.Module | None,
-    workers: WorkerGroup,
-    mesh: DeviceMesh,
-    device: torch.device,
-    temperature: float,
-    tp_mesh: DeviceMesh | None = None,
+    skeleton: ModelSkeleton, source: nn.Module | None, workers: WorkerGroup, place: ShardPlacement, temperature: float
 ) -> ShardedEvaluator:
-    """Build the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than
-    one full layer. `tp_mesh` is of the ranks that share the layers' matrices (tensor parallelism)."""
+    """Build the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than one full layer."""
     weights = None if source is None else dict(source.named_parameters())
 
     def values(name: str, p: Tensor) -> Tensor:
-        return workers.broadcast_tensor(None if weights is None else weights[name], p, device)
+        return workers.broadcast_tensor(None if weights is None else weights[name], p, place.device)
 
-    return _build_sharded(skeleton, values, mesh, device, temperature, tp_mesh)
+    return _build_sharded(skeleton, values, place, temperature)
 
 
-def shard_copy(
-    evaluator: Evaluator,
-    skeleton: ModelSkeleton,
-    mesh: DeviceMesh,
-    device: torch.device,
-    tp_mesh: DeviceMesh | None = None,
-) -> ShardedEvaluator:
+def shard_copy(evaluator: Evaluator, skeleton: ModelSkeleton, place: ShardPlacement) -> ShardedEvaluator:
     """Build a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
 
     def values(name: str, p: Tensor) -> Tensor:
-        return torch.empty_like(p, device=device)
+        return torch.empty_like(p, device=place.device)
 
-    copied = _build_sharded(skeleton, values, mesh, device, evaluator.temperature, tp_mesh)
+    copied = _build_sharded(skeleton, values, place, evaluator.temperature)
     copy_weights(evaluator.model, copied.model)
     copied.model.requires_grad_(False)
     return copied
 
 
 def _build_sharded(
-    skeleton: ModelSkeleton,
-    values: Callable[[str, Tensor], Tensor],
-    mesh: DeviceMesh,
-    device: torch.device,
-    temperature: float,
-    tp_mesh: DeviceMesh | None,
+    skeleton: ModelSkeleton, values: Callable[[str, Tensor], Tensor], place: ShardPlacement, temperature: float
 ) -> ShardedEvaluator:
     """Build and shard layer by layer; `values(name, like)` returns a full parameter."""
     model = skeleton.build_meta()
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     module_names = {module: name for name, module in model.named_modules()}
     root, created = CallModule(model), dict[Tensor, nn.Parameter]()
-    plan = resolve_tp_plan(model) if tp_mesh is not None else {}
+    plan = resolve_tp_plan(model) if place.tp_mesh is not None else {}
 
     def prepare(unit: nn.Module) -> None:
-        materialise(unit.modules(), device, lambda p: values(names[p], at_least_float32(p)), created)
-        if tp_mesh is not None and unit is not root:
-            apply_tensor_parallel(unit, module_names, plan, tp_mesh)
+        materialise(unit.modules(), place.device, lambda p: values(names[p], at_least_float32(p)), created)
+        if place.tp_mesh is not None and unit is not root:
+            apply_tensor_parallel(unit, module_names, plan, place.tp_mesh)
 
-    apply_fsdp(root, mesh, skeleton.compute_dtype, prepare)
+    apply_fsdp(root, place.mesh, skeleton.compute_dtype, prepare)
     network = ShardedNetwork(model, split_head=skeleton.split_head, use_tree=skeleton.use_tree, root=root)
     return ShardedEvaluator(network, temperature, skeleton.window, root=root)
 
@@ -260,19 +251,16 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for unit in (*reversed(find_layers(root)), root):
+    # the transformer layers, as transformers names them
+    names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = [module for module in root.modules() if type(module).__name__ in names]
+    for unit in (*reversed(layers), root):
         prepare(unit)
         module = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some ranks' tokens use
             module.set_reduce_scatter_unused_params(True, recurse=False)
-
-
-def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer layers, as transformers names them (`_no_split_modules`); an empty list if it does not."""
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 # FSDP units and the slots of their parameters. While a unit is called its modules hold full parameters, which can be observed or

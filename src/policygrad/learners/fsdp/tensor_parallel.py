@@ -83,12 +83,7 @@ def check_tensor_parallel(model: Any, size: int, algorithm: Algorithm) -> None:
 def apply_tensor_parallel(
     unit: nn.Module, names: Mapping[nn.Module, str], plan: Mapping[str, str], mesh: DeviceMesh
 ) -> None:
-    """Reduce a layer with full parameters to this rank's part of its matrices.
-
-    Args:
-        names: Names of the model's modules.
-        mesh: The ranks that share them.
-    """
+    """Reduce a layer with full parameters to this rank's part of its matrices, which the ranks of `mesh` share."""
     styles: dict[str, Any] = {COLUMNS: ColwiseParallel, ROWS: RowwiseParallel}
     for module in unit.modules():
         style = plan.get(names.get(module, ""), "")

@@ -45,6 +45,7 @@ MIN_CPU_FRACTION = 0.02
 """CPU seconds per second below which a process counts as idle; sending heartbeats takes a tenth of that."""
 STACK_AFTER_BEATS = 3  # idle heartbeats after which the stack is sent along
 EXIT_SECONDS = 10.0  # seconds that a process has to leave an operation or to exit by itself
+Clock = Callable[[], float]  # returns seconds
 STACKS_FILE = "stacks.txt"  # in the run's folder: the stack of every process at a hang
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
@@ -113,17 +114,9 @@ class ThreadMonitor:
     """
 
     def __init__(
-        self,
-        thread: int | None,
-        cpu_seconds: Callable[[], float] = time.process_time,
-        clock: Callable[[], float] = time.monotonic,
+        self, thread: int | None, cpu_seconds: Clock = time.process_time, clock: Clock = time.monotonic
     ) -> None:
-        """
-        Args:
-            thread: The thread's `threading.get_ident()`.
-            cpu_seconds: Returns the CPU seconds that the process has used.
-            clock: Returns the time in seconds.
-        """
+        """`thread` is its `threading.get_ident()`; the clocks return the CPU time of the process and the time."""
         self._cpu_seconds, self._clock = cpu_seconds, clock
         self._number, self._stack = 0, ""
         self._cpu, self._time = cpu_seconds(), clock()
@@ -180,12 +173,10 @@ def describe_location(innermost: FrameType | None) -> str:
 
 
 def heartbeat_key(rank: int) -> str:
-    """Return the store's key for a rank's heartbeats."""
     return f"heartbeat {rank}"
 
 
 def exit_key(rank: int) -> str:
-    """Return the store's key that makes a rank exit."""
     return f"exit {rank}"
 
 
@@ -228,12 +219,9 @@ class HangDiagnosis:
 
 
 def diagnose_hang(beats: Sequence[Heartbeat | None], missed: Sequence[int], limit: int) -> HangDiagnosis | None:
-    """Decide which ranks hang; None if none does.
+    """Decide which ranks hang, from the last heartbeat of each and the checks `missed` since; None if none does.
 
-    Args:
-        beats: The last heartbeat of each rank.
-        missed: Of each rank, the checks since its last heartbeat arrived.
-        limit: Heartbeats without progress, or checks without a heartbeat, that mean a hang.
+    `limit`: heartbeats without progress, or checks without a heartbeat, that mean a hang.
     """
     seconds = f"{limit * BEAT_SECONDS:g} seconds"
     if unresponsive := tuple(rank for rank, checks in enumerate(missed) if checks >= limit):
@@ -272,19 +260,14 @@ class Watchdog:
         """What hung, and how to resume; empty while nothing has."""
 
     def start(self, timeout: float, folder: Path | None) -> None:
-        """Start watching.
-
-        Args:
-            timeout: Seconds without progress that mean a hang; 0 disables the check.
-            folder: The run's folder, which receives the stacks; None = standard error.
-        """
+        """Start watching for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or standard
+        error if it is None."""
         self._limit, self._folder = ceil(timeout / BEAT_SECONDS), folder
         if self._thread is None and self._size > 1:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
 
     @contextmanager
@@ -304,23 +287,15 @@ class Watchdog:
         return f"{_join_ranks(ranks)} did not answer" if ranks else ""
 
     def _watch(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS):
+        diagnosis: HangDiagnosis | None = None
+        while diagnosis is None:
+            if self._closed.wait(BEAT_SECONDS):
+                return
             self._collect_heartbeats()
             operation = self._operation
-            if operation and self._limit and (diagnosis := diagnose_hang(self._beats, self._missed, self._limit)):
-                self._end_hang(diagnosis, operation)
-                return
-
-    def _collect_heartbeats(self) -> None:
-        self._beats[0] = self._monitor.beat()
-        for rank in range(1, self._size):
-            text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
-            beat = before if text is None else Heartbeat(**json.loads(text))
-            arrived = beat is not None and (before is None or beat.number != before.number)
-            self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
-
-    def _end_hang(self, diagnosis: HangDiagnosis, operation: str) -> None:
-        """Kill the ranks that hang, which fails the collective in the others; exit if rank 0 does not leave it either."""
+            if operation and self._limit:
+                diagnosis = diagnose_hang(self._beats, self._missed, self._limit)
+        # kill the ranks that hang, which fails the collective in the others; exit if rank 0 does not leave it either
         count = self._operation_count
         for rank in diagnosis.ranks:  # one that is stuck in C code still prints its stack by faulthandler
             if self._missed[rank] >= self._limit and self._signal_local(rank, signal.SIGUSR1):
@@ -339,6 +314,14 @@ class Watchdog:
                 self._kill_rank(rank)
             print("error: rank 0 is stuck and could not be interrupted; exiting", file=sys.stderr, flush=True)
             os._exit(HangError.code)
+
+    def _collect_heartbeats(self) -> None:
+        self._beats[0] = self._monitor.beat()
+        for rank in range(1, self._size):
+            text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
+            beat = before if text is None else Heartbeat(**json.loads(text))
+            arrived = beat is not None and (before is None or beat.number != before.number)
+            self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
 
     def _signal_local(self, rank: int, number: int) -> bool:
         beat = self._beats[rank]

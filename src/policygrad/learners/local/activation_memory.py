@@ -23,15 +23,9 @@ from policygrad.models.lora_config import Lora
 def saved_activation_bytes(
     config: Any, dtype: torch.dtype, tokens: int, prompt: int, completion: int, group: int, lora: Lora | None = None
 ) -> int:
-    """Return the bytes that one micro-batch saves in the backbone.
+    """Return the bytes that one micro-batch of about so many `tokens` saves in the backbone of transformers' `config`.
 
-    Args:
-        config: transformers' configuration of the model.
-        tokens: Approximate size of the micro-batch.
-        prompt: Tokens of a prompt.
-        completion: Tokens of a completion.
-        group: Completions per prompt.
-        lora: The adapters, if they alone train.
+    It has groups of completions with so many tokens each; `lora` are the adapters, if they alone train.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM

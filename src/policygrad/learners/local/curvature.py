@@ -114,8 +114,8 @@ class Curvature:
         pad = getattr(getattr(policy.model, "config", None), "pad_token_id", None)
         tokens = torch.tensor([[*range(min(8, policy.network.vocabulary)), pad or 0]])
         one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
-        mask, prompts = torch.ones(1, size, dtype=torch.bool), (tokens[0, :1],)
-        batch = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=prompts)
+        mask = torch.ones(1, size, dtype=torch.bool)
+        batch = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=(tokens[0, :1],))
         return next(pack_micro_batches(batch, one, size)).to(self.networks.device)
 
     def fisher(self, batch: Batch, v: Tensor, sampled: bool) -> Tensor:
@@ -213,7 +213,6 @@ class Curvature:
             yield which, pairs.index[pair] - which.start, pairs.tokens[pair], pairs.order[pair]
 
     def _states(self, part: Pack) -> Tensor:
-        """Return [u, ·]."""
         policy = self.networks.policy
         return policy.network_for(part).states(part)
 

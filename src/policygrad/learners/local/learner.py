@@ -86,14 +86,9 @@ class LocalLearner:
             initial = self._frozen_copy(self.reference, build if reference is None else None)
             enable_gradients(initial.model, self.reference.model)
             self.reward_model = ImplicitRewardModel.of(initial, algorithm.reward_model, spec, self.division)
+        compared = self.reference if "kl_ref" in algorithm.forward_needs else None
         self.networks = TrainedNetworks(
-            self.evaluator,
-            self.optimizer,
-            config,
-            self.critic,
-            reward_model=self.reward_model,
-            reference=self.reference if "kl_ref" in algorithm.forward_needs else None,
-            division=self.division,
+            self.evaluator, self.optimizer, config, self.critic, self.reward_model, compared, self.division
         )
         self.uses_lr = rule.uses_lr
         self.curvature = Curvature(self.networks) if self.uses_lr else self._build_curvature()
@@ -137,11 +132,9 @@ class LocalLearner:
     @property
     def reference_parameters(self) -> int:
         """Parameters of the reference in memory beside the policy's; 0 without one."""
-        return (
-            0
-            if self.reference is None
-            else sum(p.numel() for p in unshared_parameters(self.reference.model, self.model).values())
-        )
+        if self.reference is None:
+            return 0
+        return sum(p.numel() for p in unshared_parameters(self.reference.model, self.model).values())
 
     @property
     def version(self) -> int:
@@ -155,10 +148,10 @@ class LocalLearner:
 
     @property
     def lr(self) -> float | None:
-        """The policy's peak learning rate, which the schedule multiplies; None if the update rule uses none. Raises
-        ConfigError if set to an invalid rate, or where none is used.
+        """The policy's peak learning rate, which the schedule multiplies; None if the update rule uses none.
 
-        It may be set between updates; the critic keeps its own, and checkpoints contain neither."""
+        It may be set between updates, which raises ConfigError for an invalid rate or where none is used; the critic keeps
+        its own, and checkpoints contain neither."""
         return self.optimizer.lr if self.uses_lr else None
 
     @lr.setter
@@ -251,9 +244,8 @@ class LocalLearner:
         tensors, values = self.optimizer.state()
         state = {"rollouts": self.rollouts, "refreshed": self.refreshed, "optimizer": values}
         if self.refreshed and self.reference is not None:
-            tensors |= {
-                f"reference/{n}": p.detach() for n, p in trainable_parameters(self.reference.model, self.model).items()
-            }
+            changed = trainable_parameters(self.reference.model, self.model)
+            tensors |= {f"reference/{name}": p.detach() for name, p in changed.items()}
         for name, network in self._auxiliary_optimizers().items():
             more, state[name] = network.state()
             tensors |= {f"{name}/{key}": tensor for key, tensor in more.items()}
@@ -265,10 +257,8 @@ class LocalLearner:
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         for name, network in self._auxiliary_optimizers().items():
-            prefix = f"{name}/"
-            network.restore(
-                {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}, values[name]
-            )
+            stored = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(f"{name}/")}
+            network.restore(stored, values[name])
         if values["refreshed"] and self.reference is not None:
             for name, parameter in trainable_parameters(self.reference.model, self.model).items():
                 parameter.data.copy_(tensors[f"reference/{name}"])

@@ -182,13 +182,8 @@ class _LogProbability(torch.autograd.Function):
                 h[which] = -(p.log().masked_fill_(p == 0, 0).mul_(p)).sum(-1)
             if room >= 0:
                 cached.append(p)
-        ctx.pairs, ctx.temperature, ctx.expected, ctx.gradient, ctx.cached = (
-            pairs,
-            temperature,
-            expected,
-            gradient,
-            cached,
-        )
+        ctx.pairs, ctx.temperature, ctx.expected = pairs, temperature, expected
+        ctx.gradient, ctx.cached = gradient, cached
         ctx.save_for_backward(states, weight, bias)
         ctx.set_materialize_grads(False)
         return logp, h

@@ -121,9 +121,8 @@ class ValueModel:
         width = batch.mask.shape[1]
         end = width - batch.mask.int().flip(1).argmax(1)  # the position after it has no token yet, and any id will do
         after = truncated[:, None] & (torch.arange(width + 1) == end[:, None])
-        tokens, positions = (
-            None if x is None else torch.nn.functional.pad(x, (0, 1)) for x in (batch.tokens, batch.positions)
-        )
+        pad = partial(nn.functional.pad, pad=(0, 1))
+        tokens, positions = (None if x is None else pad(x) for x in (batch.tokens, batch.positions))
         if positions is not None:  # it follows the last sampled token, whatever comes after that in the row
             positions = positions.scatter(1, end[:, None], 1 + positions.gather(1, end[:, None] - 1))
         text = Batch(
@@ -210,14 +209,15 @@ class ImplicitRewardModel:
 
     def accumulate(self, batch: Batch) -> Metrics:
         """Add the gradient of the cross-entropy, a mean over the update's completions."""
-        rows = select_trained_rows(batch)
+        selected = batch.mask.any(1)  # a sampled token and, after filters, a weight other than 0
+        if batch.weight is not None:
+            selected = selected & ((batch.weight != 0) & batch.mask).any(1)
+        rows = selected.nonzero().squeeze(1)
         if not len(rows):
             return {}
         bare, metrics = replace(batch, prompts=None, tokens=None), Metrics()
-        make_packs, budget = (
-            partial(pack_micro_batches, batch, rows),
-            micro_batch_tokens(self.config, self.evaluator.model),
-        )
+        make_packs = partial(pack_micro_batches, batch, rows)
+        budget = micro_batch_tokens(self.config, self.evaluator.model)
 
         def dummy_pass(part: Pack) -> None:
             with backward_mode(self.evaluator.model, self.config.gradient_checkpointing):
@@ -238,14 +238,6 @@ class ImplicitRewardModel:
         return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
 
 
-def select_trained_rows(batch: Batch) -> Tensor:
-    """Return [n] the completions that φ is fitted to: those with a sampled token and, after filters, a weight other than 0."""
-    selected = batch.mask.any(1)
-    if batch.weight is not None:
-        selected = selected & ((batch.weight != 0) & batch.mask).any(1)
-    return selected.nonzero().squeeze(1)
-
-
 @dataclass(frozen=True, eq=False)
 class TrainedNetworks:
     """The policy with its optimizer, and the networks that train beside it or that it is compared with."""
@@ -254,14 +246,13 @@ class TrainedNetworks:
     optimizer: Optimizer
     config: LearnerConfig
     critic: ValueModel | None = None
-    old: Evaluator | None = None  # π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)
     reward_model: ImplicitRewardModel | None = None
     reference: Evaluator | None = None
     division: WorkDivision = field(default_factory=WorkDivision)
+    old: Evaluator | None = None  # π_old at the start of the rollout's updates; only for an exact KL(π_old‖π_θ)
 
     @property
     def device(self) -> torch.device:
-        """The policy's device."""
         return next(self.policy.model.parameters()).device
 
     def micro_batches(
@@ -271,12 +262,9 @@ class TrainedNetworks:
         keep_groups: bool = False,
         dummy_pass: Callable[[Pack], object] | None = None,
     ) -> Iterator[Pack]:
-        """Iterate over this process's micro-batches.
+        """Iterate over this process's micro-batches of the completions `rows` (None = all).
 
-        Args:
-            rows: The completions to cover; None = all.
-            keep_groups: Split no group.
-            dummy_pass: A pass like those the micro-batches are for, which adds nothing; None = one of the policy.
+        `dummy_pass` is a pass like those the micro-batches are for, which adds nothing; None = one of the policy.
         """
         rows = torch.arange(len(batch.mask)) if rows is None else rows
         make_packs = partial(pack_micro_batches, batch, rows, keep_groups=keep_groups)
@@ -309,11 +297,9 @@ class TrainedNetworks:
         return Forward(**{name: self.division.all_reduce(x) for name, x in outputs.items()})
 
     def release(self) -> None:
-        """Release what the evaluators hold (`Evaluator.release`)."""
         for evaluator in (self.policy, self.old, self.reference):
             if evaluator is not None:
                 evaluator.release()
 
     def backward_mode(self) -> AbstractContextManager[None]:
-        """Enclose a backward pass of the policy."""
         return backward_mode(self.policy.model, self.config.gradient_checkpointing)

@@ -180,10 +180,10 @@ def micro_batch_tokens(config: LearnerConfig, model: nn.Module) -> int:
 
 def pack_micro_batches(batch: Batch, rows: Tensor, budget: int, *, keep_groups: bool = False) -> Iterator[Pack]:
     """Pack those completions `rows` that have a sampled token into micro-batches of at most `budget` nodes, or one
-    completion. `keep_groups`: split no group either, whatever the budget. Raises DataError if the batch has no tokens
-    or prompts.
+    completion. Raises DataError if the batch has no tokens or prompts.
 
-    No completion is split, even one of several texts."""
+    No completion is split, even one of several texts, and with `keep_groups` no group, whatever the budget.
+    """
     texts = TokenSequences.of(batch, rows)
     if not len(texts.rows):
         return
@@ -232,7 +232,16 @@ def _layout_tree(batch: Batch, texts: TokenSequences, shared: Ints) -> Pack:
     is_new_node = (depth >= skip[:, None]) & (depth < lengths[:, None])
     ids = texts.ids[distinct][:, : is_new_node.shape[1]][is_new_node]
     positions = np.nonzero(is_new_node)[1]  # nodes are numbered in this order
-    chosen, predictors = _locate_predictors(texts, paths, batch.mask.shape[1])
+    # [b, T] the node that predicts each token; completions are in the order of their first texts
+    t, chosen = np.arange(batch.mask.shape[1]), texts.rows
+    before = np.clip(texts.offsets[:, None] - 1 + t, 0, texts.lengths[:, None] - 1)
+    predictors = np.take_along_axis(paths, before, 1)
+    if texts.has_branches:
+        first, number = np.unique(texts.first_occurrence, return_inverse=True)
+        text, token = np.nonzero((t >= texts.spans[:, :1]) & (t < texts.spans[:, 1:]))
+        joined = np.zeros((len(first), len(t)), dtype=np.int64)
+        joined[number.reshape(-1)[text], token] = predictors[text, token]
+        chosen, predictors = texts.rows[first], joined
     rows = torch.from_numpy(chosen)
     mask, tokens = batch.mask[rows], batch.tokens[rows]
     predicting_nodes, index = np.unique(predictors[mask.numpy()], return_inverse=True)
@@ -251,20 +260,6 @@ def _layout_tree(batch: Batch, texts: TokenSequences, shared: Ints) -> Pack:
         tree=AttentionTree.of(distinct_paths, lengths, skip),
         routes=None if batch.routed_experts is None else _collect_routes(batch, texts, paths, len(ids)),
     )
-
-
-def _locate_predictors(texts: TokenSequences, paths: Ints, width: int) -> tuple[Ints, Ints]:
-    """Return [b] the completions, in the order of their first texts, and [b, T] the node that predicts each of their tokens."""
-    t = np.arange(width)
-    depth = np.clip(texts.offsets[:, None] - 1 + t, 0, texts.lengths[:, None] - 1)
-    nodes = np.take_along_axis(paths, depth, 1)
-    if not texts.has_branches:
-        return texts.rows, nodes
-    first, number = np.unique(texts.first_occurrence, return_inverse=True)
-    text, token = np.nonzero((t >= texts.spans[:, :1]) & (t < texts.spans[:, 1:]))
-    joined = np.zeros((len(first), width), dtype=np.int64)
-    joined[number.reshape(-1)[text], token] = nodes[text, token]
-    return texts.rows[first], joined
 
 
 def _collect_routes(batch: Batch, texts: TokenSequences, paths: Ints, nodes: int) -> Tensor:
@@ -296,12 +291,9 @@ class WorkDivision:
         dummy_pass: Callable[[Pack], object],
         tokens: Callable[[T], int] | None = None,
     ) -> Iterator[T]:
-        """Iterate over this process's share of the micro-batches.
+        """Iterate over this process's share of the micro-batches, made with at most so many `tokens` (None = nodes).
 
-        Args:
-            make_packs: Makes micro-batches of at most so many tokens.
-            dummy_pass: A pass that adds nothing, for processes with fewer micro-batches than others.
-            tokens: Counts a micro-batch's tokens; None = `count_nodes`.
+        `dummy_pass` adds nothing, for processes with fewer micro-batches than others.
         """
         return make_packs(budget)
 

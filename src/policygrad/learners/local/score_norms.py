@@ -69,14 +69,9 @@ class ScoreNorms:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Batch:
         """Return the batch with `grad_logp_sq_norm` [B]: equal completions of one prompt once, 0 where nothing was sampled."""
-        bare = Batch(  # the score does not depend on rewards
-            mask=batch.mask,
-            group=batch.group,
-            reward=torch.zeros(len(batch.mask)),
-            tokens=batch.tokens,
-            prompts=batch.prompts,
-            positions=batch.positions,
-        )
+        reward = torch.zeros(len(batch.mask))  # the score does not depend on it
+        bare = Batch(mask=batch.mask, group=batch.group, reward=reward, tokens=batch.tokens, prompts=batch.prompts)
+        bare = replace(bare, positions=batch.positions)
         # One completion of each text and mask represents its equals; all represent themselves if some are several texts.
         rows = batch.mask.any(1).nonzero().squeeze(1)
         representative, seen = torch.arange(len(batch.mask)), dict[bytes, int]()

@@ -67,13 +67,11 @@ class LocalGradientProblem:
         return policy | self.accumulate_critic() | self.accumulate_reward_model()
 
     def accumulate_critic(self) -> Metrics:
-        """Accumulate the critic's gradient, if there is a critic."""
         if self.networks.critic is None or self.algorithm.critic is None:
             return {}
         return self.networks.critic.accumulate(self.batch, self.algorithm.critic)
 
     def accumulate_reward_model(self) -> Metrics:
-        """Accumulate the reward model's gradient, if there is a reward model."""
         return {} if self.networks.reward_model is None else self.networks.reward_model.accumulate(self.batch)
 
     def batch_with_selection(self) -> Batch:
@@ -97,7 +95,11 @@ class LocalGradientProblem:
         metrics, needs = Metrics(), self.algorithm.forward_needs
         for part, share, psi, coef in self._micro_batches(batch, rows, coefficients):
             with networks.backward_mode():
-                expected = self._expected_gradient(share, psi, coef) if learning else None
+                # Known if it does not depend on log π_θ: ratios of 1 and no terms. A wrong guess would only cost time.
+                expected: Tensor | None = None
+                if learning and batch.logp_old is None and not self.algorithm.terms and not needs:
+                    zero = at_least_float32(torch.zeros_like(psi)).requires_grad_()
+                    expected = torch.autograd.grad(surrogate(zero, share, psi, self.algorithm, coef), zero)[0]
                 out = networks.forward(part, needs, expected)
                 if learning:
                     torch.autograd.backward(surrogate(out, share, psi, self.algorithm, coef))
@@ -123,16 +125,6 @@ class LocalGradientProblem:
         for part in networks.micro_batches(batch, rows, self.algorithm.gate.requires_full_groups, dummy_pass):
             coef = tuple(c[part.rows].to(device) for c in coefficients)
             yield part, bare.select(part.rows).to(device), self.psi[part.rows].to(device), coef
-
-    def _expected_gradient(self, batch: Batch, psi: Tensor, coef: Coefficients) -> Tensor | None:
-        """Return [b, T] the gradient that log π_θ will receive if it does not depend on log π_θ: ratios of 1 and no terms.
-
-        A wrong guess would only cost time (see `logprobs`).
-        """
-        if batch.logp_old is not None or self.algorithm.terms or self.algorithm.forward_needs:
-            return None
-        logp = at_least_float32(torch.zeros_like(psi)).requires_grad_()
-        return torch.autograd.grad(surrogate(logp, batch, psi, self.algorithm, coef), logp)[0]
 
     def descend(self) -> Metrics:
         """Take one AdamW step; none, which is counted, if no completion had a gradient."""
