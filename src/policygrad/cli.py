@@ -138,17 +138,14 @@ def _run(args: list[str]) -> int:
     for arg in args:
         if "\0" in arg:
             raise ConfigError(f"{arg!r} contains a NUL character; remove it")
-    return _command(args[0])(args[1:])
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
+    name, *args = args
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"available: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}: {hint}")
     module, _, function = COMMANDS[name].partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
-    return command
+    return command(args)
 
 
 def _print_warning(

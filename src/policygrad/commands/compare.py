@@ -8,10 +8,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -35,7 +35,7 @@ from policygrad.compare.plan import (
     option_values,
     read_plan,
 )
-from policygrad.compare.report import ComparisonReport, Kind, RowReport, format_learning_rate, pluralise
+from policygrad.compare.report import ComparisonReport, RowReport, format_learning_rate, pluralise
 from policygrad.compare.runner import AXES
 from policygrad.compare.statistics import Estimate
 from policygrad.core.trust_region import TrustRegion
@@ -50,10 +50,6 @@ from policygrad.training.config.trust import (
     find_remote_targets,
     require_permissions,
 )
-
-if TYPE_CHECKING:
-    from policygrad.compare.report import ComparisonReport
-
 
 # Rows: merge the arguments of each, check them by a dry run, and note its settings.
 
@@ -73,7 +69,7 @@ DEFAULT_OPTIONS = (
     "1",
 )
 MIN_STEPS = 1000
-ALLOW, SENT_TO = "--allow-code", "--sampler.folder"
+ALLOW = "--allow-code"
 
 
 @dataclass(frozen=True)
@@ -96,27 +92,38 @@ def build_rows(
     tokens: int,
     overrides: bool,
 ) -> tuple[ComparisonRow, ...]:
-    """Build the rows of a plan. Precedence: ladder setting < override < common options < the row < options of the row.
-
-    Raises:
-        ConfigError: train would reject a row, a label occurs twice, or options name an unknown row.
-    """
+    """Build the rows of a plan. Precedence: ladder setting < override < common options < the row < options of the row."""
     request = [RowRequest(*rung) for rung in ladder.rows()] if ladder else []
-    request += [_parse_row(spec) for spec in specs]
+    for spec in specs:  # grpo, LABEL=grpo, LABEL=grpo --options or mine.py:ALGORITHM
+        words = _split_words(spec, f"the row {spec!r}")
+        if not words or words[0].startswith("-"):
+            raise ConfigError(f"a row must be an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
+        label, equals, first = words[0].partition("=")
+        if not equals:
+            label, first = words[0].rpartition(":")[2], words[0]
+        if not LABEL_PATTERN.fullmatch(label):
+            raise ConfigError(
+                f"the label {label!r} of the row {spec!r} names a folder: letters, digits and . _ + - make one"
+            )
+        request.append(RowRequest(label, (first, *words[1:])))
     labels = [row.label for row in request]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ConfigError(f"two rows are called {twice[0]!r}: give one another name, 'LABEL={twice[0]} …'")
-    row_options = _parse_row_options(options, labels)
+    row_options: dict[str, tuple[str, ...]] = {}
+    for spec in options:
+        label, equals, text = spec.partition("=")
+        if not equals or label not in labels:
+            raise ConfigError(
+                f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
+            )
+        row_options[label] = merge_argv(row_options.get(label, ()), _split_words(text, f"--options {spec!r}"))
     setting = ladder.setting if ladder else ()
     if "--lr" in option_names(common) and lr_grid:
         raise ConfigError("--lr for all rows leaves nothing for --lr-grid to choose; give only one of them")
     rows = []
     for row in request:
-        override = (
-            OVERRIDES.get(row.argv[0])
-            if overrides and not {"--task", "--model"} & option_names([*common, *setting])
-            else None
-        )
+        adapts = overrides and not {"--task", "--model"} & option_names([*common, *setting])
+        override = OVERRIDES.get(row.argv[0]) if adapts else None
         layers = (setting, override.options if override else (), common, row.argv[1:], row_options.get(row.label, ()))
         for layer in layers:
             if layer and not layer[0].startswith("--"):
@@ -170,11 +177,7 @@ def _row(
 
 
 def resolve_row(label: str, argv: Sequence[str]) -> Run:
-    """Return the resolved run of `policygrad train ARGV`.
-
-    Raises:
-        ConfigError: the arguments are invalid; the message names the row.
-    """
+    """Return the resolved run of `policygrad train ARGV`; errors name the row."""
     from policygrad.commands.train import parse_run
 
     try:
@@ -213,14 +216,14 @@ def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> 
     """Check a plan read from `folder`: its rows may only have options that rows can have, and only run code with permission.
 
     The file does not show who wrote it.
-
-    Raises:
-        ConfigError: the message names the flag that gives permission.
     """
+    from policygrad.commands.train import TrainOptions
+
+    known = {f.name.replace("_", "-") for kind in (RunOptions, SamplingParams, TrainOptions) for f in fields(kind)}
     for row in plan.rows:
         _check(row.label, row.argv)
         reject_cluster_flags(row.argv, "compare", "runs on this machine")
-        if unknown := {name for name in option_names(row.argv) if name.partition(".")[0][2:] not in _options()}:
+        if unknown := {name for name in option_names(row.argv) if name.partition(".")[0][2:] not in known}:
             raise ConfigError(
                 f"{folder / PLAN_FILE}: the row {row.label} has {min(unknown)}, which is no option of train; remove it"
             )
@@ -247,31 +250,9 @@ def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, ne
     for row in plan.rows:
         missing |= set(option_values(row.argv, ALLOW)) - set(allowed.names)
         missing |= set(filter_unpermitted(code_in_argv(row.argv), folder / PLAN_FILE, allowed, new_process=new_process))
-        for place in option_values(row.argv, SENT_TO):
+        for place in option_values(row.argv, "--sampler.folder"):
             missing |= set(find_remote_targets({"sampler": {"folder": place}}, folder / PLAN_FILE, allowed))
     return sorted(missing)
-
-
-def _options() -> set[str]:
-    """Return the names of train's options."""
-    from policygrad.commands.train import TrainOptions
-
-    return {f.name.replace("_", "-") for kind in (RunOptions, SamplingParams, TrainOptions) for f in fields(kind)}
-
-
-def _parse_row(spec: str) -> RowRequest:
-    """Parse `grpo`, `LABEL=grpo`, `LABEL=grpo --options` or `mine.py:ALGORITHM`."""
-    argv = _split_words(spec, f"the row {spec!r}")
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError(f"a row must be an algorithm's name or 'LABEL=ALGORITHM --options', not {spec!r}")
-    label, equals, first = argv[0].partition("=")
-    if not equals:
-        label, first = argv[0].rpartition(":")[2], argv[0]
-    if not LABEL_PATTERN.fullmatch(label):
-        raise ConfigError(
-            f"the label {label!r} of the row {spec!r} names a folder: letters, digits and . _ + - make one"
-        )
-    return RowRequest(label, (first, *argv[1:]))
 
 
 def _split_words(text: str, what: str) -> list[str]:
@@ -279,19 +260,6 @@ def _split_words(text: str, what: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"{what}: {error}. Close the quotation, or write \\ before a single quote.") from error
-
-
-def _parse_row_options(options: Sequence[str], labels: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Return the options of single rows by label."""
-    options_by_label: dict[str, tuple[str, ...]] = {}
-    for spec in options:
-        label, equals, text = spec.partition("=")
-        if not equals or label not in labels:
-            raise ConfigError(
-                f"--options {spec!r}: write LABEL='--option value', with a label among {', '.join(labels)}"
-            )
-        options_by_label[label] = merge_argv(options_by_label.get(label, ()), _split_words(text, f"--options {spec!r}"))
-    return options_by_label
 
 
 def _check(label: str, argv: Sequence[str]) -> None:
@@ -380,7 +348,8 @@ class CompareOptions:
 def compare(args: list[str]) -> int:
     """Run `policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
     reject_cluster_flags(args, "compare", "runs on this machine, several at a time with --jobs N")
-    mine, common = _split(args)
+    at = args.index("--") if "--" in args else len(args)
+    mine, common = args[:at], args[at + 1 :]
     reject_empty_values(mine, "--allow-code")
     options = tyro.cli(
         CompareOptions,
@@ -389,7 +358,7 @@ def compare(args: list[str]) -> int:
         description=wrap_paragraphs(*HELP),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    plan, folder = _planned(options, common, shlex.join(["policygrad", "compare", *args]))
+    plan, folder = _make_plan(options, common, shlex.join(["policygrad", "compare", *args]))
     if options.dry_run:
         print(format_commands(plan))
         return 0
@@ -438,26 +407,22 @@ def format_commands(plan: ComparisonPlan) -> str:
     """Return every run's command; reported runs of tuned rows show the grid instead of the chosen value."""
     from policygrad.compare.report import too_few_seeds
 
-    lines = (
-        [f"# {len(plan.tuning_jobs())} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report"]
-        if plan.tuning_jobs()
-        else []
-    )
-    lines += [f"# {few}"] if (few := too_few_seeds(plan)) else []
-    lines += [shlex.join(["policygrad", *plan.train_argv(job)]) for job in plan.tuning_jobs()]
+    lines, tuning = list[str](), plan.tuning_jobs()
+    if tuning:
+        lines.append(f"# {len(tuning)} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report")
+    if few := too_few_seeds(plan):
+        lines.append(f"# {few}")
+    lines += [shlex.join(["policygrad", *plan.train_argv(job)]) for job in tuning]
     for job in plan.reported_jobs({row.label: row.grid[0] if row.grid else None for row in plan.rows}):
         row = plan.row(job.row)
         line = shlex.join(["policygrad", *plan.train_argv(job)])
-        lines.append(
-            f"{line}  # {row.tuned_option}: the best of {', '.join(f'{x:g}' for x in row.grid)}"
-            if row.is_tuned
-            else line
-        )
+        best = f"  # {row.tuned_option}: the best of {', '.join(f'{x:g}' for x in row.grid)}"
+        lines.append(line + best if row.is_tuned else line)
     return "\n".join(lines)
 
 
-def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tuple[ComparisonPlan, Path]:
-    """Return the plan and its folder."""
+def _make_plan(options: CompareOptions, common: Sequence[str], command: str) -> tuple[ComparisonPlan, Path]:
+    """Return the plan and its folder: those of --resume, or new ones."""
     if options.resume is not None:
         if options.rows or options.ladder or common or options.output:
             raise ConfigError("--resume continues plan.json in the folder; omit rows, --output and options of train")
@@ -477,6 +442,7 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
             "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
         )
     from policygrad import __version__
+    from policygrad.training.config.run import check_folders
 
     plan = ComparisonPlan(
         rows=build_rows(
@@ -496,26 +462,17 @@ def _planned(options: CompareOptions, common: Sequence[str], command: str) -> tu
         version=__version__,
         ladder=ladder.to_dict() if ladder else {},
     )
-    from policygrad.training.config.run import check_folders
-
     check_folders(options.output)
     named = None if options.output is None else Path(options.output)
     return plan, named or next_comparison_folder([row.label for row in plan.rows], options.ladder)
-
-
-def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(our argv, those after `--`)."""
-    at = args.index("--") if "--" in args else len(args)
-    return list(args[:at]), list(args[at + 1 :])
 
 
 def _grid(text: str, option: str) -> tuple[float, ...]:
     try:
         values = sorted({float(word) for word in text.split(",") if word.strip()})
     except ValueError as error:
-        raise ConfigError(
-            f"{option} must be numbers separated by commas, as in 1e-4,3e-4,1e-3, not {text!r}"
-        ) from error
+        message = f"{option} must be numbers separated by commas, as in 1e-4,3e-4,1e-3, not {text!r}"
+        raise ConfigError(message) from error
     if any(not 0 < value < float("inf") for value in values):
         raise ConfigError(f"{option}: every value must be above 0 and finite, not {text!r}")
     return tuple(values)
@@ -525,11 +482,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(compare(sys.argv[1:]))
-
-
-Column = tuple[str, Callable[[RowReport], str]]
+Column = tuple[str, Sequence[str]]
+"""Heading and cells."""
 MISSING = "–"
 LEGEND = (
     "interquartile mean of evaluation scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy and KL to "
@@ -546,128 +500,86 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
         head = f"{kind.measure.get('task', '')}, {kind.measure.get('model', '')}: {report.tokens:,} tokens a run, "
         lines += wrap_styled((), head + pluralise(len(report.seeds), "seeds"), width, HEAD)
         lines += wrap_styled((), LEGEND, width, QUIET)
-        lines += [*_columns(rows, _figures(report, rows), width), ()]
-        lines += [*_reach(report, kind, rows, width), *_above(report, rows, width)]
-    lines += _tuning(report, width)
+        lines += [*_align(_list_scores(rows), width), ()]
+        # Tokens, updates and seconds to the threshold.
+        summaries = [row.summary for row in rows]
+        if any(summaries) and kind.threshold is None:
+            lines += [*wrap_styled((), "No row's score rose, so there is no threshold to reach.", width), ()]
+        elif any(summaries):
+            columns: list[Column] = [("", [row.label for row in rows])]
+            for axis in AXES:
+                reach = [s.reach[axis] if s else None for s in summaries]
+                medians = [
+                    MISSING if r is None else "not reached" if r.median is None else _short(r.median) for r in reach
+                ]
+                columns.append((axis, medians))
+            reach = [s.reach["tokens"] if s else None for s in summaries]
+            counts = [MISSING if r is None else f"{r.num_reached} of {len(r.each)}" for r in reach]
+            head = f"To a score of {kind.threshold:.3f}, {report.share:.0%} of the way: median over seeds"
+            lines += wrap_styled((), head, width, HEAD)
+            lines += [*_align([*columns, ("runs that reach it", counts)], width), ()]
+        # P(row above column), with a star if the interval excludes ½.
+        labels = [row.label for row in rows if row.summary]
+        if len(labels) > 1:
+            above: dict[tuple[str, str], str] = {}
+            for pair in report.pairs:
+                p, star = pair.probability["tokens"], "*" * pair.separated["tokens"]
+                above[pair.first, pair.second] = f"{p.value:.2f}{star}"
+                above[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
+            columns = [(label, [above.get((row, label), MISSING) for row in labels]) for label in labels]
+            head = "P(row above column) at equal tokens; * = separated, the 95 % interval excludes ½"
+            lines += [*wrap_styled((), head, width, HEAD), *_align([("", labels), *columns], width), ()]
+    # The mean final score of every value on the tuning seeds.
+    if tuned := [row for row in report.rows if row.tuning]:
+        columns = [("", [row.label for row in tuned])]
+        for value in sorted({trial.value for row in tuned for trial in row.tuning}):
+            means = [next((trial.mean for trial in row.tuning if trial.value == value), None) for row in tuned]
+            marks = ["*" * (value == row.option_value) for row in tuned]
+            cells = [MISSING if m is None else f"{m:.3f}{mark}" for m, mark in zip(means, marks, strict=True)]
+            columns.append((f"{value:g}", cells))
+        head = f"Mean final score by value, seeds {', '.join(map(str, report.tuning_seeds))}; * = chosen"
+        lines += [*wrap_styled((), head, width, HEAD), *_align(columns, width), ()]
     for title, sentences in (
         ("What it says", report.ranking),
         ("What differs besides the algorithm", report.differences),
         ("What cannot be concluded", report.caveats),
     ):
-        if not sentences:
-            continue
-        lines.append(((title, HEAD),))
-        for sentence in sentences:
-            lines += wrap_styled((("  · ", QUIET),), sentence, text)
-        lines.append(())
+        if sentences:
+            lines.append(((title, HEAD),))
+            lines += [line for s in sentences for line in wrap_styled((("  · ", QUIET),), s, text)]
+            lines.append(())
     for row in report.rows:
         for failure in row.failed:
             at = "" if failure["value"] is None else f" at {failure['value']:g}"
-            lines += wrap_styled(
-                (("failed  ", HEAD),),
-                f"{row.label}{at}, seed {failure['seed']}: {failure['error'].splitlines()[-1]}",
-                text,
-            )
+            message = f"{row.label}{at}, seed {failure['seed']}: {failure['error'].splitlines()[-1]}"
+            lines += wrap_styled((("failed  ", HEAD),), message, text)
     return lines
 
 
-def _figures(report: ComparisonReport, rows: Sequence[RowReport]) -> list[Column]:
-    """Return the columns of the table."""
-
-    def equal(axis: str) -> Callable[[RowReport], str]:
-        return lambda row: _estimate(row.summary.equal[axis]) if row.summary else MISSING
-
-    columns: list[Column] = [("", lambda row: row.label)]
-    columns.append(
-        ("lr", lambda row: format_learning_rate(row) + "*" * (bool(row.edge) and row.tuned_option == "--lr"))
-    )
+def _list_scores(rows: Sequence[RowReport]) -> list[Column]:
+    """Return the columns of the table: tuned options, scores at equal effort, and means over the last steps."""
+    summaries = [row.summary for row in rows]
+    edges = ["*" * bool(row.edge) for row in rows]
+    rates = [format_learning_rate(r) + edge * (r.tuned_option == "--lr") for r, edge in zip(rows, edges, strict=True)]
+    columns: list[Column] = [("", [row.label for row in rows]), ("lr", rates)]
     if any(row.option_value is not None and row.tuned_option != "--lr" for row in rows):
-        columns.append(
-            (
-                "tuned",
-                lambda row: MISSING if row.option_value is None else f"{row.option_value:g}" + "*" * bool(row.edge),
-            )
-        )
-    columns += [(f"equal {axis}", equal(axis)) for axis in AXES]
-    columns += [("area", lambda row: _estimate(row.summary.area) if row.summary else MISSING)]
-    columns += [("entropy", _mean("entropy", _fine)), ("KL", _mean("kl", _fine))]
-    columns += [("length", _mean("length")), ("truncated", _mean("truncated", "{:.0%}".format))]
-    columns += [(name, _mean(name)) for name in ("updates", "tokens", "seconds")]
-    columns.append(("seeds", lambda row: str(len(row.runs))))
-    return columns
+        values = [
+            MISSING if r.option_value is None else f"{r.option_value:g}" + e for r, e in zip(rows, edges, strict=True)
+        ]
+        columns.append(("tuned", values))
+    columns += [(f"equal {axis}", [_estimate(s.equal[axis]) if s else MISSING for s in summaries]) for axis in AXES]
+    columns.append(("area", [_estimate(s.area) if s else MISSING for s in summaries]))
+    formats = {"entropy": "{:.2g}".format, "kl": "{:.2g}".format, "length": _short, "truncated": "{:.0%}".format}
+    for name in (*formats, "updates", "tokens", "seconds"):
+        cell = formats.get(name, _short)
+        means = [cell(s.means[name]) if s and name in s.means else MISSING for s in summaries]
+        columns.append(("KL" if name == "kl" else name, means))
+    return [*columns, ("seeds", [str(len(row.runs)) for row in rows])]
 
 
-def _mean(name: str, cell_text: Callable[[float], str] | None = None) -> Callable[[RowReport], str]:
-    cell_text = cell_text or _short
-    return lambda row: cell_text(row.summary.means[name]) if row.summary and name in row.summary.means else MISSING
-
-
-def _reach(report: ComparisonReport, kind: Kind, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
-    """Format tokens, updates and seconds to the threshold."""
-    if not any(row.summary for row in rows):
-        return []
-    if kind.threshold is None:
-        return [*wrap_styled((), "No row's score rose, so there is no threshold to reach.", width), ()]
-
-    def cell(axis: str) -> Callable[[RowReport], str]:
-        def cell_text(row: RowReport) -> str:
-            reach = row.summary.reach[axis] if row.summary else None
-            if reach is None:
-                return MISSING
-            return "not reached" if reach.median is None else _short(reach.median)
-
-        return cell_text
-
-    def count(row: RowReport) -> str:
-        reach = row.summary.reach["tokens"] if row.summary else None
-        return MISSING if reach is None else f"{reach.num_reached} of {len(reach.each)}"
-
-    columns: list[Column] = [("", lambda row: row.label), *((axis, cell(axis)) for axis in AXES)]
-    columns.append(("runs that reach it", count))
-    head = f"To a score of {kind.threshold:.3f}, {report.share:.0%} of the way: median over seeds"
-    return [*wrap_styled((), head, width, HEAD), *_columns(rows, columns, width), ()]
-
-
-def _above(report: ComparisonReport, rows: Sequence[RowReport], width: int) -> list[StyledLine]:
-    """Format P(row above column) at equal tokens, with a star if the interval excludes ½."""
-    labels = [row.label for row in rows if row.summary]
-    if len(labels) < 2:
-        return []
-    cells: dict[tuple[str, str], str] = {}
-    for pair in report.pairs:
-        p = pair.probability["tokens"]
-        star = "*" * pair.separated["tokens"]
-        cells[pair.first, pair.second] = f"{p.value:.2f}{star}"
-        cells[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
-    columns: list[Column] = [("", lambda row: row.label)]
-    columns += [(label, lambda row, label=label: cells.get((row.label, label), MISSING)) for label in labels]  # type: ignore[misc]
-    head = "P(row above column) at equal tokens; * = separated, the 95 % interval excludes ½"
-    return [*wrap_styled((), head, width, HEAD), *_columns([row for row in rows if row.summary], columns, width), ()]
-
-
-def _tuning(report: ComparisonReport, width: int) -> list[StyledLine]:
-    """Format the mean final score of every value on the tuning seeds."""
-    rows = [row for row in report.rows if row.tuning]
-    if not rows:
-        return []
-    values = sorted({tried.value for row in rows for tried in row.tuning})
-
-    def cell(value: float) -> Callable[[RowReport], str]:
-        def cell_text(row: RowReport) -> str:
-            mean = next((tried.mean for tried in row.tuning if tried.value == value), None)
-            return MISSING if mean is None else f"{mean:.3f}{'*' * (value == row.option_value)}"
-
-        return cell_text
-
-    columns: list[Column] = [("", lambda row: row.label), *((f"{value:g}", cell(value)) for value in values)]
-    head = f"Mean final score by value, seeds {', '.join(map(str, report.tuning_seeds))}; * = chosen"
-    return [*wrap_styled((), head, width, HEAD), *_columns(rows, columns, width), ()]
-
-
-def _columns(rows: Sequence[RowReport], columns: Sequence[Column], width: int) -> list[StyledLine]:
-    """Format aligned columns; those that do not fit follow below, each block with the labels."""
-    cells = [[cell(row) for row in rows] for _, cell in columns]
-    widths = [max(map(len, [head, *column])) for (head, _), column in zip(columns, cells, strict=True)]
+def _align(columns: Sequence[Column], width: int) -> list[StyledLine]:
+    """Align columns; those that do not fit follow below, each block with the labels."""
+    widths = [max(map(len, [head, *cells])) for head, cells in columns]
     lines: list[StyledLine] = []
     remaining = list(range(1, len(columns)))
     while remaining:
@@ -676,19 +588,14 @@ def _columns(rows: Sequence[RowReport], columns: Sequence[Column], width: int) -
             block.append(remaining.pop(0))
         head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
         lines.append(((head, HEAD),))
-        for number in range(len(rows)):
-            cell_text = "".join("  " + cells[i][number].rjust(widths[i]) for i in block)
-            lines.append(((cells[0][number].ljust(widths[0]), NAME), (cell_text, "")))
+        for number, label in enumerate(columns[0][1]):
+            cells = "".join("  " + columns[i][1][number].rjust(widths[i]) for i in block)
+            lines.append(((label.ljust(widths[0]), NAME), (cells, "")))
     return lines
 
 
 def _estimate(x: Estimate) -> str:
     return f"{x.value:.3f} [{x.low:.3f} {x.high:.3f}]"
-
-
-def _fine(x: float) -> str:
-    """Format nats per token, as 0.56 or 0.0031."""
-    return f"{x:.2g}"
 
 
 def _short(x: float) -> str:

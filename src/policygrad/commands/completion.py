@@ -93,7 +93,15 @@ def completion(args: list[str]) -> int:
 
 def generate_script(shell: str) -> str:
     """Return the script for bash, which zsh runs through its bashcompinit, or for fish."""
-    values, options, arguments = _list_values(), _list_options(), _list_arguments()
+    values, options = _list_values(), _list_options()
+    arguments = {  # words that a command accepts as its first argument
+        "train": list(ALGORITHMS),
+        "plan": list(ALGORITHMS),
+        "eval": ["tiny"],
+        "engine": [*ENGINES, "check"],
+        "lab": ["control"],
+        "completion": ["bash", "zsh", "fish"],
+    }
     if shell == "fish":
         return FISH.format(
             commands=_quote([*COMMANDS, "--help", "--version"]),
@@ -133,18 +141,6 @@ def _list_options() -> dict[str, list[str]]:
     options["compare"] += ALGORITHMS
     options["show"] = [*ALGORITHMS, *list_parts()]
     return options
-
-
-def _list_arguments() -> dict[str, list[str]]:
-    """Return the words that each command accepts as its first argument."""
-    return {
-        "train": list(ALGORITHMS),
-        "plan": list(ALGORITHMS),
-        "eval": ["tiny"],
-        "engine": [*ENGINES, "check"],
-        "lab": ["control"],
-        "completion": ["bash", "zsh", "fish"],
-    }
 
 
 def _list_values() -> dict[str, list[str]]:

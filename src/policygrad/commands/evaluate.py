@@ -154,11 +154,7 @@ def evaluate(args: list[str]) -> int:
 
 
 def parse_options(args: list[str]) -> EvalOptions:
-    """Parse the arguments of `policygrad eval`. Precedence: defaults < the run's own options < flags.
-
-    Raises:
-        ConfigError: an option is invalid, or options contradict each other.
-    """
+    """Parse the arguments of `policygrad eval`. Precedence: defaults < the run's own options < flags."""
     reject_empty_values(args, "--reward", "--allow-code")
     reject_cluster_flags(
         args, "eval", "runs on this machine, or with an engine's servers: --sampler.engine vllm --sampler.urls URL …"
@@ -329,23 +325,21 @@ def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_
     data = first["eval_data"] or first["task"]
     print(f"{names} on {data}: {first['problems']} problems × {first['samples']} samples\n")
     if len(rows) == 1:
-        _print_one(first, outcomes[first["model"]], show)
+        print(
+            f"  mean@{first['samples']:<4} {first['mean']:.4f} ± {first['stderr']:.4f} (standard error over problems)"
+        )
+        for k, value in first["pass"].items():
+            print(f"  pass@{k:<4} {value:.4f}")
+        print(f"  maj@{first['samples']:<5} {first['majority']:.4f}")
+        print(f"  {_format_failures(first)}")
+        if show > 0:
+            print()
+        for problem in outcomes[first["model"]].problems[: max(0, show)]:
+            print(f"  {format_number(problem[0].score):>5}  {to_one_line(problem[0].text, 70)}")
     else:
         _print_several(report, outcomes, show)
     for message in dict.fromkeys(note for row in rows for note in row["notes"]):
         print(f"note: {message}", file=sys.stderr)
-
-
-def _print_one(row: Mapping[str, Any], outcome: EvaluationResult, show: int) -> None:
-    print(f"  mean@{row['samples']:<4} {row['mean']:.4f} ± {row['stderr']:.4f} (standard error over problems)")
-    for k, value in row["pass"].items():
-        print(f"  pass@{k:<4} {value:.4f}")
-    print(f"  maj@{row['samples']:<5} {row['majority']:.4f}")
-    print(f"  {_format_failures(row)}")
-    if show > 0:
-        print()
-    for problem in outcome.problems[: max(0, show)]:
-        print(f"  {format_number(problem[0].score):>5}  {to_one_line(problem[0].text, 70)}")
 
 
 def _print_several(report: Mapping[str, Any], outcomes: Outcomes, show: int) -> None:
@@ -396,32 +390,14 @@ def make_output_folder(output: str) -> Path:
 
 
 def save_results(folder: Path, report: Mapping[str, Any], outcomes: Outcomes) -> None:
-    """Write the report, and one JSON line per completion with its reward.
-
-    Raises:
-        RunError: a file cannot be written.
-    """
+    """Write the report, and one JSON line per completion with its reward."""
     with convert_write_errors(folder / REPORT_FILE, folder):
         (folder / REPORT_FILE).write_text(json.dumps(report, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         with (folder / SAMPLES_FILE).open("w", encoding="utf-8", errors="backslashreplace") as file:
             for model, outcome in outcomes.items():
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(model, outcome))
-
-
-def _lines(model: str, outcome: EvaluationResult) -> list[dict[str, Any]]:
-    return [
-        {
-            "model": model,
-            "problem": i,
-            "sample": j,
-            "prompt": prompt,
-            "completion": sample.text,
-            "reward": sample.reward,
-            "rewards": dict(sample.rewards),
-            "answer": sample.answer,
-            "tokens": sample.tokens,
-            "truncated": sample.truncated,
-        }
-        for i, (prompt, row) in enumerate(zip(outcome.prompts, outcome.problems, strict=True))
-        for j, sample in enumerate(row)
-    ]
+                for i, (prompt, samples) in enumerate(zip(outcome.prompts, outcome.problems, strict=True)):
+                    for j, sample in enumerate(samples):
+                        line = {"model": model, "problem": i, "sample": j, "prompt": prompt, "completion": sample.text}
+                        line |= {"reward": sample.reward, "rewards": dict(sample.rewards), "answer": sample.answer}
+                        line |= {"tokens": sample.tokens, "truncated": sample.truncated}
+                        file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -80,7 +80,9 @@ def export(args: list[str]) -> int:
     stopped = not is_model_folder(trained) and any((folder / name).is_file() for name in files)
     plain = not (options.merge or options.format) and options.push is None
     if stopped and plain:
-        print(_stopped(options))
+        from policygrad.training.export import export_stopped
+
+        print(export_stopped(folder, trust_remote_code=options.trust_remote_code, phase=_say))
         return 0
     if plain:
         raise ConfigError(
@@ -92,12 +94,17 @@ def export(args: list[str]) -> int:
             f"the run in {folder} has no model yet: finish it, with --resume {folder}, or name the folder that `policygrad export "
             f"{folder}` makes of its last checkpoint"
         )
+    from policygrad.training.export import export_gguf, export_merged
+
+    common: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code, "phase": _say}
     if options.format is not None:
-        print(_gguf(options))
+        print(export_gguf(options.run, options.output, **common))
         return 0
     if options.push is not None:
         check_hub_repo(options.push)  # before the work, not after it
-    written = _merged(options) if options.merge else trained if is_model_folder(trained) else folder
+    written = trained if is_model_folder(trained) else folder
+    if options.merge:
+        written = export_merged(options.run, options.output, **common)
     if options.push is None:
         print(written)
         return 0
@@ -110,35 +117,5 @@ def export(args: list[str]) -> int:
     return 0
 
 
-def _stopped(options: ExportOptions) -> Path:
-    from policygrad.training.export import export_stopped
-
-    return export_stopped(Path(options.run), trust_remote_code=options.trust_remote_code, phase=_say)
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _merged(options: ExportOptions) -> Path:
-    from policygrad.training.export import export_merged
-
-    return export_merged(
-        options.run,
-        options.output,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        phase=_say,
-    )
-
-
-def _gguf(options: ExportOptions) -> Path:
-    from policygrad.training.export import export_gguf
-
-    return export_gguf(
-        options.run,
-        options.output,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        phase=_say,
-    )

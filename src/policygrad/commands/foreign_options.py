@@ -45,18 +45,25 @@ def reject_foreign_options(
     Args:
         list_options: returns the command's own options; called only if there is something to reject.
         supervised: the command is `sft` or `reward-model`.
-
-    Raises:
-        ConfigError: names the library, the equivalent option, and any difference in meaning.
     """
-    matches = [(*option, look_up_option(option[1], supervised)) for option in _find_options(args)]
-    matches = [match for match in matches if match[3]]
+    matches = []  # (argument, value, equivalents)
+    for arg, following in zip(args, [*args[1:], "--"], strict=False):
+        if override := _VERL.fullmatch(arg):
+            flag, name, value = override[1], override[1], override[2]
+        elif arg.startswith("--") and not arg.startswith("--algorithm."):
+            flag, equals, value = arg.partition("=")
+            name = flag[2:].replace("-", "_")  # as the libraries spell it
+            value = value if equals else "" if following.startswith("--") else following
+        else:
+            continue
+        if answers := look_up_option(name, supervised):
+            matches.append((flag, value, answers))
     if not matches:
         return
     options = list_options()
     messages = [
-        "; ".join(_describe(arg, value, ours, libraries, options, supervised) for ours, libraries in answers.items())
-        for arg, _, value, answers in matches
+        "; ".join(_describe(flag, value, ours, libraries, options, supervised) for ours, libraries in answers.items())
+        for flag, value, answers in matches
     ]
     raise ConfigError(messages[0] if len(messages) == 1 else "options of other libraries:\n  " + "\n  ".join(messages))
 
@@ -73,19 +80,6 @@ def look_up_option(name: str, supervised: bool = False) -> dict[Equivalent, list
     if supervised and name in for_supervised:
         return {for_supervised[name]: [library for libraries in answers.values() for library in libraries] or ["TRL"]}
     return answers
-
-
-def _find_options(args: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return (argument, name as the libraries spell it, value) of everything that may be an option."""
-    options = []
-    for arg, following in zip(args, [*args[1:], "--"], strict=False):
-        if override := _VERL.fullmatch(arg):
-            options.append((override[1], override[1], override[2]))
-        elif arg.startswith("--") and not arg.startswith("--algorithm."):
-            flag, equals, value = arg.partition("=")
-            value = value if equals else "" if following.startswith("--") else following
-            options.append((flag, flag[2:].replace("-", "_"), value))
-    return options
 
 
 def _describe(

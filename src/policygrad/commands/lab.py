@@ -40,8 +40,8 @@ from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import check_part_field, load_algorithm, load_part_class, parse_part
 
 if TYPE_CHECKING:
-    from policygrad.lab.control.train import EvalEpisodes, Update
-    from policygrad.lab.measurement import Figures, Measurement
+    from policygrad.lab.control.train import Update
+    from policygrad.lab.measurement import Measurement
     from policygrad.lab.report import LabReport
 
 
@@ -61,8 +61,7 @@ def select_algorithms(names: Sequence[str]) -> dict[str, Algorithm]:
 
 @dataclass(frozen=True)
 class PartTrial:
-    """A part, or a chain such as advantage=GroupMean,mine:Asym, to insert into `base` and compare with it.
-    Built-in or your own, mine:MyGate or mine.py:MyGate, with settings: 'mine:MyGate(eps=1)'. Several are measured one by one."""
+    """A part, or a chain of parts, to insert into `base` and compare with it."""
 
     label: str
     """Row label: the parts' names with the given settings."""
@@ -82,16 +81,15 @@ class PartTrial:
 
 
 def insert_part(base: Algorithm, spec: str) -> PartTrial:
-    """Insert a part, `mine:Gate(width=0.3)`, or a chain of parts, `advantage=GroupMean,mine:Asym`, into an algorithm.
-
-    Raises:
-        ConfigError: the class or field does not exist, or the class cannot be built with these settings.
-    """
-    place, items = _parsed(spec)
+    """Insert a part, `mine:Gate(width=0.3)`, or a chain of parts, `advantage=GroupMean,mine:Asym`, into an algorithm."""
+    place, items = _split_spec(spec)
     path = ",".join(name for name, _ in items)
     dotted = f"algorithm.{place or 'gate'}" if ":" in path else "part"
     kinds = [load_part_class(name, "command line", dotted) for name, _ in items]
-    place = place or _field(kinds[0])
+    if not place:  # the field of the class's base, or else of its methods
+        called = any("__call__" in base.__dict__ for base in kinds[0].__mro__)
+        by_method = "gate" if callable(getattr(kinds[0], "weight", None)) else "advantage" if called else ""
+        place = next((field for field in PART_FIELDS if issubclass(kinds[0], ROLES[field].bases)), by_method)
     if not place:
         raise ConfigError(
             f"--part {spec}: {kinds[0].__name__} is no gate (weight and value) and no advantage (it is not called): name "
@@ -124,7 +122,7 @@ def insert_part(base: Algorithm, spec: str) -> PartTrial:
     return PartTrial(label, replace(base, name=label, **changes), name_run(base).name, place, replaced)
 
 
-def _parsed(spec: str) -> tuple[str, list[tuple[str, str]]]:
+def _split_spec(spec: str) -> tuple[str, list[tuple[str, str]]]:
     """(the field, "" where none is named; each part's name and the text of its settings)."""
     place, path = match.groups() if (match := re.fullmatch(r"(?:(\w+)=)?(.*)", spec, re.DOTALL)) else ("", spec)
     items, depth = [""], 0
@@ -143,11 +141,7 @@ def _parsed(spec: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
-    """Parse settings such as `eps=1, mode='all'`. Only literals are accepted, so nothing in the text is executed.
-
-    Raises:
-        ConfigError: a setting is not a literal, is unknown, or is missing.
-    """
+    """Parse settings such as `eps=1, mode='all'`. Only literals are accepted, so nothing in the text is executed."""
     names = [f.name for f in fields(kind) if f.init]
     try:
         call = ast.parse(f"part({source})", mode="eval").body
@@ -175,21 +169,8 @@ def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
     return given
 
 
-def _field(kind: type) -> str:
-    """Return the field for a class, from its base or else its methods; "" if that is not clear."""
-    for place in PART_FIELDS:
-        if issubclass(kind, ROLES[place].bases):
-            return place
-    called = any("__call__" in base.__dict__ for base in kind.__mro__)
-    return "gate" if callable(getattr(kind, "weight", None)) else "advantage" if called else ""
-
-
 def try_part(trial: PartTrial, spec: str, size: int) -> None:
-    """Measure the part in a world of seven completions, to find errors in it before the full measurement.
-
-    Raises:
-        ConfigError: the part raised an exception; the message has file and line.
-    """
+    """Measure the part in a world of seven completions; its errors become a ConfigError with file and line."""
     from policygrad.lab.estimators import enumerate_steps
     from policygrad.lab.measurement import measure_algorithm
     from policygrad.lab.worlds import one_prompt
@@ -211,6 +192,7 @@ def try_part(trial: PartTrial, spec: str, size: int) -> None:
 
 
 COLUMNS = ("scale", "bias", "cosine", "variance", "MSE", "SNR", "best")
+CELL = 9
 LEGEND = (
     "bias ‖E g − ∇J‖, variance and MSE are relative to ∇J; scale is how long E g is along ∇J, which a learning rate absorbs; "
     "SNR ‖E g‖²/tr Cov g; best the MSE at the best length (1 = g says nothing). One step is one group of one prompt, "
@@ -270,13 +252,27 @@ def lab(args: list[str]) -> int:
         return control(args[1:])
     args = merge_repeated_flags(args, "--algorithm", "--part", "--experiment")
     options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
+    from policygrad.lab.report import EXPERIMENTS, build_lab_report
+
+    width = shutil.get_terminal_size((100, 24)).columns
     if options.list_experiments:
-        print_lines(_experiments(shutil.get_terminal_size((100, 24)).columns))
+        longest = max(map(len, EXPERIMENTS))
+        for name, experiment in EXPERIMENTS.items():
+            summary = (inspect.getdoc(experiment) or "").split("\n\n")[0]
+            print_lines([*wrap_styled(((name.ljust(longest + 2), NAME),), summary, width)])
         return 0
     if options.output is not None:
         check_writable(options.output, "--output")
     alone = bool(options.part) and not options.all
-    chosen = select_algorithms(options.algorithm) if options.algorithm or alone else _all(options.group_size)
+    if options.algorithm or alone:
+        chosen = select_algorithms(options.algorithm)
+    else:  # all that can be measured
+        from policygrad.lab.setting import supported_algorithms, unsupported_reason
+
+        for row in ALGORITHMS.values():
+            if why := unsupported_reason(row, options.group_size):
+                print(f"{row.name} is omitted: {why}", file=sys.stderr)
+        chosen = supported_algorithms(ALGORITHMS, options.group_size)
     trials = dict[str, PartTrial]()
     for spec in options.part:
         trial = insert_part(load_algorithm(options.base), spec)
@@ -287,8 +283,6 @@ def lab(args: list[str]) -> int:
         ((base, algorithm),) = select_algorithms([options.base]).items()
         base = next((name for name, row in chosen.items() if row == algorithm), base)
         chosen = {**chosen, base: algorithm, **{name: trial.algorithm for name, trial in trials.items()}}
-    from policygrad.lab.report import build_lab_report
-
     names = () if options.experiment == ("none",) or (alone and not options.experiment) else options.experiment or None
     result = build_lab_report(chosen, options.group_size, options.kl, options.seed, names)
     result = replace(result, parts=tuple(trial.sentence for trial in trials.values()))
@@ -299,32 +293,8 @@ def lab(args: list[str]) -> int:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
     elif options.output is None:
         pairs = [((base, chosen[base]), (name, trial.algorithm)) for name, trial in trials.items()]
-        print_lines(format_lab_report(result, shutil.get_terminal_size((100, 24)).columns, pairs, brief=alone))
+        print_lines(format_lab_report(result, width, pairs, brief=alone))
     return 0
-
-
-def _experiments(width: int) -> list[StyledLine]:
-    """List the experiments with what they measure."""
-    from policygrad.lab.report import EXPERIMENTS
-
-    longest = max(map(len, EXPERIMENTS))
-    return [
-        line
-        for name, experiment in EXPERIMENTS.items()
-        for line in wrap_styled(
-            ((name.ljust(longest + 2), NAME),), (inspect.getdoc(experiment) or "").split("\n\n")[0], width
-        )
-    ]
-
-
-def _all(group_size: int) -> dict[str, Algorithm]:
-    """Return every algorithm that can be measured, and report the others on standard error."""
-    from policygrad.lab.setting import supported_algorithms, unsupported_reason
-
-    for row in ALGORITHMS.values():
-        if why := unsupported_reason(row, group_size):
-            print(f"{row.name} is omitted: {why}", file=sys.stderr)
-    return supported_algorithms(ALGORITHMS, group_size)
 
 
 def build_lab_page(report: LabReport, algorithms: Mapping[str, Algorithm]) -> str:
@@ -362,9 +332,19 @@ def format_lab_report(
         lines += wrap_styled((("  ", ""),), sentence + " (--base NAME takes another algorithm).", text)
     lines += [(), *_table(report, width), *wrap_styled((("  ", ""),), LEGEND, text, QUIET)]
     for base, changed in pairs:
-        lines += [(), *_differences(report, base, changed, text)]
+        lines += [(), *_list_differences(report, base, changed, text)]
     if not brief:
-        lines += [(), (("By difficulty and length, on-policy", HEAD),), *_detail(report, width)]
+        # the length of E g along ∇J per prompt, and the factor of a token's ∇log π per length
+        lines += [(), (("By difficulty and length, on-policy", HEAD),)]
+        figures = {on.name: _detail_figures(on) for on, _ in report.rows}
+        heads = [head for head, _ in next(iter(figures.values()))]
+        name_width = max(map(len, figures)) + 2
+        room = max(1, (width - name_width) // CELL)
+        for start in range(0, len(heads), room):
+            lines.append(((" " * name_width + _row(heads[start : start + room]), HEAD),))
+            for name, row in figures.items():
+                cells = _row([text for _, text in row[start : start + room]])
+                lines.append(((name.ljust(name_width), NAME), (cells, "")))
     if pairs or not brief:
         lines += wrap_styled((("  ", ""),), DETAIL, text, QUIET)
     if report.findings:
@@ -379,48 +359,19 @@ def format_lab_report(
 
 def _table(report: LabReport, width: int) -> list[StyledLine]:
     """Format on- and off-policy figures side by side if there is room, else one below the other."""
-    name = max(len(on.name) for on, _ in report.rows) + 2
-    heads = ("on-policy", f"off-policy, {report.kl:g} nats away")
-    sides = [
-        [[*_cells(m.figures, m.exact), "" if m.exact else "~"] for m in side] for side in zip(*report.rows, strict=True)
-    ]
-    cell = 9
-    block = cell * len(COLUMNS) + 1
     names = [on.name for on, _ in report.rows]
-    groups = [(0, 1)] if width >= name + 2 * block + 2 else [(0,), (1,)]
+    name_width, block = max(map(len, names)) + 2, CELL * len(COLUMNS) + 1
+    heads = ("on-policy", f"off-policy, {report.kl:g} nats away")
     lines: list[StyledLine] = []
-    for group in groups:
-        lines.append(((" " * name + "  ".join(heads[i].center(block) for i in group), HEAD),))
-        lines.append(((" " * name + "   ".join(_row(COLUMNS, cell) for _ in group), HEAD),))
-        for row, label in enumerate(names):
-            cells = "  ".join(_row(sides[i][row][:-1], cell) + (sides[i][row][-1] or " ") for i in group)
-            lines.append(((label.ljust(name), NAME), (cells, "")))
+    for group in [(0, 1)] if width >= name_width + 2 * block + 2 else [(0,), (1,)]:
+        lines.append(((" " * name_width + "  ".join(heads[i].center(block) for i in group), HEAD),))
+        lines.append(((" " * name_width + "   ".join(_row(COLUMNS) for _ in group), HEAD),))
+        for label, pair in zip(names, report.rows, strict=True):
+            cells = "  ".join(_row(_cells(pair[i])) + (" " if pair[i].exact else "~") for i in group)
+            lines.append(((label.ljust(name_width), NAME), (cells, "")))
         lines.append(())
     if steps := next((m.steps for pair in report.rows for m in pair if not m.exact), 0):
-        lines += wrap_styled(
-            (("  ", ""),),
-            f"~ sampled: {steps} steps; standard errors are in the JSON.",
-            100,
-            QUIET,
-        )
-    return lines
-
-
-def _detail(report: LabReport, width: int) -> list[StyledLine]:
-    """Format, on-policy, the length of E g along ∇J per prompt, and the factor of a token's ∇log π per length."""
-    first = report.rows[0][0]
-    ps = [f"p={row['p']:.2f}" for row in first.difficulty]
-    lengths = [(key, row["length"]) for key in ("right", "wrong") for row in first.length if key in row]
-    name = max(len(on.name) for on, _ in report.rows) + 2
-    heads = [*ps, *(f"{key} {n:g}" for key, n in lengths)]
-    room = max(1, (width - name) // 9)
-    lines = list[StyledLine]()
-    for part in (slice(start, start + room) for start in range(0, len(heads), room)):
-        lines.append(((" " * name + _row(heads[part], 9), HEAD),))
-        for on, _ in report.rows:
-            weight = {(key, row["length"]): row[key] for row in on.length for key in ("right", "wrong") if key in row}
-            values = [row["scale"] for row in on.difficulty] + [weight[key] for key in lengths]
-            lines.append(((on.name.ljust(name), NAME), (_row([_figure(x) for x in values[part]], 9), "")))
+        lines += wrap_styled((("  ", ""),), f"~ sampled: {steps} steps; standard errors are in the JSON.", 100, QUIET)
     return lines
 
 
@@ -428,21 +379,20 @@ _NO_BREAK = "\u00a0"
 """A space at which lines are not broken."""
 
 
-def _differences(report: LabReport, base: Row, changed: Row, width: int) -> list[StyledLine]:
+def _list_differences(report: LabReport, base: Row, changed: Row, width: int) -> list[StyledLine]:
     """List where a part changes an algorithm: in the equation, and in the displayed figures."""
     (before, old), (after, new) = base, changed
     lines: list[StyledLine] = [((f"Where {after} differs from {before}", HEAD),)]
-    symbols = dict.fromkeys([*old.equation(), *new.equation()])
-    equations = [(name, old.equation().get(name, "–"), new.equation().get(name, "–")) for name in symbols]
-    rows = {on.name: (on, off) for on, off in report.rows}
-    sides = [
-        (side, _format_figures(rows[before][i]), _format_figures(rows[after][i]))
-        for i, side in enumerate(("on-policy", "off-policy"))
-    ]
-    for name, was, now in equations:
+    for name in dict.fromkeys([*old.equation(), *new.equation()]):
+        was, now = (a.equation().get(name, "–") for a in (old, new))
         if was != now:
             lines += wrap_styled(((f"  {name:<11}", NAME),), f"{was}  →  {now}", width)
-    for side, was_of, now_of in sides:
+    rows = {pair[0].name: pair for pair in report.rows}
+    for i, side in enumerate(("on-policy", "off-policy")):
+        was_of, now_of = (
+            dict([*zip(COLUMNS, _cells(rows[name][i]), strict=True), *_detail_figures(rows[name][i])])
+            for name in (before, after)
+        )
         changes = [f"{k} {was_of.get(k, '–')} → {v}" for k, v in now_of.items() if v != was_of.get(k)]
         text = ", ".join(item.replace(" ", _NO_BREAK) for item in changes) or "nowhere, in the decimals shown"
         for line in wrap_styled(((f"  {side:<11}", NAME),), text, width):
@@ -450,32 +400,27 @@ def _differences(report: LabReport, base: Row, changed: Row, width: int) -> list
     return lines
 
 
-def _format_figures(m: Measurement) -> dict[str, str]:
-    """Return each figure as displayed, by column."""
-    by_length = {f"{key} {row['length']:g}": row[key] for key in ("right", "wrong") for row in m.length if key in row}
-    details = {f"p={row['p']:.2f}": row["scale"] for row in m.difficulty} | by_length
-    return dict(zip(COLUMNS, _cells(m.figures, m.exact), strict=True)) | {k: _figure(v) for k, v in details.items()}
+def _detail_figures(m: Measurement) -> list[tuple[str, str]]:
+    """Return (heading, figure) for the scale of each prompt and the weight of each length."""
+    by_length = [(f"{key} {row['length']:g}", row[key]) for key in ("right", "wrong") for row in m.length if key in row]
+    details = [(f"p={row['p']:.2f}", row["scale"]) for row in m.difficulty] + by_length
+    return [(heading, _figure(x)) for heading, x in details]
 
 
-def _cells(f: Figures, exact: bool) -> list[str]:
+def _cells(m: Measurement) -> list[str]:
     """Format the figures; only an exact bias is shown as 0, even if the estimate of a sampled one is 0."""
-    values = (f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse)
-    return [
-        "exact 0" if name == "bias" and exact and x < 1e-9 else _figure(x)
-        for name, x in zip(COLUMNS, values, strict=True)
-    ]
+    f = m.figures
+    cells = [_figure(x) for x in (f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse)]
+    cells[1] = "exact 0" if m.exact and f.bias < 1e-9 else cells[1]
+    return cells
 
 
 def _figure(x: float) -> str:
     return f"{x:.3f}" if abs(x) < 100 else f"{x:.3g}"
 
 
-def _row(cells: Sequence[str], width: int) -> str:
-    return "".join(c.rjust(width) for c in cells)
-
-
-if __name__ == "__main__":
-    sys.exit(lab(sys.argv[1:]))
+def _row(cells: Sequence[str]) -> str:
+    return "".join(c.rjust(CELL) for c in cells)
 
 
 LINES = 150
@@ -552,7 +497,10 @@ def control(args: list[str]) -> int:
         episodes = evaluate_control(
             trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy
         )
-        trackers.finish({f"mean return of {len(episodes.returns)} fresh episodes": _evaluated(episodes)})
+        error = "" if episodes.error is None else f" ± {episodes.error:.2f} (standard error)"
+        policy = "the most probable actions" if episodes.greedy else "sampled actions"
+        summary = f"{episodes.mean:.2f}{error}, {policy}"
+        trackers.finish({f"mean return of {len(episodes.returns)} fresh episodes": summary})
     record: dict[str, Any] = {
         "env": options.env,
         "algorithm": algorithm.name,
@@ -571,13 +519,9 @@ def control(args: list[str]) -> int:
 
 
 def resolve_control(options: ControlOptions) -> tuple[Algorithm, Settings]:
-    """Return the preset of an algorithm with the options applied.
-
-    Raises:
-        ConfigError: the algorithm is not supported, or uses no learning rate or discount.
-    """
-    control_preset = find_preset(options.algorithm)
-    algorithm, settings = control_preset.algorithm, control_preset.settings
+    """Return the preset of an algorithm with the options applied."""
+    preset = find_preset(options.algorithm)
+    algorithm, settings = preset.algorithm, preset.settings
     if options.lr is not None and not algorithm.update_rule.uses_lr:
         raise ConfigError(f"--lr: {algorithm.name} sets its step length by a KL, not by a learning rate; omit it")
     changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
@@ -623,13 +567,3 @@ class ControlLines(Tracker):
     def finish(self, summary: Mapping[str, str]) -> None:
         for name, value in summary.items():
             print(f"{name}: {value}", flush=True)
-
-
-def _evaluated(episodes: EvalEpisodes) -> str:
-    error = "" if episodes.error is None else f" ± {episodes.error:.2f} (standard error)"
-    policy = "the most probable actions" if episodes.greedy else "sampled actions"
-    return f"{episodes.mean:.2f}{error}, {policy}"
-
-
-if __name__ == "__main__":
-    sys.exit(control(sys.argv[1:]))

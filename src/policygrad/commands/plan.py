@@ -116,7 +116,17 @@ def plan(args: list[str]) -> int:
         PlanOptions, args=args, prog="policygrad plan", description=wrap_paragraphs(*HELP), config=config
     )
     if options.calibrate:
-        return _calibrate(options)
+        import torch
+
+        from policygrad.training.calibration import calibrate
+
+        path = options.calibration or Path(CALIBRATION_FILE)
+        check_writable(path, "--calibration")
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        dtype = options.dtype or ("fp32" if device == "cpu" else "bf16")
+        calibrate(dtype, device, lambda text: print(text, file=sys.stderr, flush=True)).write(path)
+        print(path)
+        return 0
     if options.output is not None:
         check_writable(options.output, "--output")
     result = make_plan(options)
@@ -138,11 +148,7 @@ def plan(args: list[str]) -> int:
 
 
 def make_plan(options: PlanOptions) -> CapacityPlan:
-    """Make the plan of these options, with the best split of devices if they leave it open.
-
-    Raises:
-        ConfigError: the request cannot be planned.
-    """
+    """Make the plan of these options, with the best split of devices if they leave it open."""
     from policygrad.training.config.run import check_completion_count
     from policygrad.training.config.serialization import load_algorithm
     from policygrad.training.cost_estimate import compute_plannable_cost
@@ -208,21 +214,6 @@ def plan_to_dict(
             for change in changes
         ],
     }
-
-
-def _calibrate(options: PlanOptions) -> int:
-    """Measure this machine and print the path of the result."""
-    path = options.calibration or Path(CALIBRATION_FILE)
-    check_writable(path, "--calibration")
-    import torch
-
-    from policygrad.training.calibration import calibrate
-
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    dtype = options.dtype or ("fp32" if device == "cpu" else "bf16")
-    calibrate(dtype, device, lambda text: print(text, file=sys.stderr, flush=True)).write(path)
-    print(path)
-    return 0
 
 
 def format_plan(

@@ -151,7 +151,14 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
     about = CATALOG.get(a.name)
     lines = _title(run_name, about, width)
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
-    lines += _formulas(a, width)
+    equation = a.equation()
+    size = max(map(len, equation))
+    for symbol, text in equation.items():
+        head, equals, tail = text.partition(" = ")
+        if equals and head.startswith(f"{symbol}_"):
+            symbol, text = head, tail
+        equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
+        lines += wrap_styled(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
     if a.name in CATALOG:
         lines += [(), ((f"{a.name} as published" if run_name.part_changes else "As published", HEAD),)]
         lines += [
@@ -200,17 +207,6 @@ def _title(run_name: RunName, about: AlgorithmInfo | None, width: int) -> list[S
         )
         lines += wrap_styled((("  with ", ""),), change, width)
     return lines
-
-
-def _formulas(a: Algorithm, width: int) -> Iterator[StyledLine]:
-    equation = a.equation()
-    size = max(map(len, equation))
-    for symbol, text in equation.items():
-        head, equals, tail = text.partition(" = ")
-        if equals and head.startswith(f"{symbol}_"):
-            symbol, text = head, tail
-        equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
-        yield from wrap_styled(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
 
 
 def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:

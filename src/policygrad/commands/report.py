@@ -60,7 +60,13 @@ def report(args: list[str]) -> int:
     folders_given = tuple(dict.fromkeys(Path(run) for run in options.runs))
     folders = find_runs(folders_given)
     if options.watch:
-        return _serve(folders, options)
+        from policygrad.report.server import DEFAULT_HOST, create_server
+
+        with create_server(folders, options.host or DEFAULT_HOST, options.port or 0) as serving:
+            print(serving.url, flush=True)
+            with suppress(KeyboardInterrupt):
+                serving.serve_forever()
+        return 0
     from policygrad.report.data import read_run
     from policygrad.report.page import render_report
 
@@ -83,16 +89,21 @@ def find_runs(named: Sequence[Path]) -> tuple[Path, ...]:
 
     Other folders are skipped with a line on standard error, because `runs/*` matches them too; a single one is kept, so that
     reading it raises the error.
-
-    Raises:
-        RunError: none of several folders is a run, or a comparison has no runs or an unreadable plan.
     """
+    from policygrad.compare.plan import read_plan
     from policygrad.report.data import is_run
 
     runs, skipped = list[Path](), list[str]()
     for folder in named:
-        if _is_comparison(folder):
-            runs += _list_comparison_runs(folder)
+        if _is_comparison(folder):  # the runs that it reports, without those for tuning
+            plan = read_plan(folder)
+            places = [place for row in plan.rows for place in sorted((folder / "runs" / row.label).glob("*"))]
+            reported = [run for place in places for seed in plan.seeds if is_run(run := place / f"seed-{seed}")]
+            if not reported:
+                raise RunError(
+                    f"{folder} is a comparison without runs so far. Start it with policygrad compare --resume {folder}"
+                )
+            runs += reported
         elif is_run(folder) or len(named) == 1 or not folder.exists():
             runs.append(folder)
         else:
@@ -104,29 +115,3 @@ def find_runs(named: Sequence[Path]) -> tuple[Path, ...]:
     if skipped:
         print(f"skipped, not runs: {', '.join(skipped)}", file=sys.stderr)
     return tuple(dict.fromkeys(runs))
-
-
-def _list_comparison_runs(folder: Path) -> list[Path]:
-    """Return the runs that a comparison reports, without those for tuning."""
-    from policygrad.compare.plan import read_plan
-    from policygrad.report.data import is_run
-
-    plan = read_plan(folder)
-    places = [place for row in plan.rows for place in sorted((folder / "runs" / row.label).glob("*"))]
-    found = [run for place in places for seed in plan.seeds if is_run(run := place / f"seed-{seed}")]
-    if not found:
-        raise RunError(
-            f"{folder} is a comparison without runs so far. Start it with policygrad compare --resume {folder}"
-        )
-    return found
-
-
-def _serve(folders: tuple[Path, ...], options: ReportOptions) -> int:
-    """Serve the page until Ctrl-C."""
-    from policygrad.report.server import DEFAULT_HOST, create_server
-
-    with create_server(folders, options.host or DEFAULT_HOST, options.port or 0) as serving:
-        print(serving.url, flush=True)
-        with suppress(KeyboardInterrupt):
-            serving.serve_forever()
-    return 0

@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -37,13 +37,13 @@ from policygrad.commands.render import (
     wrap_styled,
 )
 from policygrad.core.algorithm import Algorithm, append_link
-from policygrad.core.base import Part
+from policygrad.core.base import Advantage, Part
 from policygrad.core.gates import Clip
 from policygrad.core.ratios import Token
 from policygrad.core.validation import ROLES, frozen_problem
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.trackers.glossary import MetricDoc, find_metric_doc
+from policygrad.trackers.glossary import find_metric_doc
 from policygrad.training.config.run import optional_arg
 from policygrad.training.config.serialization import (
     algorithm_to_dict,
@@ -107,7 +107,8 @@ def format_matrix(width: int | None) -> list[StyledLine]:
     if width is None:
         return _table(_joined(full), {})
     for rows in (_joined(full), _joined(short), short):
-        if _size(rows) <= width:
+        widths = _widths(rows)
+        if sum(widths) + 2 * (len(widths) - 1) <= width:
             return _table(rows, grouped)
     return _blocks(short, grouped, width)
 
@@ -166,11 +167,6 @@ def _widths(rows: dict[str, Cells]) -> list[int]:
     return [max(map(len, rows)), *(max([len(column), *sizes]) for column, sizes in zip(columns, parts, strict=True))]
 
 
-def _size(rows: dict[str, Cells]) -> int:
-    widths = _widths(rows)
-    return sum(widths) + 2 * (len(widths) - 1)
-
-
 def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[StyledLine]:
     """Format aligned columns, with a family's name above its first row."""
     widths = _widths(rows)
@@ -197,14 +193,37 @@ _SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", 
 def describe_part(part: Any, width: int = 80) -> list[StyledLine]:
     """Describe a part or its class: settings, equation, docstring, location of the code, algorithms that use it."""
     kind: type = part if isinstance(part, type) else type(part)
-    built = _built(kind) if isinstance(part, type) else part
+    built = part
+    if isinstance(part, type):  # with its defaults, unless a setting has none
+        needed = any(f.init and f.default is MISSING and f.default_factory is MISSING for f in fields(kind))
+        built = None if needed else kind()
     lines: list[StyledLine] = [((kind.__name__ if built is None else format_part(built, names=True), NAME),)]
-    lines += [*_place(kind, width), ()]
+    # Its role, the command-line option and the location of the code.
+    is_named = kind.__name__ in list_parts() and getattr(policygrad, kind.__name__) is kind
+    option = kind.__name__ if is_named else import_path(kind)
+    for place, role in ROLES.items():
+        if issubclass(kind, role.bases):
+            lines += wrap_styled((("  ", ""),), f"{role.noun}: --algorithm.{place} {option}", width)
+    if where := find_definition(kind):
+        lines += wrap_styled((("  ", ""),), where, width, QUIET)
+    lines.append(())
     if fields(kind):
         lines += [(("Settings", HEAD),), *_settings(kind, built, width), ()]
     if built is not None and isinstance(built, Part):
-        lines += [(("Equation", HEAD),), *_equation(built, width), ()]
-    lines += _text(kind, width)
+        place = next((place for place, role in ROLES.items() if isinstance(built, role.bases)), "")
+        if isinstance(built, Advantage):
+            lead, formula = "  Ψ ← ", append_link("R" if built.starts_chain else "Ψ", built)
+        else:
+            formula, symbol = built.formula, _SYMBOLS.get(place, "")
+            lead = "  " if not symbol or re.match(rf"{symbol}(_\w+)? = ", formula) else f"  {symbol} = "
+        lines += [(("Equation", HEAD),), *wrap_styled(((lead, ""),), formula, width), ()]
+    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
+        rows = paragraph.split("\n")
+        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # keep tables as they are
+            lines += [((f"  {row}", ""),) for row in rows]
+        else:
+            lines += wrap_styled((("  ", ""),), " ".join(rows), width)
+        lines.append(())
     users = [n for n, a in ALGORITHMS.items() if any(type(p) is kind for p in a.parts())]
     return [*lines, *wrap_styled((("Used by  ", HEAD),), ", ".join(users) or "none of the named algorithms", width)]
 
@@ -220,7 +239,9 @@ def list_everything(width: int = 80) -> list[StyledLine]:
         symbol = EQUATION_COLUMNS.get(place, ("", place))[0]
         lines += [((f"  {place}", HEAD), (f"  {role.noun}{', ' * bool(symbol)}{symbol}", QUIET))]
         for name in list_parts(place):
-            lines += wrap_styled(((f"    {name:<{longest}}", NAME),), _first(getattr(policygrad, name)), width)
+            text = summarise_docstring(getattr(policygrad, name))[0]
+            sentence = re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".")
+            lines += wrap_styled(((f"    {name:<{longest}}", NAME),), sentence, width)
     hint = "user-defined parts: policygrad show mine.py:PART, or mine:PART"
     return [*lines, (), ((hint, QUIET),)]
 
@@ -243,65 +264,18 @@ def read_field_docs(kind: type) -> dict[str, str]:
     return result
 
 
-def _built(kind: type) -> Any:
-    """Return the part with its defaults; None if a setting has none."""
-    needed = [f for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
-    return None if needed else kind()
-
-
-def _place(kind: type, width: int) -> Iterator[StyledLine]:
-    """Yield the role, the command-line option and the location of the code."""
-    is_named = kind.__name__ in list_parts() and getattr(policygrad, kind.__name__) is kind
-    name = kind.__name__ if is_named else import_path(kind)
-    for place, role in ROLES.items():
-        if issubclass(kind, role.bases):
-            yield from wrap_styled((("  ", ""),), f"{role.noun}: --algorithm.{place} {name}", width)
-    if where := find_definition(kind):
-        yield from wrap_styled((("  ", ""),), where, width, QUIET)
-
-
 def _settings(kind: type, built: Any, width: int) -> Iterator[StyledLine]:
-    docs, named = read_field_docs(kind), [(f.name, _signature(f, built)) for f in fields(kind)]
+    docs, named = read_field_docs(kind), list[tuple[str, str]]()
+    for f in fields(kind):
+        signature = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+        if built is not None or f.default is not MISSING:
+            value = f.default if built is None else getattr(built, f.name)
+            signature += f" = {value!r}" if isinstance(value, str) else f" = {shorten_number(value)}"
+        named.append((f.name, signature))
     name, size = (max(len(pair[i]) for pair in named) for i in (0, 1))
     for setting, signature in named:
         lead: StyledLine = ((f"  {setting:<{name}}  ", NAME), (f"{signature:<{size}}  ", ""))
         yield from wrap_styled(lead, docs.get(setting, ""), max(width, sum(len(t) for t, _ in lead) + 24))
-
-
-def _signature(f: Field[Any], built: Any) -> str:
-    kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
-    if built is None and f.default is MISSING:
-        return kind
-    value = getattr(built, f.name) if built is not None else f.default
-    return f"{kind} = {value!r}" if isinstance(value, str) else f"{kind} = {shorten_number(value)}"
-
-
-def _equation(part: Any, width: int) -> Iterator[StyledLine]:
-    places = [place for place, role in ROLES.items() if isinstance(part, role.bases)]
-    place = places[0] if places else ""
-    if place == "advantage":
-        lead, formula = "  Ψ ← ", append_link("R" if part.starts_chain else "Ψ", part)
-    else:
-        formula, symbol = part.formula, _SYMBOLS.get(place, "")
-        lead = "  " if not symbol or re.match(rf"{symbol}(_\w+)? = ", formula) else f"  {symbol} = "
-    yield from wrap_styled(((lead, ""),), formula, width)
-
-
-def _text(kind: type, width: int) -> Iterator[StyledLine]:
-    """Yield the docstring, paragraph by paragraph."""
-    for paragraph in re.split(r"\n\n+", inspect.getdoc(kind) or ""):
-        rows = paragraph.split("\n")
-        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):  # keep tables as they are
-            yield from (((f"  {row}", ""),) for row in rows)
-        else:
-            yield from wrap_styled((("  ", ""),), " ".join(rows), width)
-        yield ()
-
-
-def _first(kind: type) -> str:
-    """Return the first sentence of a summary."""
-    text = summarise_docstring(kind)[0]
-    return re.split(r"(?<=[\w\)\]’”])[.;](?=\s|$)", text)[0].strip().rstrip(".") if text else ""
 
 
 @dataclass(frozen=True)
@@ -359,21 +333,15 @@ def show(args: list[str]) -> int:
     elif name.lower().replace("-", "_") in ALGORITHMS:
         print_lines(describe_algorithm(get_algorithm(name), width))
     elif (metric := find_metric_doc(name)) is not None:
-        print_lines(_metric(name, metric, width))
+        lines: list[StyledLine] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
+        lines += wrap_styled((("Is     ", HEAD),), metric.text, width)
+        lines += wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()
+        print_lines(lines)
     else:
         hint = suggest_name(name, [*ALGORITHMS, *list_parts()])
         hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
         raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
     return 0
-
-
-def _metric(name: str, metric: MetricDoc, width: int) -> list[StyledLine]:
-    lines: list[StyledLine] = [((name, NAME), (f"  a metric: {metric.unit}", QUIET)), ()]
-    lines += wrap_styled((("Is     ", HEAD),), metric.text, width)
-    return [
-        *lines,
-        *(wrap_styled((("Moves  ", HEAD),), metric.interpretation, width) if metric.interpretation else ()),
-    ]
 
 
 def _describe_custom(name: str, width: int) -> list[StyledLine]:

@@ -146,11 +146,7 @@ def _follow() -> int:
 
 
 def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
-    """Parse the arguments of `policygrad train`.
-
-    Raises:
-        ConfigError: an option is invalid, or options contradict each other.
-    """
+    """Parse the arguments of `policygrad train`."""
     reject_foreign_options(
         args, lambda: list_train_flags(pop_algorithm([w for w in args if not re.match(r"[\w.+]+=", w)])[0] or "dapo")
     )
@@ -201,24 +197,17 @@ def list_train_flags(name: str) -> list[str]:
     return list_help_flags(lambda: _parse(UncheckedRun(algorithm=load_algorithm(name)), ["--help"]))
 
 
-def _shape(base: UncheckedRun) -> Any:
-    """All options as one object that holds their defaults."""
+def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
     parts = build_option_type(base.algorithm)
     columns = [("command", Annotated[TrainOptions, _FLAT]), ("run", Annotated[RunOptions, _FLAT]), ("algorithm", parts)]
-    shape = make_dataclass("Train", columns, frozen=True)
-    options = RunOptions(**{f.name: getattr(base, f.name) for f in fields(RunOptions)})
-    return shape(TrainOptions(), options, parts())
-
-
-def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
-    shape = _shape(base)
-    text = wrap_paragraphs(*HELP)
+    shape: Any = make_dataclass("Train", columns, frozen=True)
+    defaults = RunOptions(**{f.name: getattr(base, f.name) for f in fields(RunOptions)})
     parsed = tyro.cli(
-        type(shape),
+        shape,
         args=args,
         prog="policygrad train",
-        description=text,
-        default=shape,
+        description=wrap_paragraphs(*HELP),
+        default=shape(TrainOptions(), defaults, parts()),
         config=_CONFIG,
         registry=TYRO_REGISTRY,
     )

@@ -1,4 +1,4 @@
-"""Environments that episodes run in: what the policy observes, and what each of its actions leads to."""
+"""Environments that episodes run in: observations for the policy, and the results of its actions."""
 
 from policygrad.environments.base import Action, Environment, EnvironmentFactory, Observation, SingleTurn, Step
 from policygrad.environments.tools import ToolUse

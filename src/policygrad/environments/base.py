@@ -45,7 +45,18 @@ class Observation:
     equal states. None = the content identifies it."""
 
     def __post_init__(self) -> None:
-        _check_content(self.content)
+        content: Any = self.content  # a user's
+        if not isinstance(content, str | list | tuple):
+            kind = type(content).__name__
+            raise MalformedError(
+                f"Observation.content must be text or a list of chat messages, not {kind} {quote(content)}"
+            )
+        for number, message in enumerate(() if isinstance(content, str) else content, 1):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise MalformedError(
+                    f"message {number} of an Observation has no role: {quote(message)}. Write it as "
+                    '{"role": "user", "content": "..."}'
+                )
         object.__setattr__(self, "content", replace_surrogates(self.content))
         object.__setattr__(self, "tools", replace_surrogates(self.tools))
 
@@ -114,22 +125,6 @@ def _require_finite(what: str, value: Any) -> float:
             f"Step has {what} = {quote(value)}: give a finite number, at most {MAX_ABS_REWARD:g} in size"
         )
     return number
-
-
-def _check_content(content: Any) -> None:
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list | tuple):
-        kind = type(content).__name__
-        raise MalformedError(
-            f"Observation.content must be text or a list of chat messages, not {kind} {quote(content)}"
-        )
-    for number, message in enumerate(content, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise MalformedError(
-                f"message {number} of an Observation has no role: {quote(message)}. Write it as "
-                '{"role": "user", "content": "..."}'
-            )
 
 
 class Environment(Protocol):

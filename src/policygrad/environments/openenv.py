@@ -183,8 +183,11 @@ class _Episode:
         """End the session, unless the connection is lost already."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(*CONNECTION_ERRORS):
-                await asyncio.wait_for(_end_session(connection), self.config.connect_timeout)
+            with suppress(*CONNECTION_ERRORS):  # the server hangs up once the session's slot is free
+                async with asyncio.timeout(self.config.connect_timeout):
+                    await connection.send(json.dumps({"type": "close"}))
+                    while True:
+                        await connection.recv()
             with suppress(*CONNECTION_ERRORS):
                 await asyncio.wait_for(connection.close(), self.config.connect_timeout)
 
@@ -234,13 +237,6 @@ class _Episode:
         errors = [e for e in result.get("errors") or () if isinstance(e, Mapping)][:4]  # pydantic's, one per field
         details = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}" for e in errors)
         return f"{reason} ({details})" if details else reason
-
-
-async def _end_session(connection: Connection) -> None:
-    """Ask the server to close the session, and read until it hangs up, which it does once the session's slot is free."""
-    await connection.send(json.dumps({"type": "close"}))
-    while True:
-        await connection.recv()
 
 
 # Between the policy's text and the server's objects.

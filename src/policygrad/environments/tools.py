@@ -264,7 +264,15 @@ class _Conversation:
             metrics[f"calls_{EXCESS}"] = float(excess)
             message = f"error: {excess} more calls were not made: a turn has at most {limit}"
             results.append(ToolResult(message, EXCESS))
-        return Step(Observation(self._format_results(results)), reward, metrics)
+        # the results have the prompt's form: text, or messages with the role tool, or user if the prompt lists no tools
+        tagged = "\n".join(format_tool_response(result.text) for result in results)
+        if isinstance(self.example.prompt, str):
+            reply: Prompt = f"\n{tagged}\n"
+        elif self.config.tools_in_prompt:
+            reply = tuple({"role": "tool", "content": result.text} for result in results)
+        else:
+            reply = ({"role": "user", "content": tagged},)
+        return Step(Observation(reply), reward, metrics)
 
     async def on_truncated(self) -> float | None:
         return await self._score("")
@@ -277,15 +285,6 @@ class _Conversation:
             return ToolResult(f"error: there is no tool {call.name!r}, there are {names}", UNKNOWN)
         result = await tool(call, self.config.timeout)
         return ToolResult(truncate_middle(result.text, self.config.max_output_chars), result.failure)
-
-    def _format_results(self, results: Sequence[ToolResult]) -> Prompt:
-        """Format results like the prompt: as text, or as messages with the role tool, or user if the prompt lists no tools."""
-        tagged = "\n".join(format_tool_response(result.text) for result in results)
-        if isinstance(self.example.prompt, str):
-            return f"\n{tagged}\n"
-        if not self.config.tools_in_prompt:
-            return ({"role": "user", "content": tagged},)
-        return tuple({"role": "tool", "content": result.text} for result in results)
 
     async def _score(self, answer: str) -> float | None:
         if self.config.reward is None:

@@ -13,13 +13,7 @@ from policygrad.environments.base import Action, Environment, Observation, Step,
 from policygrad.environments.tools import ANSWER, ToolUse
 from policygrad.errors import ConfigError
 from policygrad.tasks.base import Example
-from policygrad.tasks.verifiers import (
-    INDEX_COLUMN,
-    TASKSET_COLUMN,
-    VERIFIERS_PREFIX,
-    load_taskset,
-    load_taskset_tasks,
-)
+from policygrad.tasks.verifiers import INDEX_COLUMN, TASKSET_COLUMN, VERIFIERS_PREFIX, load_taskset, load_taskset_tasks
 
 
 @dataclass(frozen=True)
@@ -76,12 +70,23 @@ class _Episode:
         return await self.conversation.reset()
 
     async def step(self, action: Action) -> Step:
-        from verifiers.v1.types import ToolMessage
+        from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
         step = Step(stop_reason=ANSWER) if self.conversation is None else await self.conversation.step(action)
         calls = action.calls if self.conversation is not None else ()
         ids = [f"call_{len(self.messages)}_{i}" for i in range(len(calls))]
-        self.messages.append((_assistant_message(action.text, list(zip(ids, calls, strict=True))), True))
+        reasoning, closed, answer = action.text.partition("</think>")
+        tool_calls = [
+            ToolCall(id=identity, name=call.name, arguments=json.dumps(dict(call.arguments)))
+            for identity, call in zip(ids, calls, strict=True)
+            if not call.error
+        ]
+        message = AssistantMessage(
+            content=(answer if closed else action.text).strip(),
+            reasoning_content=reasoning.replace("<think>", "", 1).strip() if closed else None,
+            tool_calls=tool_calls or None,
+        )
+        self.messages.append((message, True))
         if step.observation is None or action.truncated:
             reward, metrics = await self._score()
             return Step(reward=reward, metrics={**step.metrics, **metrics}, stop_reason=step.stop_reason)
@@ -89,12 +94,29 @@ class _Episode:
         texts = [content] if isinstance(content, str) else [message["content"] for message in content]
         # without a tool role in the template, all results are one text, which is given to the first call
         results = [ToolMessage(tool_call_id=i, content=text) for i, text in zip(ids, texts, strict=False)]
-        self.messages += [(message, False) for message in results]
+        self.messages += [(result, False) for result in results]
         return step
 
     async def _score(self) -> tuple[float | None, dict[str, float]]:
         """Return the episode's reward, and its parts and metrics."""
-        trace = _build_trace(self.task, self.messages)
+        from verifiers.v1.configs.agent import AgentConfig
+        from verifiers.v1.graph import MessageNode
+        from verifiers.v1.state import state_cls
+        from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+
+        task: Any = self.task
+        trace = Trace(  # the conversation as a single path of messages
+            task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+            agent=AgentInfo(config=AgentConfig()),
+            state=state_cls(type(task))(),
+            nodes=[
+                MessageNode(parent=i - 1 if i else None, message=message, sampled=sampled)
+                for i, (message, sampled) in enumerate(self.messages)
+            ],
+            is_completed=True,
+            ok=True,
+            stop_condition="agent_completed",
+        )
         try:
             await self.task.score(trace)
         except Exception:  # a user's reward function, on the policy's output
@@ -149,42 +171,3 @@ def document_parameters(text: str, parameters: Sequence[str]) -> str:
     if not parameters or "Args:" in text:
         return text
     return "\n".join([text, "", "Args:", *(f"    {name}: {name.replace('_', ' ')}" for name in parameters)])
-
-
-def _assistant_message(text: str, calls: Sequence[tuple[str, Any]]) -> Any:
-    """Convert a turn to verifiers' message, separating reasoning that a closing tag ends."""
-    from verifiers.v1.types import AssistantMessage, ToolCall
-
-    reasoning, closed, answer = text.partition("</think>")
-    tool_calls = [
-        ToolCall(id=identity, name=call.name, arguments=json.dumps(dict(call.arguments)))
-        for identity, call in calls
-        if not call.error
-    ]
-    return AssistantMessage(
-        content=(answer if closed else text).strip(),
-        reasoning_content=reasoning.replace("<think>", "", 1).strip() if closed else None,
-        tool_calls=tool_calls or None,
-    )
-
-
-def _build_trace(task: Any, messages: Sequence[tuple[Any, bool]]) -> Any:
-    """Build the trace that rewards read: the conversation as a single path of messages."""
-    from verifiers.v1.configs.agent import AgentConfig
-    from verifiers.v1.graph import MessageNode
-    from verifiers.v1.state import state_cls
-    from verifiers.v1.trace import AgentInfo, Trace, TraceTask
-
-    nodes = [
-        MessageNode(parent=i - 1 if i else None, message=message, sampled=sampled)
-        for i, (message, sampled) in enumerate(messages)
-    ]
-    return Trace(
-        task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        agent=AgentInfo(config=AgentConfig()),
-        state=state_cls(type(task))(),
-        nodes=nodes,
-        is_completed=True,
-        ok=True,
-        stop_condition="agent_completed",
-    )

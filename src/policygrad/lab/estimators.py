@@ -48,11 +48,7 @@ class WeightedSteps:
 def enumerate_steps(setting: LabSetting, size: int, statistics_only: int = 0) -> WeightedSteps:
     """Enumerate all steps of one group: every multiset of G completions of every prompt, with its multinomial probability.
 
-    Args:
-        statistics_only: Number of further completions that are used in statistics only.
-
-    Raises:
-        ConfigError: A group size below 1, or more than `MAX_ENUMERATED_STEPS` steps.
+    statistics_only: number of further completions that are used in statistics only.
     """
     world = setting.world
     number = count_steps(setting, size, statistics_only)
@@ -96,11 +92,7 @@ def _enumerate_multisets(log_p: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def sample_steps(
     setting: LabSetting, size: int, steps: int = SAMPLED_STEPS, prompts: int = 1, seed: int = 0
 ) -> WeightedSteps:
-    """Sample M steps of `prompts` groups of G completions independently; prompts are sampled with replacement.
-
-    Raises:
-        ConfigError: A group size below 1, or more than `MAX_SAMPLED_COMPLETIONS` completions.
-    """
+    """Sample M steps of `prompts` groups of G completions independently; prompts are sampled with replacement."""
     if size < 1:
         raise ConfigError(f"a group has at least 1 completion, not {size}")
     if (number := steps * prompts * size) > MAX_SAMPLED_COMPLETIONS:
@@ -162,8 +154,26 @@ class StepDecisions:
 def compute_decisions(algorithm: Algorithm, setting: LabSetting, steps: WeightedSteps) -> StepDecisions:
     """Evaluate the step-wise parts of an algorithm that `setting` has prepared."""
     full = setting.enumerate_batch(algorithm)
-    rows, index, place = _find_distinct_steps(_label_rows(algorithm, full), steps)
-    batch = _make_batch(full, rows, steps)
+    untrained = steps.statistics_only
+    # Label rows [R] int64, equally if no step-wise part can distinguish them.
+    parts = [part for key, part in algorithm.named_parts() if key.partition(".")[0] in STEPWISE_FIELDS]
+    read = {"mask", "reward", "truncated", "values"}.union(*(part.needs for part in parts))
+    tensors = [getattr(full, name) for name in (*PER_TOKEN, *PER_COMPLETION) if name in read]
+    columns = [x.double().reshape(len(full.mask), -1) for x in tensors if x is not None]
+    label = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)[1]
+    # Find the rows of each distinct step [U, B], the distinct step of each step [M], and its completions' positions there [M, B].
+    # Sorting by this key keeps groups and untrained completions in place.
+    kind = steps.group * 2 + (torch.zeros_like(steps.group) if untrained is None else untrained)
+    ordered, order = (kind * (int(label.max()) + 1) + label[steps.rows]).sort(dim=1, stable=True)
+    distinct, index = torch.unique(ordered, dim=0, return_inverse=True)
+    example = torch.zeros(len(distinct), dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
+    rows, place = steps.rows.gather(1, order)[example], order.argsort(1)
+    # Put all distinct steps into one batch [U·B], with separate groups.
+    group = (torch.arange(len(rows))[:, None] * (int(steps.group.max()) + 1) + steps.group).flatten()
+    batch = replace(full.select(rows.flatten()), group=group)
+    if untrained is not None:
+        untrained = untrained.repeat(len(rows))
+        batch = replace(batch, mask=batch.mask & ~untrained[:, None], in_statistics=torch.ones_like(untrained))
     decision = _decide_together(algorithm, batch, rows.shape)
     if decision is None:
         separate = [_decide_step(algorithm, batch, step, rows.shape[1]) for step in range(len(rows))]
@@ -171,39 +181,6 @@ def compute_decisions(algorithm: Algorithm, setting: LabSetting, steps: Weighted
     else:
         mask, weight, psi = decision
     return StepDecisions(mask, psi, _aggregate_steps(algorithm, batch, mask, weight), index, place)
-
-
-def _find_distinct_steps(label: Tensor, steps: WeightedSteps) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows of each distinct step [U, B], the distinct step of each step [M], its completions' positions there [M, B])."""
-    untrained = steps.statistics_only
-    untrained = torch.zeros_like(steps.group, dtype=torch.bool) if untrained is None else untrained
-    # sorting by this key keeps groups and untrained completions in place
-    key = (steps.group * 2 + untrained) * (int(label.max()) + 1) + label[steps.rows]
-    ordered, order = key.sort(dim=1, stable=True)
-    distinct, index = torch.unique(ordered, dim=0, return_inverse=True)
-    example = torch.zeros(len(distinct), dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
-    return steps.rows.gather(1, order)[example], index, order.argsort(1)
-
-
-def _label_rows(algorithm: Algorithm, full: Batch) -> Tensor:
-    """Label rows [R] int64, equally if no step-wise part can distinguish them."""
-    parts = [part for key, part in algorithm.named_parts() if key.partition(".")[0] in STEPWISE_FIELDS]
-    read = {"mask", "reward", "truncated", "values"}.union(*(part.needs for part in parts))
-    tensors = [getattr(full, name) for name in (*PER_TOKEN, *PER_COMPLETION) if name in read]
-    columns = [x.double().reshape(len(full.mask), -1) for x in tensors if x is not None]
-    label: Tensor = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)[1]
-    return label
-
-
-def _make_batch(full: Batch, rows: Tensor, steps: WeightedSteps) -> Batch:
-    """Put all distinct steps into one batch [U·B], with separate groups."""
-    number = int(steps.group.max()) + 1
-    group = (torch.arange(len(rows))[:, None] * number + steps.group).flatten()
-    batch = replace(full.select(rows.flatten()), group=group)
-    if steps.statistics_only is None:
-        return batch
-    untrained = steps.statistics_only.repeat(len(rows))
-    return replace(batch, mask=batch.mask & ~untrained[:, None], in_statistics=torch.ones_like(untrained))
 
 
 def _decide(algorithm: Algorithm, batch: Batch) -> Decision:

@@ -122,12 +122,8 @@ def compare_on_off_policy(
         check_sampling(algorithm, size, 1.0)
         # of the off-policy setting, which has logp_old for every part
         decisions = compute_decisions(on.prepare(algorithm), off, steps)
-        rows.append(
-            (
-                measure_algorithm(algorithm, on, steps, decisions, name),
-                measure_algorithm(algorithm, off, steps, decisions, name),
-            )
-        )
+        measured = [measure_algorithm(algorithm, setting, steps, decisions, name) for setting in (on, off)]
+        rows.append((measured[0], measured[1]))
     return rows
 
 

@@ -14,11 +14,7 @@ import torch
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.lab import dynamics, theory
-from policygrad.lab.findings import (
-    advantages,
-    critics,
-    ratios,
-)
+from policygrad.lab.findings import advantages, critics, ratios
 from policygrad.lab.measurement import Finding, Measurement, compare_on_off_policy
 from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
 

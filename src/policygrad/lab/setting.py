@@ -129,7 +129,14 @@ class LabSetting:
         if "demonstration" in needs:  # there are samples only
             filled["demonstration"] = torch.zeros(len(world.mask), dtype=torch.bool)
         batch = replace(batch, **filled)
-        return replace(batch, values=self._critic_values(algorithm, batch, old)) if "values" in needs else batch
+        if "values" in needs:  # of the shaped rewards under π_old, with the critic's error
+            values = self.values
+            if values is None:
+                values = world.values(old, reward_to_go(algorithm.shape_rewards(batch)))
+                generator = torch.Generator().manual_seed(self.seed)
+                values = values + self.critic_error * torch.randn(len(values), generator=generator, dtype=torch.float64)
+            batch = replace(batch, values=values[world.state])
+        return batch
 
     def reward_fields(self, needs: Set[str]) -> dict[str, Any]:
         """Return `reward` [X·N], and `token_reward` and `turn_state` [X·N, L] if needed: here one turn, without turn rewards."""
@@ -149,15 +156,6 @@ class LabSetting:
         last = torch.arange(world.tree.length) == world.mask.sum(1, keepdim=True) - 1
         after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
         return torch.where(world.mask, after - value, 0)
-
-    def _critic_values(self, algorithm: Algorithm, batch: Batch, old: Tensor) -> Tensor:
-        """[X·N, L] values of the shaped rewards under π_old, with the critic's error."""
-        values = self.values
-        if values is None:
-            values = self.world.values(old, reward_to_go(algorithm.shape_rewards(batch)))
-            generator = torch.Generator().manual_seed(self.seed)
-            values = values + self.critic_error * torch.randn(len(values), generator=generator, dtype=torch.float64)
-        return values[self.world.state]
 
     def true_gradient(self, algorithm: Algorithm) -> Tensor:
         """[P] ∇J of the algorithm's objective: the expected shaped reward less β·KL(π_θ‖π_ref) of complete completions.

@@ -190,20 +190,14 @@ def embed_completions(runs: Sequence[CompletionExcerpt]) -> dict[str, Any]:
         for row in run.rows:
             prompt = _messages(row.get("prompt", ""))
             place = prompts.setdefault(prompt, len(prompts))
-            embedded_rows.append(
-                {"r": number, "s": row["step"], "p": place, "c": truncate_text(row.get("completion", "")), **_more(row)}
-            )
+            item = {"r": number, "s": row["step"], "p": place, "c": truncate_text(row.get("completion", ""))}
+            more: dict[str, Any] = {"w": _number(row.get("reward")), "a": _number(row.get("advantage"))}
+            more |= {"n": row.get("tokens"), "g": row.get("group"), "t": row.get("truncated") or None}
+            more |= {"x": {k: _number(v) for k, v in row["rewards"].items()} if row.get("rewards") else None}
+            more |= {"u": [[who, truncate_text(text)] for who, text in row["turns"]] if row.get("turns") else None}
+            more |= {"b": row.get("branches"), "d": row.get("demonstration") or None}
+            embedded_rows.append(item | {key: value for key, value in more.items() if value is not None})
     return {"prompts": [list(map(list, prompt)) for prompt in prompts], "rows": embedded_rows}
-
-
-def _more(row: dict[str, Any]) -> dict[str, Any]:
-    """Optional keys of a row, with rounded numbers."""
-    more: dict[str, Any] = {"w": _number(row.get("reward")), "a": _number(row.get("advantage"))}
-    more |= {"n": row.get("tokens"), "g": row.get("group"), "t": row.get("truncated") or None}
-    more |= {"x": {k: _number(v) for k, v in row["rewards"].items()} if row.get("rewards") else None}
-    more |= {"u": [[who, truncate_text(text)] for who, text in row["turns"]] if row.get("turns") else None}
-    more |= {"b": row.get("branches"), "d": row.get("demonstration") or None}
-    return {key: value for key, value in more.items() if value is not None}
 
 
 def _number(x: Any) -> float | None:
@@ -220,8 +214,5 @@ def _messages(prompt: Any) -> tuple[tuple[str, str], ...]:
 def truncate_text(text: Any) -> str:
     """Truncate to `MAX_TEXT_CHARS` characters, and say how many are left out."""
     text = str(text)
-    return (
-        text
-        if len(text) <= MAX_TEXT_CHARS
-        else f"{text[:MAX_TEXT_CHARS]} … ({len(text) - MAX_TEXT_CHARS:,} characters more)"
-    )
+    more = len(text) - MAX_TEXT_CHARS
+    return text if more <= 0 else f"{text[:MAX_TEXT_CHARS]} … ({more:,} characters more)"

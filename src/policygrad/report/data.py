@@ -70,10 +70,9 @@ def read_run(folder: Path, empty: bool = False) -> RunRecord:
     metrics = _metrics(folder / METRICS)
     if not metrics and not empty:
         raise RunError(f"{folder / METRICS} has no metrics yet: wait for the run's first step, or use --watch")
-    result = _json(folder / "result.json")
-    return RunRecord(
-        folder, kind, _config(folder / CONFIG_FILES[kind]), metrics, result, _versions(folder), _changes(folder)
-    )
+    config = _read_config(folder / CONFIG_FILES[kind])
+    versions, changes = _read_history(folder)
+    return RunRecord(folder, kind, config, metrics, _json(folder / "result.json"), versions, changes)
 
 
 def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -103,7 +102,7 @@ def _metrics(path: Path) -> dict[str, Points]:
     return {name: tuple(sorted(points.items())) for name, points in values.items()}
 
 
-def _config(path: Path) -> Mapping[str, Any]:
+def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         config = read_toml(path)
     except (OSError, ValueError) as error:
@@ -122,32 +121,19 @@ def _json(path: Path) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _versions(folder: Path) -> Mapping[str, str]:
-    """Versions stored in the newest checkpoint."""
-    for state in _states(folder):
-        fingerprint = state.get("fingerprint")
-        versions = fingerprint.get("versions") if isinstance(fingerprint, dict) else None
-        if versions and isinstance(versions, dict):
-            return {str(name): str(version) for name, version in versions.items()}
-    return {}
-
-
-def _changes(folder: Path) -> tuple[str, ...]:
-    """Changed options stored in the newest checkpoint, which has all earlier ones too."""
-    changes = next(_states(folder), {}).get("option_changes")
+def _read_history(folder: Path) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """Return the versions in the newest checkpoint that has them, and the changed options in the newest, which has all."""
+    newest_first = sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True)
+    states = [state if isinstance(state := _json(path).get("state"), dict) else {} for path in newest_first]
+    fingerprints = [f for state in states if isinstance(f := state.get("fingerprint"), dict)]
+    versions = next((v for f in fingerprints if (v := f.get("versions")) and isinstance(v, dict)), {})
+    changes = states[0].get("option_changes") if states else None
     each = [c for c in changes if isinstance(c, dict)] if isinstance(changes, list) else []
-    return tuple(
+    return {str(name): str(version) for name, version in versions.items()}, tuple(
         f"after step {c.get('step')}: {', '.join(map(str, c['options']))}"
         for c in each
         if isinstance(c.get("options"), list)
     )
-
-
-def _states(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the states of the checkpoints, the newest first."""
-    for path in sorted((folder / "checkpoints").glob("step-*/state.json"), reverse=True):
-        state = _json(path).get("state")
-        yield state if isinstance(state, dict) else {}
 
 
 MAX_POINTS = 300
@@ -283,19 +269,17 @@ class RunCost:
 
 def compute_cost(group: Series) -> RunCost:
     """Compute the mean cost over the series' runs."""
-    totals = {name: x for name in SUMS if (x := _total(group, name)) is not None}
+    totals = {}
+    for name in SUMS:
+        per_run = [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics]
+        if per_run:
+            totals[name] = fmean(per_run)
+    step = {}
+    for name, what in TIMES.items():
+        per_step = [x for run in group.runs for _, x in run.metrics.get(name, ())]
+        if per_step:
+            step[what] = fmean(per_step)
     displayed = {name: x for name, x in totals.items() if x or name in ("tokens/sampled", "completions/sampled")}
-    step = {what: x for name, what in TIMES.items() if (x := _mean(group, name)) is not None}
-    total_seconds = sum(step.values()) or 1.0
-    return RunCost(
-        group.label,
-        tuple((name, SUMS[name], format_count(x)) for name, x in displayed.items()),
-        tuple(_savings_notes(totals)),
-        tuple((what, _seconds(x), x / total_seconds) for what, x in step.items()),
-    )
-
-
-def _savings_notes(totals: dict[str, float]) -> Sequence[str]:
     notes = []
     sampled, trained = totals.get("completions/sampled", 0.0), totals.get("completions/trained", 0.0)
     if trained and sampled > trained:
@@ -309,19 +293,10 @@ def _savings_notes(totals: dict[str, float]) -> Sequence[str]:
         )
     if carried := totals.get("dynamic/leftover"):
         notes.append(f"{format_count(carried)} leftover groups of a step were used in the next one.")
-    return notes
-
-
-def _total(group: Series, name: str) -> float | None:
-    per_run = [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics]
-    return fmean(per_run) if per_run else None
-
-
-def _mean(group: Series, name: str) -> float | None:
-    per_step = [x for run in group.runs for _, x in run.metrics.get(name, ())]
-    return fmean(per_step) if per_step else None
-
-
-def _seconds(x: float) -> str:
-    """Format as 0.52 s, 1m40s."""
-    return f"{x:.2g} s" if x < 10 else format_duration(x)
+    total_seconds = sum(step.values()) or 1.0
+    return RunCost(
+        group.label,
+        tuple((name, SUMS[name], format_count(x)) for name, x in displayed.items()),
+        tuple(notes),
+        tuple((what, f"{x:.2g} s" if x < 10 else format_duration(x), x / total_seconds) for what, x in step.items()),
+    )

@@ -82,7 +82,12 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
         several=any(len(group.runs) > 1 for group in series),
         running=[str(run.folder) for run in ordered if not run.result],
         cost=[compute_cost(group) for group in series],
-        completions=_counted(ordered, excerpts),
+        completions={
+            "rows": sum(len(excerpt.rows) for excerpt in excerpts),
+            "steps": len({(i, row["step"]) for i, excerpt in enumerate(excerpts) for row in excerpt.rows}),
+            "of": sum(run.last_step for run in ordered if run.completions_file.is_file()),
+            "whole": all(excerpt.is_complete for excerpt in excerpts),
+        },
         steps=_steps(ordered),
     )
 
@@ -91,49 +96,28 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
     """Return the data that the scripts draw."""
     names = dict.fromkeys(name for group in series for run in group.runs for name in run.metrics)
     most = max(60, MAX_POINTS * FULL_DETAIL_SERIES // max(FULL_DETAIL_SERIES, len(series)))
-    metrics = {name: build_curves(series, name, most) | _meaning(name) for name in names}
+    metrics = {name: build_curves(series, name, most) for name in names}
+    # Metrics by the glossary's sections, with its descriptions; those without one come last.
+    place = {metric.name: chapter.title for chapter in load_glossary() for metric in chapter.metrics}
+    titles = [*(chapter.title for chapter in load_glossary()), "Others"]
+    sections: dict[str, list[str]] = {title: [] for title in titles}
+    for name in sorted(names):
+        doc = find_metric_doc(name)
+        sections["Others" if doc is None else place[doc.name]].append(name)
+        more = {} if doc is None else {k: v for k, v in asdict(doc).items() if k != "name" and v}
+        if more.get("unit") == name:  # the page shows "NAME, UNIT"
+            del more["unit"]
+        metrics[name] |= more
+    always_zero = {name for name, m in metrics.items() if not any(any(line["value"]) for line in m["lines"] if line)}
+    hidden = always_zero.intersection(HIDDEN_WHEN_ZERO)
     return {
         "series": [group.label for group in series],
-        "runs": [_run(group, run) for group in series for run in group.runs],
-        "first": [
-            name for name in KEY_METRICS if name in names and not (name in HIDDEN_WHEN_ZERO and _zero(metrics[name]))
-        ],
-        "chapters": _chapters(list(names)),
+        "runs": [f"{group.label}, seed {run.config.get('seed', '–')}" for group in series for run in group.runs],
+        "first": [name for name in KEY_METRICS if name in names and name not in hidden],
+        "chapters": {title: named for title, named in sections.items() if named},
         "metrics": metrics,
         "completions": embed_completions(excerpts),
     }
-
-
-def _run(group: Series, run: RunRecord) -> str:
-    """Return the run's name."""
-    return f"{group.label}, seed {run.config.get('seed', '–')}"
-
-
-def _zero(plot: dict[str, Any]) -> bool:
-    return not any(any(line["value"]) for line in plot["lines"] if line)
-
-
-def _meaning(name: str) -> dict[str, str]:
-    """Return the description of a metric; empty if it has none."""
-    doc = find_metric_doc(name)
-    if doc is None:
-        return {}
-    more = {k: v for k, v in asdict(doc).items() if k != "name" and v}
-    if more.get("unit") == name:  # the page shows "NAME, UNIT"
-        del more["unit"]
-    return more
-
-
-def _chapters(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group metrics by the glossary's sections; those without a description come last."""
-    place = {metric.name: chapter.title for chapter in load_glossary() for metric in chapter.metrics}
-    sections: dict[str, list[str]] = {
-        title: [] for title in (*(chapter.title for chapter in load_glossary()), "Others")
-    }
-    for name in sorted(names):
-        doc = find_metric_doc(name)
-        sections[place[doc.name] if doc is not None else "Others"].append(name)
-    return {title: metrics for title, metrics in sections.items() if metrics}
 
 
 def _title(series: Sequence[Series], runs: Sequence[RunRecord]) -> str:
@@ -181,15 +165,3 @@ def _steps(runs: Sequence[RunRecord]) -> str:
     """Return the number of steps done: 16, or `12 to 16` if runs differ."""
     done = sorted({run.last_step for run in runs})
     return " to ".join(map(str, dict.fromkeys((done[0], done[-1]))))
-
-
-def _counted(runs: Sequence[RunRecord], excerpts: Sequence[CompletionExcerpt]) -> dict[str, Any]:
-    """Count the completions on the page."""
-    rows = sum(len(excerpt.rows) for excerpt in excerpts)
-    steps = {(i, row["step"]) for i, excerpt in enumerate(excerpts) for row in excerpt.rows}
-    return {
-        "rows": rows,
-        "steps": len(steps),
-        "of": sum(run.last_step for run in runs if run.completions_file.is_file()),
-        "whole": all(excerpt.is_complete for excerpt in excerpts),
-    }

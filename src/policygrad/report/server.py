@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from http import HTTPStatus
@@ -82,23 +82,18 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path not in self.kinds:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found: open the printed address")
         else:
-            self._respond(self.server.pages.text if url.path == "/" else self.server.pages.stamp, self.kinds[url.path])
-
-    def _respond(self, make: Callable[[], str], kind: str) -> None:
-        try:
-            self._send(HTTPStatus.OK, kind, make())
-        except RunError as error:
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
+            pages = self.server.pages
+            try:
+                self._send(HTTPStatus.OK, self.kinds[url.path], pages.text() if url.path == "/" else pages.stamp())
+            except RunError as error:
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
         self.send_response(status)
-        headers = {
-            "Content-Type": f"{kind}; charset=utf-8",
-            "Content-Length": str(len(body)),
-            "Cache-Control": "no-store",
-        }
-        for name, value in (headers | {"Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}).items():
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        headers |= {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

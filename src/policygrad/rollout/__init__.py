@@ -1,1 +1,1 @@
-"""From examples to a batch: episodes of any length are played, judged and stacked."""
+"""From examples to a batch: run episodes of any length, score them and pad them."""

@@ -71,7 +71,13 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
     def per_episode(values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).repeat_interleave(sizes)
 
-    fields: dict[str, Any] = _routed_experts(groups)
+    fields: dict[str, Any] = {}
+    experts = [(x, len(g.prompt_ids)) for g in groups for t in g.trajectories if (x := t.routed_experts) is not None]
+    if len(experts) == len(rows):  # the experts used in sampling, only if none are missing
+        fields["routed_experts"] = pad_sequence([x[n:] for x, n in experts], batch_first=True, padding_value=-1)
+        fields["prompt_routed_experts"] = tuple(
+            x[: len(g.prompt_ids)] for g in groups if (x := g.trajectories[0].routed_experts) is not None
+        )
     if branched:
         fields["positions"] = pad([t.positions(len(g.prompt_ids)) for g in groups for t in g.trajectories])
     if "demonstration" in needs or any(t.demonstration for t in rows):
@@ -79,7 +85,13 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
     for name in {"level", "levels"} & needs:  # columns of a task with levels
         fields[name] = per_episode([g.spec.example.columns[name] for g in groups])
     if "rewards" in needs:
-        fields |= _reward_table(groups)
+        weights = dict(pair for g in groups for pair in g.reward_weights)
+        column = {name: k for k, name in enumerate(weights)}
+        table = torch.full((len(rows), len(weights)), torch.nan)  # NaN where a completion has no value of a reward
+        for row, (group, t) in enumerate((g, t) for g in groups for t in g.trajectories):
+            for (name, _), value in zip(group.reward_weights, t.reward_parts, strict=True):
+                table[row, column[name]] = torch.nan if value is None else value
+        fields |= {"rewards": table, "reward_names": tuple(weights), "reward_weights": tuple(weights.values())}
     return Batch(
         mask=(within if one_turn else pad([t.mask for t in rows])) & scored[:, None],
         group=torch.arange(len(groups)).repeat_interleave(sizes),
@@ -92,29 +104,6 @@ def batch_groups(groups: Sequence[EpisodeGroup], needs: frozenset[str] = frozens
         example_id=per_episode([hash_prompt(g.spec.example) for g in groups]),
         **fields,
     )
-
-
-def _reward_table(groups: Sequence[EpisodeGroup]) -> dict[str, Any]:
-    """Fields for the values of each reward; NaN where a reward has no value for a completion."""
-    weights = dict(pair for g in groups for pair in g.reward_weights)
-    column = {name: k for k, name in enumerate(weights)}
-    rows = [(g, t) for g in groups for t in g.trajectories]
-    table = torch.full((len(rows), len(weights)), torch.nan)
-    for row, (group, t) in enumerate(rows):
-        for (name, _), value in zip(group.reward_weights, t.reward_parts, strict=True):
-            table[row, column[name]] = torch.nan if value is None else value
-    return {"rewards": table, "reward_names": tuple(weights), "reward_weights": tuple(weights.values())}
-
-
-def _routed_experts(groups: Sequence[EpisodeGroup]) -> dict[str, Any]:
-    """Fields for the experts used in sampling: of each completion and of each group's prompt; none if any are missing."""
-    rows = [(t.routed_experts, len(g.prompt_ids)) for g in groups for t in g.trajectories]
-    present = [(experts, size) for experts, size in rows if experts is not None]
-    if len(present) < len(rows):
-        return {}
-    prompts = tuple(x[: len(g.prompt_ids)] for g in groups if (x := g.trajectories[0].routed_experts) is not None)
-    completions = pad_sequence([experts[size:] for experts, size in present], batch_first=True, padding_value=-1)
-    return {"routed_experts": completions, "prompt_routed_experts": prompts}
 
 
 def add_turn_states(batch: Batch, groups: Sequence[EpisodeGroup], *, scored: bool) -> Batch:
@@ -177,7 +166,13 @@ def measure_rollout(rounds: Sequence[tuple[Sequence[EpisodeGroup], Batch]]) -> M
     metrics: Metrics = {name: Mean(float(x.sum()), float(len(x))) for name, x in flat.items() if len(x)}
     metrics |= {"tokens/sampled": Sum(float(lengths.sum())), "completions/max_length": Max(float(lengths.max()))}
     environment: list[Metrics] = [{f"environment/{k}": Mean(v) for k, v in row.metrics.items()} for row in rows]
-    return merge(metrics, *environment, *map(_source_reward, groups), _turn_metrics(rows))
+    sources: list[Metrics] = []  # mean reward by source, for a mixture of data
+    for group in groups:
+        source = getattr(group.spec.example, "part", "")
+        rewards = [t.reward for t in group.trajectories if t.reward is not None]
+        if source and rewards:
+            sources.append({f"reward/from/{source}": Mean(sum(rewards), float(len(rewards)))})
+    return merge(metrics, *environment, *sources, _turn_metrics(rows))
 
 
 def count_trained(num_sampled: int, batch: Batch) -> Metrics:
@@ -189,13 +184,6 @@ def count_trained(num_sampled: int, batch: Batch) -> Metrics:
     trained = float(trains.any(1).sum())
     counts: Metrics = {"completions/sampled": Sum(float(num_sampled)), "completions/trained": Sum(trained)}
     return counts | ({"completions/sampled_per_trained": Mean(float(num_sampled), trained)} if trained else {})
-
-
-def _source_reward(group: EpisodeGroup) -> Metrics:
-    """Mean reward by source, for a mixture of data."""
-    source = getattr(group.spec.example, "part", "")
-    rewards = [t.reward for t in group.trajectories if t.reward is not None]
-    return {f"reward/from/{source}": Mean(sum(rewards), float(len(rewards)))} if source and rewards else {}
 
 
 def _turn_metrics(rows: Sequence[Trajectory]) -> Metrics:

@@ -70,11 +70,22 @@ def add_demonstrations(
             f"{groups[0].spec.location} and the other examples of its step have no column {DEMONSTRATION_COLUMN!r}: "
             f"{DEMONSTRATION_HINT}"
         )
-    shown = [_to_trajectory(group, encoder) for group in groups]
+    shown: list[Trajectory | None] = []
     num_long = 0
-    for i, (group, t) in enumerate(zip(groups, shown, strict=True)):
-        if t is not None and len(t.tokens) > group.spec.max_tokens:
-            num_long, shown[i] = num_long + 1, None
+    for group in groups:
+        where = f"{group.spec.location}: column {DEMONSTRATION_COLUMN!r}"
+        trajectory = None
+        if (demonstration := parse_demonstration(group.spec.example, where)) is not None:
+            tokens = torch.tensor(
+                _encode(demonstration, group.spec.example, group.prompt_ids, encoder, where), dtype=torch.int64
+            )
+            if len(tokens) > group.spec.max_tokens:
+                num_long += 1
+            else:
+                logp = torch.zeros(len(tokens)) if demonstration.logp is None else torch.tensor(demonstration.logp)
+                text = encoder.decode(tokens) if demonstration.text is None else demonstration.text
+                trajectory = Trajectory((Segment(tokens, logp),), text, False, demonstration=True)
+        shown.append(trajectory)
     scored, scoring = score(
         [replace(g, trajectories=(t,)) for g, t in zip(groups, shown, strict=True) if t is not None]
     )
@@ -142,15 +153,3 @@ def _encode(shown: Demonstration, example: Example, prompt_ids: Tensor, encoder:
             'the ids as "tokens"'
         )
     return ids
-
-
-def _to_trajectory(group: EpisodeGroup, encoder: Encoder) -> Trajectory | None:
-    where = f"{group.spec.location}: column {DEMONSTRATION_COLUMN!r}"
-    shown = parse_demonstration(group.spec.example, where)
-    if shown is None:
-        return None
-    ids = _encode(shown, group.spec.example, group.prompt_ids, encoder, where)
-    tokens = torch.tensor(ids, dtype=torch.int64)
-    logp = torch.zeros(len(ids)) if shown.logp is None else torch.tensor(shown.logp)
-    text = encoder.decode(tokens) if shown.text is None else shown.text
-    return Trajectory((Segment(tokens, logp),), text, False, demonstration=True)

@@ -129,8 +129,14 @@ class EnvironmentCalls:
             result = await (await_with_timeout(self.timeout, coroutine) if waits else contain_exit(coroutine))
             self._completed.add(what)
             return result
-        except OverdueError:
-            self._record_timeout(what)
+        except OverdueError:  # a method that never returned in time fails the run
+            if what not in self._completed:
+                self._timeouts[what] += 1
+                if self._timeouts[what] >= MIN_LOST_CALLS and not self._tolerate_timeouts:
+                    raise EngineError(
+                        f"the environment's {what} timed out in all {MIN_LOST_CALLS} calls ({self.timeout:g} s each): try it by "
+                        "hand on one example, or raise --environment.timeout SECONDS"
+                    ) from None
             late = f"timed out after {self.timeout:g} s (--environment.timeout)"
             raise _failure(what, late, where) from None
         except MalformedError as error:
@@ -198,17 +204,6 @@ class EnvironmentCalls:
         if interrupting and is_inside_contained(frame):
             self._touch()  # the next call gets its full time
             raise BlockedError
-
-    def _record_timeout(self, what: str) -> None:
-        """Count a timeout. Raises EngineError if the method timed out in `MIN_LOST_CALLS` calls and never returned in time."""
-        if what in self._completed:
-            return
-        self._timeouts[what] += 1
-        if self._timeouts[what] >= MIN_LOST_CALLS and not self._tolerate_timeouts:
-            raise EngineError(
-                f"the environment's {what} timed out in all {MIN_LOST_CALLS} calls ({self.timeout:g} s each): try it by hand on "
-                "one example, or raise --environment.timeout SECONDS"
-            )
 
 
 def _failure(what: str, why: str, where: str) -> EnvironmentFailedError:

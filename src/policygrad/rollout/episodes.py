@@ -174,11 +174,17 @@ class _Episode:
 
     async def step(self, generation: Generation, encoder: Encoder, sampler: Sampler) -> None:
         """Add a sampled turn and pass it to the environment."""
-        _check_generation(generation, self.turn_budget, sampler)
+        n, num_logps = len(generation.tokens), len(generation.logp)
+        versions = n if isinstance(generation.version, int) else len(generation.version)
+        if not n == num_logps == versions or not 1 <= n <= self.turn_budget:
+            raise EngineError(
+                f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for "
+                f"a request of at most {self.turn_budget} tokens: return one of each per token, and at least one token"
+            )
         cut = generation.finish_reason == "length"
         self.text = text = encoder.decode(generation.tokens)
         self.segments.append(Segment.from_generation(generation))
-        self.token_budget -= len(generation.tokens)
+        self.token_budget -= n
         self.truncated = cut
         try:
             step = await self._call("step", Action(text, cut, encoder.tool_call_parser))
@@ -267,7 +273,19 @@ class _Episode:
             ids = encoder.encode_continuation(before, text, content, self.spec.location, self.tools)
             segment = Segment(ids)
         except HistoryRewrittenError:
-            segment = self._start_branch(so_far, len(content), encoder)
+            # start a branch with the conversation as the template renders it now, after the longest common prefix of ids:
+            # sampled tokens stay in the context in which they were sampled
+            assert not isinstance(self.conversation, str)
+            rendered, new_tokens = encoder.encode_rewritten(
+                self.conversation, self.num_opening_messages, len(content), self.spec.location, self.tools
+            )
+            shared = min(len(so_far), len(rendered) - 1)
+            differs = (so_far[:shared] != rendered[:shared]).nonzero()
+            prefix_length = int(differs[0]) if len(differs) else shared
+            if prefix_length == len(so_far):  # another text with the same tokens
+                segment = Segment(rendered[prefix_length:])
+            else:
+                segment = Segment(rendered[prefix_length:], prefix_length=prefix_length, new_tokens=new_tokens)
         self.context_ids = torch.cat([so_far[: segment.prefix_length], segment.tokens])
         limit = encoder.context_length
         self.turn_budget = self.token_budget if limit is None else min(self.token_budget, limit - len(self.context_ids))
@@ -277,22 +295,6 @@ class _Episode:
         self.segments.append(segment)
         self.turn_states.append(_state(observation, self.name))
         return True
-
-    def _start_branch(self, so_far: Tensor, num_new_messages: int, encoder: Encoder) -> Segment:
-        """Start a branch with the conversation as the template renders it now, after the longest common prefix of ids.
-
-        Sampled tokens stay in the context in which they were sampled.
-        """
-        assert not isinstance(self.conversation, str)
-        rendered, new_tokens = encoder.encode_rewritten(
-            self.conversation, self.num_opening_messages, num_new_messages, self.spec.location, self.tools
-        )
-        shared = min(len(so_far), len(rendered) - 1)
-        differs = (so_far[:shared] != rendered[:shared]).nonzero()
-        prefix_length = int(differs[0]) if len(differs) else shared
-        if prefix_length == len(so_far):  # another text with the same tokens
-            return Segment(rendered[prefix_length:])
-        return Segment(rendered[prefix_length:], prefix_length=prefix_length, new_tokens=new_tokens)
 
 
 class _AsyncClose:
@@ -318,17 +320,6 @@ async def _gather(episodes: Sequence[_Episode], work: Iterable[Coroutine[Any, An
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _check_generation(generation: Generation, max_tokens: int, sampler: Sampler) -> None:
-    """Raises EngineError for lengths that do not match or exceed the request."""
-    n, num_logps = len(generation.tokens), len(generation.logp)
-    versions = n if isinstance(generation.version, int) else len(generation.version)
-    if not n == num_logps == versions or not 1 <= n <= max_tokens:
-        raise EngineError(
-            f"{type(sampler).__name__}.generate returned {n} tokens, {num_logps} log-probabilities and {versions} versions for a "
-            f"request of at most {max_tokens} tokens: return one of each per token, and at least one token"
-        )
 
 
 def _environment_name(factory: EnvironmentFactory, environment: object = None) -> str:

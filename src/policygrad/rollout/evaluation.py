@@ -95,7 +95,15 @@ class EvaluationResult:
         Completions without an answer have no vote; 0 if none has an answer. Source: Wang et al. 2023 (self-consistency,
         arXiv:2203.11171), sec. 2, unweighted.
         """
-        return tuple(map(_score_majority, self.problems))
+        values = []
+        for row in self.problems:
+            scores_by_answer: dict[str, list[float]] = {}
+            for sample in row:
+                if sample.answer is not None:
+                    scores_by_answer.setdefault(sample.answer, []).append(sample.score)
+            most = max(map(len, scores_by_answer.values()), default=0)
+            values.append(_mean([_mean(scores) for scores in scores_by_answer.values() if len(scores) == most]))
+        return tuple(values)
 
     @property
     def is_binary(self) -> bool:
@@ -145,15 +153,6 @@ def summarise_evaluation(
 
     problems = tuple(tuple(summarise(t, group) for t in group.trajectories) for group in groups)
     return EvaluationResult(problems, tuple(group.spec.example.prompt for group in groups), messages)
-
-
-def _score_majority(row: Sequence[EvalSample]) -> float:
-    scores_by_answer: dict[str, list[float]] = {}
-    for sample in row:
-        if sample.answer is not None:
-            scores_by_answer.setdefault(sample.answer, []).append(sample.score)
-    most = max(map(len, scores_by_answer.values()), default=0)
-    return _mean([_mean(scores) for scores in scores_by_answer.values() if len(scores) == most])
 
 
 def _mean(values: Sequence[float]) -> float:

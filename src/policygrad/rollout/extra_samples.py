@@ -206,8 +206,24 @@ def sample_vine(
             scoring | ScoringResult(messages=(note,)),
         )
     num_counted = sum(s.count for s in states if s in used or len(s.tried) < 2)
-    state_groups = [_to_group(s, groups[s.group]) for s in used]
-    weights = [_token_weights(s, vine.distinct) * s.count * len(used) / num_counted for s in used]
+    state_groups, weights = [], []
+    for s in used:
+        # a group of one-token episodes, each with the text of its first continuation
+        rows = []
+        for tried in s.valued_tokens:
+            assert tried.first_continuation is not None
+            text, truncated = tried.first_continuation.text, tried.first_continuation.truncated
+            rows.append(replace(tried.token, text=text, truncated=truncated, reward=tried.value))
+        assert s.spec.prefix is not None
+        prompt_ids = torch.cat([groups[s.group].prompt_ids, s.spec.prefix])
+        state_groups.append(EpisodeGroup(s.spec, prompt_ids, tuple(rows)))
+        # [K], ŵ·K: by probability if all tokens are distinct, otherwise by how often each was sampled
+        if vine.distinct:
+            token_weights = torch.cat([t.token.logp for t in s.valued_tokens]).double().softmax(0) * len(rows)
+        else:
+            counts = torch.tensor([t.count for t in s.valued_tokens], dtype=torch.float64)
+            token_weights = counts * len(counts) / counts.sum()
+        weights.append(token_weights * s.count * len(used) / num_counted)
     vine_batch = batch_groups(state_groups)
     weight = torch.cat(weights)[:, None].to(vine_batch.reward.dtype)
     return replace(vine_batch, weight=weight), state_groups, scoring
@@ -264,7 +280,13 @@ def _complete_tokens(
     An end token, or the last one of the budget, completes its text by itself.
     """
     pairs = [(i, k) for i, s in enumerate(states) if len(s.tried) > 1 for k in range(len(s.tried))]
-    specs = {(i, k): _continue_from(states[i], k) for i, k in pairs}
+    specs: dict[tuple[int, int], EpisodeSpec] = {}
+    for i, k in pairs:
+        spec = states[i].spec
+        assert spec.prefix is not None
+        prefix = torch.cat([spec.prefix, states[i].tried[k].token.tokens])
+        key = (*spec.key, MAX_TRY_ROUNDS)  # the same for all tokens of a state
+        specs[i, k] = replace(spec, key=key, max_tokens=spec.max_tokens - 1, prefix=prefix)
     active = [(i, k) for i, k in pairs if specs[i, k].max_tokens and states[i].tried[k].token.truncated]
     played = dict(zip(active, play([specs[p] for p in active], samples) if active else [], strict=True))
     num_sampled = sum(t.num_sampled_tokens for group in played.values() for t in group.trajectories)
@@ -277,31 +299,3 @@ def _complete_tokens(
     for (i, k), group in zip(pairs, scored, strict=True):
         tried[i][k] = replace(tried[i][k], value=_mean_reward(group), first_continuation=group.trajectories[0])
     return [replace(s, tried=tuple(t)) for s, t in zip(states, tried, strict=True)], num_sampled, scoring
-
-
-def _continue_from(state: VineState, k: int) -> EpisodeSpec:
-    """Continue after the state's k-th token; the key is the same for all tokens of a state."""
-    spec, token = state.spec, state.tried[k].token.tokens
-    assert spec.prefix is not None
-    prefix = torch.cat([spec.prefix, token])
-    return replace(spec, key=(*spec.key, MAX_TRY_ROUNDS), max_tokens=spec.max_tokens - 1, prefix=prefix)
-
-
-def _to_group(state: VineState, origin: EpisodeGroup) -> EpisodeGroup:
-    """Return the state as a group of one-token episodes, each with the text of its first continuation."""
-    assert state.spec.prefix is not None
-    rows = []
-    for tried in state.valued_tokens:
-        text = tried.first_continuation
-        assert text is not None
-        rows.append(replace(tried.token, text=text.text, truncated=text.truncated, reward=tried.value))
-    return EpisodeGroup(state.spec, torch.cat([origin.prompt_ids, state.spec.prefix]), tuple(rows))
-
-
-def _token_weights(state: VineState, distinct: bool) -> Tensor:
-    """Return [K] float64, ŵ·K: by probability if all tokens are distinct, otherwise by how often each was sampled."""
-    if distinct:
-        logp = torch.cat([t.token.logp for t in state.valued_tokens]).double()
-        return logp.softmax(0) * len(logp)
-    counts = torch.tensor([t.count for t in state.valued_tokens], dtype=torch.float64)
-    return counts * len(counts) / counts.sum()

@@ -15,13 +15,7 @@ from policygrad.core.metrics import Mean, Metrics, Sum, merge
 from policygrad.rewards.base import ProcessScores, RewardScores
 from policygrad.rewards.workers.pool import RewardScorer
 from policygrad.rollout.environment_calls import first_of_each_kind
-from policygrad.rollout.trajectory import (
-    EpisodeGroup,
-    EpisodeSpec,
-    locate_steps,
-    prompts_and_columns,
-    reward_inputs,
-)
+from policygrad.rollout.trajectory import EpisodeGroup, EpisodeSpec, locate_steps, prompts_and_columns, reward_inputs
 from policygrad.samplers.base import Request, Sampler, SupportsStreaming
 
 ScoreFn = Callable[[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]], RewardScores]
@@ -63,23 +57,33 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
                 "an episode got no reward from its environment: return Step(reward=…) from step(), or from on_truncated() for an "
                 "episode that is cut off between turns, or set reward functions"
             )
-        changes = [{"reward_parts": (reward,)} for reward in environment]
+        changes: list[dict[str, Any]] = [{"reward_parts": (reward,)} for reward in environment]
         groups = _replace_trajectories(groups, changes, ((ENVIRONMENT_REWARD, 1.0),))
         return groups, ScoringResult(messages=tuple(messages), failed=environment.count(None))
     scores = _call_score(groups, score)
     pairs = zip(scores.total, environment, strict=True)
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in pairs]
     metrics = failure_metrics(scores)
-    if len(scores.parts) > 1:
-        metrics = merge(metrics, _part_metrics(groups, scores))
+    if len(scores.parts) > 1:  # the mean of each reward, and its standard deviation within groups, as for `reward_std`
+        part_metrics: Metrics = {}
+        for name, part in scores.parts.items():
+            values = [x for x in part if x is not None]
+            part_metrics[f"rewards/{name}"] = Mean(sum(values), float(len(values)))
+        for name, part in scores.parts.items():
+            unread = iter(part)
+            by_group = [[x for x in (next(unread) for _ in g.trajectories) if x is not None] for g in groups]
+            if count := sum(map(len, by_group)):
+                deviation = sum(len(x) * stdev(x) for x in by_group if len(x) > 1)
+                part_metrics[f"rewards/{name}/std"] = Mean(deviation, float(count))
+        metrics = merge(metrics, part_metrics)
     # without named parts the total is the one reward; weighted, the columns add up to the episodes' rewards
     parts = scores.parts or {"reward": scores.total}
     names = [(name, scores.weights.get(name, 1.0)) for name in parts]
     columns: list[Sequence[float | None]] = list(parts.values())
     if any(reward is not None for reward in environment):
         names, columns = [*names, (ENVIRONMENT_REWARD, 1.0)], [*columns, environment]
-    values = zip(total, zip(*columns, strict=True), strict=True)
-    groups = _replace_trajectories(groups, [{"reward": r, "reward_parts": x} for r, x in values], tuple(names))
+    changes = [{"reward": r, "reward_parts": x} for r, x in zip(total, zip(*columns, strict=True), strict=True)]
+    groups = _replace_trajectories(groups, changes, tuple(names))
     return groups, ScoringResult(metrics, (*failures, *scores.messages), total.count(None))
 
 
@@ -103,21 +107,6 @@ def _call_score(groups: list[EpisodeGroup], score: ScoreFn) -> RewardScores:
 
     scores = score(select(prompts), select(completions), {name: select(x) for name, x in columns.items()})
     return replace(scores, total=scatter(scores.total), parts={name: scatter(x) for name, x in scores.parts.items()})
-
-
-def _part_metrics(groups: list[EpisodeGroup], scores: RewardScores) -> Metrics:
-    """Mean of each reward, and its standard deviation within groups, as for `reward_std`."""
-    metrics: Metrics = {}
-    for name, part in scores.parts.items():
-        values = [x for x in part if x is not None]
-        metrics[f"rewards/{name}"] = Mean(sum(values), float(len(values)))
-    for name, part in scores.parts.items():
-        unread = iter(part)
-        by_group = [[x for x in (next(unread) for _ in g.trajectories) if x is not None] for g in groups]
-        if count := sum(map(len, by_group)):
-            total = sum(len(x) * stdev(x) for x in by_group if len(x) > 1)
-            metrics[f"rewards/{name}/std"] = Mean(total, float(count))
-    return metrics
 
 
 def zero_rewards(

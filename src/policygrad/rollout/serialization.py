@@ -72,19 +72,20 @@ def pack_groups(groups: Sequence[EpisodeGroup]) -> tuple[dict[str, Tensor], list
         "new_tokens": [s.new_tokens for s in segments if s.new_tokens is not None],
     }
     tensors |= {name: torch.cat(parts) for name, parts in optional.items() if parts}
-    return tensors, [_pack_group(g) for g in groups]
-
-
-def _pack_group(group: EpisodeGroup) -> dict[str, Any]:
-    state_ids: dict[Hashable, int] = {}  # only equality of states matters, and not every state can be written
-    return {
-        "key": group.spec.key,
-        "max_tokens": group.spec.max_tokens,
-        "prefix": None if group.spec.prefix is None else len(group.spec.prefix),
-        "prompt": len(group.prompt_ids),
-        "trajectories": [_pack_trajectory(t, state_ids) for t in group.trajectories],
-        "reward_weights": tuple((name, float(weight)) for name, weight in group.reward_weights),
-    }
+    values: list[dict[str, Any]] = []
+    for g in groups:
+        state_ids: dict[Hashable, int] = {}  # only equality of states matters, and not every state can be written
+        values.append(
+            {
+                "key": g.spec.key,
+                "max_tokens": g.spec.max_tokens,
+                "prefix": None if g.spec.prefix is None else len(g.spec.prefix),
+                "prompt": len(g.prompt_ids),
+                "trajectories": [_pack_trajectory(t, state_ids) for t in g.trajectories],
+                "reward_weights": tuple((name, float(weight)) for name, weight in g.reward_weights),
+            }
+        )
+    return tensors, values
 
 
 def _pack_trajectory(row: Trajectory, state_ids: dict[Hashable, int]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What draws completions: token ids in, token ids with their log-probabilities and versions out. An engine is one file."""
+"""Samplers: token ids in; token ids with log-probabilities and weight versions out. An engine is one file."""

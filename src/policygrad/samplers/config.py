@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from policygrad.errors import ConfigError
 from policygrad.samplers.engines.registry import ENGINES, list_engines, load_engine_class
-
-if TYPE_CHECKING:
-    from policygrad.samplers.engines.base import EngineSampler
 
 LOCAL = "local"
 """The engine name of the sampler in this process."""
@@ -88,27 +85,21 @@ class SamplerConfig:
                 "sampler.urls names a server twice. Name it once; --sampler.max-concurrency gives it more requests"
             )
         if self.engine == LOCAL:
-            self._check_local()
-        else:
-            self._check_engine(load_engine_class(self.engine))
-
-    def _check_local(self) -> None:
-        options = {
-            "urls": bool(self.urls),
-            "weight_transport": self.weight_transport != FOLDER,
-            "lora_sync": self.lora_sync != AUTO,
-            "max_concurrency": self.max_concurrency == 0,
-            "chunk_tokens": self.chunk_tokens > 0,
-        }
-        for name, is_set in options.items():
-            if is_set:
-                raise ConfigError(
-                    f"sampler.{name} is an option of servers, and sampler.engine is local. Choose --sampler.engine "
-                    f"{'|'.join(ENGINES)}, or leave it out."
-                )
-
-    def _check_engine(self, engine: type[EngineSampler]) -> None:
-        name = self.engine
+            options = {
+                "urls": bool(self.urls),
+                "weight_transport": self.weight_transport != FOLDER,
+                "lora_sync": self.lora_sync != AUTO,
+                "max_concurrency": self.max_concurrency == 0,
+                "chunk_tokens": self.chunk_tokens > 0,
+            }
+            for name, is_set in options.items():
+                if is_set:
+                    raise ConfigError(
+                        f"sampler.{name} is an option of servers, and sampler.engine is local. Choose --sampler.engine "
+                        f"{'|'.join(ENGINES)}, or leave it out."
+                    )
+            return
+        name, engine = self.engine, load_engine_class(self.engine)
         if not self.urls and not engine.starts_server:
             raise ConfigError(
                 f"sampler.engine={name} needs servers. Start one (`policygrad engine {name} --print` shows the command) and name "

@@ -40,13 +40,7 @@ EMBEDDED_MIX: tuple[Component, ...] = (
     Component(
         "simple_equations",
         1.0,
-        {
-            "min_terms": 2,
-            "max_terms": 2,
-            "min_value": 1,
-            "max_value": 9,
-            "operators_weights": [0.5, 0.5, 0.0],
-        },
+        {"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9, "operators_weights": [0.5, 0.5, 0.0]},
     ),
     # Text: "Spell this word backward (example: sun -> nus): splat".
     Component("spell_backward", 1.0, {"min_word_len": 3, "max_word_len": 5}),

@@ -420,7 +420,11 @@ def open_arrow(path: str) -> TableSource:
             with pq.ParquetFile(path) as file, pa.ipc.new_file(unpacked.name, file.schema_arrow) as out:
                 for batch in file.iter_batches(UNPACK_BATCH):
                     out.write_batch(batch)
-        table = _map_arrow(unpacked.name if unpacked else path)
+        mapped = unpacked.name if unpacked else path
+        try:
+            table = pa.ipc.open_file(pa.memory_map(mapped)).read_all()
+        except pa.ArrowInvalid:  # `datasets` writes a stream, which has no table of contents
+            table = pa.ipc.open_stream(pa.memory_map(mapped)).read_all()
     except (pa.ArrowException, OSError) as error:
         kind = "Parquet" if path.endswith(".parquet") else "Arrow"
         raise DataError(f"{path}: cannot be read as {kind}: {str(error).splitlines()[0]}") from error
@@ -430,15 +434,6 @@ def open_arrow(path: str) -> TableSource:
         return rows
 
     return TableSource(path, int(table.num_rows), read)
-
-
-def _map_arrow(path: str) -> Any:
-    import pyarrow as pa
-
-    try:
-        return pa.ipc.open_file(pa.memory_map(path)).read_all()
-    except pa.ArrowInvalid:  # `datasets` writes a stream, which has no table of contents
-        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
 
 
 def open_dataset(data: Any, name: str) -> TableSource:

@@ -171,9 +171,8 @@ class CompositeTracker(Tracker):
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(
-                f"closing the trackers failed too: {_describe_error(failure)}"
-            )  # the first error is the cause
+            # the first error is the cause
+            error.add_note(f"closing the trackers failed too: {_describe_error(failure)}")
 
     def _each(self, method: str, call: Callable[[Tracker], None]) -> None:
         for tracker in tuple(self._trackers):
@@ -186,22 +185,16 @@ class CompositeTracker(Tracker):
         except Exception as error:
             if tracker.essential:
                 raise
-            self._drop(
-                tracker,
-                f"{type(tracker).__name__}.{method} failed ({_describe_error(error)})",
-                closing=method == "close",
-            )
-
-    def _drop(self, tracker: Tracker, failure: str, *, closing: bool) -> None:
-        self._trackers = [other for other in self._trackers if other is not tracker]
-        message = f"{failure}; the run continues without this tracker"
-        if not closing:
-            try:
-                tracker.close()
-            except Exception as error:
-                message += f", and closing it failed too ({_describe_error(error)})"
-        self.note(message)
-        warnings.warn(message, stacklevel=2)
+            self._trackers = [other for other in self._trackers if other is not tracker]
+            failure = f"{type(tracker).__name__}.{method} failed ({_describe_error(error)})"
+            message = f"{failure}; the run continues without this tracker"
+            if method != "close":
+                try:
+                    tracker.close()
+                except Exception as second:
+                    message += f", and closing it failed too ({_describe_error(second)})"
+            self.note(message)
+            warnings.warn(message, stacklevel=2)
 
 
 def _describe_error(error: Exception) -> str:

@@ -129,6 +129,7 @@ class MLflow(Tracker):
 
     def start(self, info: RunInfo) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         self._client: Any = MlflowClient()
         self._status = "FAILED"
@@ -142,12 +143,7 @@ class MLflow(Tracker):
         where = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
         self._id = self._client.create_run(where, run_name=run_title(info)).info.run_id
         save_run_id(info.folder, "mlflow", self._id)
-        self._parameters(flatten_config(info.config))
-
-    def _parameters(self, values: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(_name(k), str(v)[:MAX_PARAM_CHARS]) for k, v in values.items()]
+        params = [Param(_name(k), str(v)[:MAX_PARAM_CHARS]) for k, v in flatten_config(info.config).items()]
         for begin in range(0, len(params), PARAMS_PER_CALL):
             self._client.log_batch(self._id, params=params[begin : begin + PARAMS_PER_CALL])
 

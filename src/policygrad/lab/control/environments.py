@@ -93,29 +93,22 @@ class GymEnvironments:
                 f"{name} has no time limit, so an episode may never end: give one, max_episode_steps=1000 "
                 "(--max-episode-steps 1000)"
             )
-        self.spaces = Spaces(self._count_features(name), *self._count_actions(name))
-
-    def _count_features(self, name: str) -> int:
-        space, spaces = self._observations, _gymnasium().spaces
-        if isinstance(space, spaces.Box):
-            return int(np.prod(space.shape))
-        if isinstance(space, spaces.Discrete):
-            return int(space.n)
-        raise ConfigError(
-            f"{name} has observations in {space}, and the policies here need Box or Discrete observations. Wrap the "
-            "environment in gymnasium.wrappers.FlattenObservation and register that"
+        supported = (gym.spaces.Box, gym.spaces.Discrete)
+        if not isinstance(self._observations, supported):
+            raise ConfigError(
+                f"{name} has observations in {self._observations}, and the policies here need Box or Discrete observations. "
+                "Wrap the environment in gymnasium.wrappers.FlattenObservation and register that"
+            )
+        if not isinstance(self._actions, supported):
+            raise ConfigError(
+                f"{name} has actions in {self._actions}, and the policies here have one categorical or one Gaussian "
+                "distribution: Discrete or Box actions"
+            )
+        features, actions = (
+            int(space.n) if isinstance(space, gym.spaces.Discrete) else int(np.prod(space.shape))
+            for space in (self._observations, self._actions)
         )
-
-    def _count_actions(self, name: str) -> tuple[int, bool]:
-        space, spaces = self._actions, _gymnasium().spaces
-        if isinstance(space, spaces.Discrete):
-            return int(space.n), True
-        if isinstance(space, spaces.Box):
-            return int(np.prod(space.shape)), False
-        raise ConfigError(
-            f"{name} has actions in {space}, and the policies here have one categorical or one Gaussian distribution: Discrete "
-            "or Box actions"
-        )
+        self.spaces = Spaces(features, actions, isinstance(self._actions, gym.spaces.Discrete))
 
     def _to_tensor(self, observation: Any) -> Tensor:
         if not self._observations.shape and hasattr(self._observations, "n"):

@@ -91,7 +91,20 @@ class ControlProblem:
 
     def fisher(self, v: Tensor, sampled: bool) -> Tensor:
         """Exact: the Hessian of mean KL(π_old‖π_θ) by double backward. Source: Schulman et al. 2015 (TRPO), appendix C.1."""
-        return self._sampled_fisher(v) if sampled else self._exact_fisher(v)
+        if sampled:  # the mean of s sᵀv over the sampled actions, s = ∇log π, by forward mode, then reverse mode
+
+            def logp(parameters: dict[str, Tensor]) -> Tensor:
+                return functional_call(self.policy.network, parameters, (self.states,)).logp(self.action)  # type: ignore[no-any-return]
+
+            along = jvp(logp, (self._parameters,), (self._split(v),))[1]
+            (product,) = vjp(logp, self._parameters)[1](along / len(self.states))
+            return torch.cat([product[name].flatten() for name in self._parameters])
+        parameters = list(self.policy.network.parameters())
+        now: Distribution = self.policy.network(self.states)
+        kl = now.at(torch.ones(len(self.states), dtype=torch.bool)).kl(now).mean()
+        first = torch.autograd.grad(kl, parameters, create_graph=True)
+        along = torch.cat([g.flatten() for g in first]) @ v
+        return torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
 
     @torch.no_grad()
     def evaluate(self, delta: Tensor) -> tuple[float, float]:
@@ -175,26 +188,6 @@ class ControlProblem:
 
     def _moved(self, delta: Tensor) -> dict[str, Tensor]:
         return {name: self._parameters[name] + change for name, change in self._split(delta).items()}
-
-    def _exact_fisher(self, v: Tensor) -> Tensor:
-        parameters = list(self.policy.network.parameters())
-        now: Distribution = self.policy.network(self.states)
-        everywhere = torch.ones(len(self.states), dtype=torch.bool)
-        kl = now.at(everywhere).kl(now).mean()
-        first = torch.autograd.grad(kl, parameters, create_graph=True)
-        along = torch.cat([g.flatten() for g in first]) @ v
-        return torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
-
-    def _sampled_fisher(self, v: Tensor) -> Tensor:
-        """Compute the mean of s sᵀv over the sampled actions, s = ∇log π, by forward mode, then reverse mode."""
-
-        def logp(parameters: dict[str, Tensor]) -> Tensor:
-            return functional_call(self.policy.network, parameters, (self.states,)).logp(self.action)  # type: ignore[no-any-return]
-
-        along = jvp(logp, (self._parameters,), (self._split(v),))[1]
-        pull = vjp(logp, self._parameters)[1]
-        (product,) = pull(along / len(self.states))
-        return torch.cat([product[name].flatten() for name in self._parameters])
 
 
 # The changes that the named algorithms need for classic control, with reasons.
@@ -300,21 +293,13 @@ PRESETS: dict[str, Preset] = {
             Settings(rollout=16, lr=1e-3),
             "One update per rollout, so rollouts are short; the exact entropy of a few actions costs nothing.",
         ),
-        Preset(
-            REINFORCE,
-            Settings(rollout=64, lr=5e-3),
-            "The named algorithm itself, on complete episodes.",
-        ),
+        Preset(REINFORCE, Settings(rollout=64, lr=5e-3), "The named algorithm itself, on complete episodes."),
     )
 }
 
 
 def find_preset(name: str) -> Preset:
-    """Return an algorithm's configuration for classic control.
-
-    Raises:
-        ConfigError: An algorithm without one, with the nearest name.
-    """
+    """Return an algorithm's configuration for classic control."""
     key = name.strip().lower().replace("-", "_")
     if key not in PRESETS:
         near = difflib.get_close_matches(key, PRESETS, n=1, cutoff=0.6)
@@ -324,11 +309,7 @@ def find_preset(name: str) -> Preset:
 
 
 def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
-    """Change γ in the algorithm's advantages and its critic's targets.
-
-    Raises:
-        ConfigError: No part of it discounts.
-    """
+    """Change γ in the algorithm's advantages and its critic's targets."""
 
     def changed(part: Any) -> Any:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
@@ -529,9 +510,6 @@ def train_control(
     """Train for `steps` environment steps; an algorithm without a critic finishes its last episodes.
 
     The result depends only on the seed, not on other random numbers in the process.
-
-    Raises:
-        ConfigError: An unsupported algorithm, or fewer steps than environments.
     """
     if steps < environments.number:
         raise ConfigError(
@@ -558,25 +536,21 @@ def train_control(
             learner.normaliser = learner.normaliser.observe(experience.observation[batch.mask])
         done, episodes = done + experience.steps, episodes + len(experience.finished)
         recent.extend(experience.finished)
-        curve.append(_update(metrics, done, episodes, recent, time.perf_counter() - start))
+        accepted, variance = metrics.get("trust_region/accepted"), metrics.get("explained_variance")
+        update = Update(
+            done,
+            episodes,
+            statistics.fmean(recent) if recent else None,
+            metrics["entropy"].value,
+            metrics["kl"].value,
+            None if variance is None else variance.value,
+            time.perf_counter() - start,
+            None if accepted is None else accepted.value == 1,
+        )
+        curve.append(update)
         if on_update is not None:
-            on_update(curve[-1])
+            on_update(update)
     return ControlResult(learner, algorithm.with_state(memory), tuple(curve))
-
-
-def _update(metrics: Metrics, steps: int, episodes: int, recent: deque[float], seconds: float) -> Update:
-    accepted = metrics.get("trust_region/accepted")
-    variance = metrics.get("explained_variance")
-    return Update(
-        steps,
-        episodes,
-        statistics.fmean(recent) if recent else None,
-        metrics["entropy"].value,
-        metrics["kl"].value,
-        None if variance is None else variance.value,
-        seconds,
-        None if accepted is None else accepted.value == 1,
-    )
 
 
 def evaluate_control(
@@ -591,11 +565,8 @@ def evaluate_control(
     draws = torch.Generator().manual_seed(seed)
     number = environments.number
     remaining = torch.tensor([episodes // number + (i < episodes % number) for i in range(number)])
-    observation, episode_returns, returns = (
-        environments.reset(environment_seeds(seed, number)),
-        torch.zeros(number).double(),
-        list[float](),
-    )
+    observation = environments.reset(environment_seeds(seed, number))
+    episode_returns, returns = torch.zeros(number).double(), list[float]()
     while bool((remaining > 0).any()):
         distribution = learner.distribution(observation)
         step = environments.step(distribution.mode() if greedy else distribution.sample(draws))

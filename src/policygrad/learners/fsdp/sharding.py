@@ -251,19 +251,16 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for unit in (*reversed(find_layers(root)), root):
+    # the transformer layers, as transformers names them
+    names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = [module for module in root.modules() if type(module).__name__ in names]
+    for unit in (*reversed(layers), root):
         prepare(unit)
         module = fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: experts that only some ranks' tokens use
             module.set_reduce_scatter_unused_params(True, recurse=False)
-
-
-def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer layers, as transformers names them (`_no_split_modules`); an empty list if it does not."""
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 # FSDP units and the slots of their parameters. While a unit is called its modules hold full parameters, which can be observed or
@@ -308,8 +305,8 @@ def find_fsdp_units(root: CallModule) -> list[FsdpUnit]:
     for unit in reversed([module for module in root.modules() if isinstance(module, FSDPModule)]):
         modules = [module for module in unit.modules() if module not in seen]
         seen.update(modules)
-        found = ((module, key, p) for module in modules for key, p in module._parameters.items() if p is not None)
-        units.append(FsdpUnit(unit, tuple(ParameterSlot(module, key, names[id(p)]) for module, key, p in found)))
+        parameters = ((module, key, p) for module in modules for key, p in module._parameters.items() if p is not None)
+        units.append(FsdpUnit(unit, tuple(ParameterSlot(module, key, names[id(p)]) for module, key, p in parameters)))
     return units
 
 

@@ -71,9 +71,17 @@ class Network:
 
     def call(self, part: Pack) -> tuple[Tensor, Inputs]:
         """Return the flat positions of the predicting nodes in the model's output, and the model's inputs."""
-        if self.use_tree:
-            return part.predicting_nodes, make_tree_inputs(part)
-        return part.predicting_positions, make_text_inputs(part)
+        if self.use_tree:  # tree attention leaves a four-dimensional mask as it is
+            ids, positions = part.ids[None], part.positions[None]
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "tree": part.tree}
+            return part.predicting_nodes, inputs
+        # A row per text. Causal attention does not see the padding behind a text; without a mask, which is all ones, some models
+        # look for padding ids.
+        ids = part.ids[part.paths]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+        return part.predicting_positions, inputs
 
     def states_at(self, index: Tensor, call: Inputs) -> Tensor:
         """Return [n, ·] the states at flat positions [n] of the inputs."""
@@ -93,24 +101,6 @@ class Network:
     @property
     def _root(self) -> Any:
         return self.model
-
-
-def make_tree_inputs(part: Pack) -> Inputs:
-    """Return the inputs of a transformers model with tree attention, which leaves a four-dimensional mask as it is."""
-    ids = part.ids[None]
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": part.positions[None], "tree": part.tree}
-
-
-def make_text_inputs(part: Pack) -> Inputs:
-    """Return the inputs of any transformers model, a row per text.
-
-    Causal attention does not see the padding behind a text. The mask is all ones, since without one some models look for padding
-    ids.
-    """
-    ids = part.ids[part.paths]
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
 
 
 def _hidden_states(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:

@@ -209,7 +209,10 @@ class ImplicitRewardModel:
 
     def accumulate(self, batch: Batch) -> Metrics:
         """Add the gradient of the cross-entropy, a mean over the update's completions."""
-        rows = select_trained_rows(batch)
+        selected = batch.mask.any(1)  # a sampled token and, after filters, a weight other than 0
+        if batch.weight is not None:
+            selected = selected & ((batch.weight != 0) & batch.mask).any(1)
+        rows = selected.nonzero().squeeze(1)
         if not len(rows):
             return {}
         bare, metrics = replace(batch, prompts=None, tokens=None), Metrics()
@@ -233,14 +236,6 @@ class ImplicitRewardModel:
         """Take one AdamW step."""
         norm, _ = self.optimizer.step()
         return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
-
-
-def select_trained_rows(batch: Batch) -> Tensor:
-    """Return [n] the completions that φ is fitted to: those with a sampled token and, after filters, a weight other than 0."""
-    selected = batch.mask.any(1)
-    if batch.weight is not None:
-        selected = selected & ((batch.weight != 0) & batch.mask).any(1)
-    return selected.nonzero().squeeze(1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,11 @@ class Optimizer:
         self.num_updates = 0  # steps and moves: the version of the weights
         self.consistent = True  # False during a step
         self.not_finite = ""  # where a trust region's last gradient or product was not finite, as text
-        unset_padding_index(model)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                # The padding token may also be an end token, and padding itself is masked. With it the gradient would be 0 in
+                # reverse mode but not in forward mode, so Fisher products would not be symmetric.
+                module.padding_idx = None
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ModelError("the model has no parameter that requires a gradient")
@@ -58,7 +62,9 @@ class Optimizer:
             self.num_updates += 1
             return None, rate
         limit = self.config.clip or math.inf
-        total = total_norm([m.grad for m in masters if m.grad is not None])
+        groups = group_by_mesh([m.grad for m in masters if m.grad is not None])
+        norms = [full_tensor(nn.utils.get_total_norm(group)) for group in groups]
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         norm = float(total)
         if not math.isfinite(norm):
             gradients = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
@@ -160,12 +166,6 @@ def group_by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return [] the norm of all gradients together."""
-    norms = [full_tensor(nn.utils.get_total_norm(group)) for group in group_by_mesh(gradients)]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
 def describe_nonfinite(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     """Return as text the first parameter whose gradient is not finite, and whether its weight is."""
     for name, gradient in gradients.items():
@@ -182,16 +182,6 @@ def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], pref
     expected = values["moments"]
     if not isinstance(values["taken"], int) or present != expected:
         raise CheckpointError(f"it holds {present} of the {expected} moments of the optimiser {prefix}".rstrip())
-
-
-def unset_padding_index(model: nn.Module) -> None:
-    """Let the padding token's embedding train like any other, since it may also be an end token; padding itself is masked.
-
-    With `padding_idx` its gradient would be 0 in reverse mode but not in forward mode, so Fisher products would not be symmetric.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
 
 
 def set_trainable(model: nn.Module, pattern: str) -> None:

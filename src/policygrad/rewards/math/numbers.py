@@ -84,30 +84,23 @@ def parse_unit(text: str, *, glued: bool = False) -> tuple[bool, MeasureUnit | N
 
 
 def _parse_quotient(above: str, below: str) -> MeasureUnit | None:
+    """Parse `cm^2` or `square feet` above, and where there is one, a unit below."""
     factor, dimensions = Fraction(1), dict[str, int]()
     for text, sign in [(above, 1), *([(below, -1)] if below else [])]:
-        single = _parse_power(text)
-        if single is None:
+        parts, power = text.split(), sign
+        if len(parts) == 2 and parts[0].lower() in _POWERS:
+            parts, power = parts[1:], sign * _POWERS[parts[0].lower()]
+        match = _SUFFIX.fullmatch(" ".join(parts))
+        if match is None or (match["high"] and len(match["name"]) == 1):  # s^4 is a variable's power
             return None
-        name, power = single
-        factor *= _UNITS[name][1] ** (sign * power)
-        dimensions[_DIMENSION[name]] = dimensions.get(_DIMENSION[name], 0) + sign * power
+        # a single letter is a unit only in lower case: M may be millions
+        name = _NAMES.get(match["name"] if len(match["name"]) == 1 else match["name"].lower())
+        if name is None:
+            return None
+        power *= int(match["power"] or match["high"] or {"²": 2, "³": 3}.get(match["glyph"] or "", 1))
+        factor *= _UNITS[name][1] ** power
+        dimensions[_DIMENSION[name]] = dimensions.get(_DIMENSION[name], 0) + power
     return MeasureUnit(factor, tuple(sorted(dimensions.items())))
-
-
-def _parse_power(text: str) -> tuple[str, int] | None:
-    """Parse `square feet` or `cm^2` to the unit's name and its power."""
-    parts, power = text.split(), 1
-    if len(parts) == 2 and parts[0].lower() in _POWERS:
-        parts, power = parts[1:], _POWERS[parts[0].lower()]
-    match = _SUFFIX.fullmatch(" ".join(parts))
-    if match is None or (match["high"] and len(match["name"]) == 1):  # s^4 is a variable's power
-        return None
-    # a single letter is a unit only in lower case: M may be millions
-    name = _NAMES.get(match["name"] if len(match["name"]) == 1 else match["name"].lower())
-    if name is None:
-        return None
-    return name, power * int(match["power"] or match["high"] or {"²": 2, "³": 3}.get(match["glyph"] or "", 1))
 
 
 # LaTeX and typography of an answer in one form, as text: nothing is parsed as mathematics here.
@@ -232,10 +225,18 @@ def parse_quantity(text: str) -> Quantity | None:
     if "-" in (match["sign"], match["sign2"]):
         value = -value
     decimals = (match["plain"] or "").partition(".")[2]
-    suffix = _parse_suffix(match["suffix"])
-    if suffix is None:
-        return None
-    factor, unit = suffix
+    # what follows: a percent sign, a scale word, then a unit; anything else continues a formula
+    text, factor = match["suffix"].strip(), Fraction(1)
+    unit: MeasureUnit | None = None
+    if text.startswith("%") or text.lower().startswith("percent"):
+        text, factor = text[1 if text.startswith("%") else len("percent") :].strip(), Fraction(1, 100)
+    head, _, tail = text.partition(" ")
+    if head.lower() in _SCALES:
+        text, factor = tail.strip(), factor * _SCALES[head.lower()]
+    if text and text.lower() not in _CURRENCY:
+        is_unit, unit = parse_unit(text, glued=match["suffix"][:1].isalpha())  # 5x is a product, 5 cm is not
+        if not is_unit:
+            return None
     return Quantity(value * factor, value, len(decimals) >= ROUNDED_DECIMALS, unit)
 
 
@@ -255,21 +256,6 @@ def _compute_magnitude(match: re.Match[str]) -> Fraction | None:
         return Fraction(match["plain"].replace(",", "")) * Fraction(10) ** exponent
     except ZeroDivisionError:
         return None
-
-
-def _parse_suffix(suffix: str) -> tuple[Fraction, MeasureUnit | None] | None:
-    """Return the factor and the unit after a number; None = it continues as a formula."""
-    text, factor = suffix.strip(), Fraction(1)
-    if text.startswith("%") or text.lower().startswith("percent"):
-        text, factor = text[1 if text.startswith("%") else len("percent") :].strip(), Fraction(1, 100)
-    head, _, tail = text.partition(" ")
-    if head.lower() in _SCALES:
-        text, factor = tail.strip(), factor * _SCALES[head.lower()]
-    if not text or text.lower() in _CURRENCY:
-        return factor, None
-    glued = suffix[:1].isalpha()  # 5x is a product, 5 cm is not
-    is_unit, unit = parse_unit(text, glued=glued)
-    return (factor, unit) if is_unit else None
 
 
 def parse_based_number(text: str) -> tuple[str, str] | None:

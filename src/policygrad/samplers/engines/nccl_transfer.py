@@ -169,7 +169,15 @@ class WeightTransfer(VersionFolder, ABC):
             await self._drop_group(url)
         try:
             async with asyncio.timeout(self._timeout):
-                group = self._groups.get(url) or await self._form_group(http, url)
+                group = self._groups.get(url)
+                if group is None:
+                    if url in self._interrupted:
+                        await self.recover(http, url)
+                    world_size = 1 + await self.get_world_size(http, url)
+                    name = f"policygrad-{uuid.uuid4().hex[:12]}"
+                    joined = self._make_group(world_size, find_local_address(url), name)
+                    group = self._groups[url] = ServerGroup(name, joined)
+                    await _run_together(self.init_group(http, url, joined.init_request()), joined.join)
                 await self.start_update(http, url)
                 buckets = iter_buckets(self._tensors, self._bucket_bytes)
                 is_last = False
@@ -196,15 +204,6 @@ class WeightTransfer(VersionFolder, ABC):
         except BaseException:
             await self._drop_group(url)
             raise
-
-    async def _form_group(self, http: HttpClient, url: str) -> ServerGroup:
-        if url in self._interrupted:
-            await self.recover(http, url)
-        world_size = 1 + await self.get_world_size(http, url)
-        name = f"policygrad-{uuid.uuid4().hex[:12]}"
-        group = self._groups[url] = ServerGroup(name, self._make_group(world_size, find_local_address(url), name))
-        await _run_together(self.init_group(http, url, group.group.init_request()), group.group.join)
-        return group
 
     async def _drop_group(self, url: str) -> None:
         """Destroy this side of a server's group."""

@@ -245,20 +245,18 @@ class ServerPool:
                 self._notify_all()
             if server.ready or server.given_up or self._error is not None:
                 return
-            self._report_wait()
+            if not any(other.ready for other in self.all):
+                # report the wait once it takes longer than loading new weights
+                now = time.monotonic()
+                self._unavailable_since = now if self._unavailable_since is None else self._unavailable_since
+                if now - self._unavailable_since >= WAIT_REPORT_SECONDS:
+                    self._reported = True
+                    reasons = "; ".join(f"{s.url}: {s.last_error[:_MAX_SHOWN]}" for s in self.all if s.last_error)
+                    self.on_progress(
+                        f"waiting for a server, each for up to {self.recovery_timeout:g} s ({reasons})", 0, 0
+                    )
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY)
-
-    def _report_wait(self) -> None:
-        """Report that no server is available, once that takes longer than loading new weights."""
-        if any(server.ready for server in self.all):
-            return
-        now = time.monotonic()
-        self._unavailable_since = now if self._unavailable_since is None else self._unavailable_since
-        if now - self._unavailable_since >= WAIT_REPORT_SECONDS:
-            self._reported = True
-            reasons = "; ".join(f"{s.url}: {s.last_error[:_MAX_SHOWN]}" for s in self.all if s.last_error)
-            self.on_progress(f"waiting for a server, each for up to {self.recovery_timeout:g} s ({reasons})", 0, 0)
 
     def _end_wait(self) -> None:
         self._unavailable_since = None

@@ -112,7 +112,13 @@ class DecodeLoop:
         """Return the generations in the order of the requests."""
         logits: Tensor | None = None
         while self.queue or len(self.active):
-            if groups := self._take_due_groups(cache):
+            # take the next prompts for which there are slots: at most `decode_rows` rows, or one prompt
+            slots, occupied, groups = self.sampling.decode_rows, len(self.active), list[list[int]]()
+            if not occupied or (cache.supports_refill and slots - occupied >= _REFILL_FRACTION * slots):
+                while self.queue and (occupied == 0 or occupied + len(self.queue[0]) <= slots):
+                    groups.append(self.queue.popleft())
+                    occupied += len(groups[-1])
+            if groups:
                 new = self._admit(cache, groups)
                 logits = new if logits is None else torch.cat([logits, new])
             assert logits is not None  # requests are due as soon as no row is active
@@ -131,18 +137,14 @@ class DecodeLoop:
             if len(self.active):
                 logits = cache.step(token, self.prompt_length[self.active] + self.count - 1)
                 self.experts.add_step(self.active, self.count - 1, cache.rows)
-        return self._collect_generations(version)
-
-    def _take_due_groups(self, cache: DecodeCache) -> list[list[int]]:
-        """Take the next prompts of the queue for which there are slots: at most `decode_rows` rows, or one prompt."""
-        slots, occupied = self.sampling.decode_rows, len(self.active)
-        if occupied and (not cache.supports_refill or slots - occupied < _REFILL_FRACTION * slots):
-            return []
-        due = list[list[int]]()
-        while self.queue and (occupied == 0 or occupied + len(self.queue[0]) <= slots):
-            due.append(self.queue.popleft())
-            occupied += len(due[-1])
-        return due
+        lengths = self.length.tolist()
+        sampled = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
+        completions, logps = (torch.split(x[sampled].cpu(), lengths) for x in (self.tokens, self.logps))
+        ends = zip(completions, logps, lengths, self.ended.tolist(), strict=True)
+        return [
+            Generation(ids, p, "stop" if end else "length", version, self.experts.for_row(i, n))
+            for i, (ids, p, n, end) in enumerate(ends)
+        ]
 
     def _admit(self, cache: DecodeCache, groups: Sequence[Sequence[int]]) -> Tensor:
         """Read the prompts of these groups of requests; return the logits [N, V] of their rows."""
@@ -177,16 +179,6 @@ class DecodeLoop:
             active, count, token = active[order], count[order], token[order]
         self.active, self.count = active, count
         return token
-
-    def _collect_generations(self, version: int) -> list[Generation]:
-        lengths = self.length.tolist()
-        sampled = torch.arange(self.tokens.shape[1], device=self.device) < self.length[:, None]
-        tokens, logps = (torch.split(x[sampled].cpu(), lengths) for x in (self.tokens, self.logps))
-        rows = zip(tokens, logps, lengths, self.ended.tolist(), strict=True)
-        return [
-            Generation(row, p, "stop" if end else "length", version, self.experts.for_row(i, n))
-            for i, (row, p, n, end) in enumerate(rows)
-        ]
 
 
 class RoutedExpertsRecorder:
