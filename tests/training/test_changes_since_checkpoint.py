@@ -86,7 +86,7 @@ def test_changes_that_may_be_intended_are_noted(run: pg.Run, tmp_path: Path) -> 
         ),
         ({"steps": 4}, "steps 3 -> 4"),
         ({"checkpoint": pg.CheckpointConfig(every=2, keep=3)}, "checkpoint.every 1 -> 2"),
-        ({"rewards": pg.RewardConfig(num_workers=1)}, "rewards.num_workers 2 -> 1"),
+        ({"rewards": pg.RewardConfig(num_workers=2)}, "rewards.num_workers 1 -> 2"),
     ],
 )
 def test_every_changed_option_is_noted(run: pg.Run, change: dict[str, Any], said: str) -> None:
