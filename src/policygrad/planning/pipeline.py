@@ -123,15 +123,9 @@ def simulate(
     *,
     in_flight: bool = False,
 ) -> Timeline:
-    """Simulate a run with one step per rollout.
-
-    Args:
-        in_flight: the sampler accepts new weights in the middle of a rollout, so that sampling continues across steps; otherwise
-            the rollout that overlaps an update is finished before the weights change.
-
-    Raises:
-        ValueError: there are no rollouts, or the staleness is negative.
-    """
+    """Simulate a run with one step per rollout. `in_flight`: the sampler accepts new weights in the middle of a rollout, so
+    that sampling continues across steps; otherwise the rollout that overlaps an update is finished before the weights change.
+    Raises ValueError if there are no rollouts, or the staleness is negative."""
     if not rollouts or staleness < 0:
         raise ValueError(
             f"needs at least one rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}"
@@ -256,13 +250,9 @@ def fit_learner_speed(rollouts: Sequence[Lengths], seconds: Sequence[float], pub
 
 
 def fit_nonnegative(columns: Columns, target: Sequence[float]) -> list[float]:
-    """Return the x ≥ 0 that minimises Σ_i (target_i − Σ_j columns_j,i · x_j)².
+    """Return the x ≥ 0 that minimises Σ_i (target_i − Σ_j columns_j,i · x_j)². Raises ValueError if there is nothing to fit.
 
-    All subsets of the columns are tried, so there should be few. Of linearly dependent columns the first ones are used.
-
-    Raises:
-        ValueError: there is nothing to fit.
-    """
+    All subsets of the columns are tried, so there should be few. Of linearly dependent columns the first ones are used."""
     if not target or not columns:
         raise ValueError("a speed is fitted to at least one measurement")
     import numpy as np  # not needed for a plan

@@ -115,11 +115,7 @@ class StopController:
 
 
 def parse_duration(text: str, option: str) -> float:
-    """Return the seconds in 1d12h, 23h50m, 45m or 90s.
-
-    Raises:
-        ConfigError: The text is no such duration.
-    """
+    """Return the seconds in 1d12h, 23h50m, 45m or 90s. Raises ConfigError if the text is no such duration."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or not any(match.groups()):
         raise ConfigError(f"{option} must be a time such as 23h50m, 45m, 90s or 1d12h, not {text!r}")

@@ -66,8 +66,11 @@ def render_model_card(
     rows = {"base model": _format_value(base)}
     rows |= {key: text for key in SHOWN_OPTIONS if (text := _format_config_option(config, key))}
     rows |= {"tokens sampled": format_count(values["tokens"])} if values.get("tokens") else {}
+    header = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
+    header += [f"library_name: {'peft' if _get_option(config, 'learner.lora') else 'transformers'}"]
+    header += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else 'text-generation'}"]
     sections = [
-        _render_metadata(kind, base, bool(_get_option(config, "learner.lora"))),
+        "\n".join(["---", *header, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"]),
         f"# {name}",
         f"{_format_value(base)}, trained {method}, with policygrad {version('policygrad')} (`policygrad {kind}`).",
         "## What was trained, and on what",
@@ -103,14 +106,6 @@ def render_model_card(
 def as_merged_card(text: str) -> str:
     """Turn an adapter's card into that of the model with the adapter merged into its weights."""
     return text.replace("library_name: peft", "library_name: transformers", 1)
-
-
-def _render_metadata(kind: str, base: str, is_adapter: bool) -> str:
-    """Return the YAML header; it names the base model only if that is on the hub."""
-    lines = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
-    lines += [f"library_name: {'peft' if is_adapter else 'transformers'}"]
-    lines += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else 'text-generation'}"]
-    return "\n".join(["---", *lines, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"])
 
 
 def _format_config_option(config: Mapping[str, Any], key: str) -> str:

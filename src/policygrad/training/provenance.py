@@ -43,11 +43,8 @@ Fingerprint = Mapping[str, Mapping[str, Any]]
 
 
 def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the sha256 of data files and code, the settings and the versions.
-
-    Args:
-        code: The name that the run has for each imported module or file of custom code → its module or path.
-    """
+    """Return the sha256 of data files and code, the settings and the versions. `code`: the name that the run has for each
+    imported module or file of custom code → its module or path."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -65,11 +62,8 @@ def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = N
 
 
 def compare_fingerprints(before: Fingerprint, current: Fingerprint, config: Any, folder: Path) -> list[str]:
-    """Return notes about the differences, for a run that is resumed.
-
-    Raises:
-        RunError: The training or evaluation data differ.
-    """
+    """Return notes about the differences, for a run that is resumed. Raises RunError if the training or evaluation data
+    differ."""
     files = current["files"]
     for name, sha in before["files"].items():
         if files.get(name) != sha:

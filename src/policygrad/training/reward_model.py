@@ -54,16 +54,14 @@ def train_reward_model(
     overwrite: bool = False,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Train a reward model on preferences, or resume the run in the folder `resume`.
+    """Train a reward model on preferences, or resume the run in the folder `resume`. Raises PolicygradError if the run cannot
+    be trained; the message says what to change.
 
     Args:
         stop_after: Stop, resumably, after this many steps of this call.
         time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
         overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
         tracking: display, trackers, callbacks; see `BaseTrainer`.
-
-    Raises:
-        PolicygradError: The run cannot be trained; the message says what to change.
     """
     return train_supervised(
         PreferenceObjective,
@@ -239,12 +237,9 @@ def compute_accuracy(margin: Tensor) -> Tensor:
 
 
 def load_reward_model(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
-    """Load a causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
-
-    Raises:
-        ModelError: There is no such model, it is a classifier of several labels, or it has no tokenizer.
-        ConfigError: The model cannot have these adapters.
-    """
+    """Load a causal model's weights with a new head of one output, or an existing reward model; and its tokenizer. Raises
+    ModelError if there is no such model, it is a classifier of several labels, or it has no tokenizer; ConfigError if the model
+    cannot have these adapters."""
     path, lora, trust = resolve_model(config.model), config.learner.adapters, config.trust_remote_code
     count, _ = read_num_labels(path, trust)
     if count > 1:

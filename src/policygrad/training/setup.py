@@ -103,16 +103,14 @@ def load_resources(
     placement: Placement = LOCAL_PLACEMENT,
     phase: ProgressCallback = ignore_progress,
 ) -> Resources:
-    """Load everything that training with `algorithm`, or an evaluation (None), needs.
+    """Load everything that training with `algorithm`, or an evaluation (None), needs. Raises PolicygradError if something is
+    missing or does not fit; the message says what to change.
 
     Args:
         stack: Closes the reward workers and the sampler.
         sampler: A sampler other than the configured one.
         environment: An environment other than the configured one.
         phase: Called with what rewards, servers or environments are being waited for.
-
-    Raises:
-        PolicygradError: Something is missing or does not fit; the message says what to change.
     """
     reward_options, options = resolve_rewards(options), resolve_config_paths(options)
     folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
@@ -140,7 +138,7 @@ def load_resources(
         rewards = choose_rewards(task, reward_options, needs, step_end)
     pool = None
     if rewards:  # the workers import while the model is loaded
-        pool = stack.enter_context(_make_pool(rewards, options.rewards, placement, phase))
+        pool = stack.enter_context((placement.reward_pool or RewardPool.from_config)(rewards, options.rewards, phase))
     model = load_model(
         options.model,
         dtype=options.learner.resolve().dtype,
@@ -166,7 +164,13 @@ def load_resources(
         )
         loaded: Sampler = LocalSampler.from_tokenizer(sampling_model, tokenizer, routing)
     else:
-        loaded = _call_sampler_factory(factory, sampling_model, tokenizer)
+        made = call_factory(factory, Sampler, sampling_model, tokenizer)
+        if not isinstance(made, Sampler):
+            raise ConfigError(
+                f"sampler is {made!r}: pass an object with `async generate(requests)` and `async update(weights)`, see "
+                "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
+            )
+        loaded = made
     if isinstance(loaded, AsyncCloseable):
         stack.callback(lambda: run_async(_close(loaded)))
     rollouter = Rollouter(
@@ -189,11 +193,8 @@ def load_resources(
 
 
 def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> RowOptions:
-    """Load the row map, a function or its name.
-
-    Raises:
-        ConfigError: There is no such file or function, or it is not callable.
-    """
+    """Load the row map, a function or its name. Raises ConfigError if there is no such file or function, or it is not
+    callable."""
     function = load_object(row_map, "--row-map") if isinstance(row_map, str) else row_map
     if function is not None and not callable(function):
         raise ConfigError(
@@ -202,20 +203,9 @@ def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) 
     return RowOptions(function, skip_bad_rows, decontaminate)
 
 
-def _make_pool(
-    rewards: tuple[Reward, ...], config: RewardConfig, placement: Placement, phase: ProgressCallback
-) -> RewardScorer:
-    if placement.reward_pool is not None:
-        return placement.reward_pool(rewards, config, phase)
-    return RewardPool.from_config(rewards, config, phase)
-
-
 def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the requested tokenizer, or the model's own.
-
-    Raises:
-        ModelError: The model is an object that names no folder, and there is no tokenizer.
-    """
+    """Load the requested tokenizer, or the model's own. Raises ModelError if the model is an object that names no folder, and
+    there is no tokenizer."""
     source = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
     if not (tokenizer or source):
         raise ModelError("the model is an object that names no folder to read its tokenizer from: pass tokenizer= too")
@@ -252,16 +242,6 @@ def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
         )
 
 
-def _call_sampler_factory(factory: Sampler | SamplerFactory, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
-    sampler = call_factory(factory, Sampler, model, tokenizer)
-    if not isinstance(sampler, Sampler):
-        raise ConfigError(
-            f"sampler is {sampler!r}: pass an object with `async generate(requests)` and `async update(weights)`, see "
-            "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
-        )
-    return sampler
-
-
 async def _close(sampler: AsyncCloseable) -> None:
     result: object = sampler.close()
     if isinstance(result, Awaitable):  # a custom sampler's may be synchronous
@@ -276,11 +256,7 @@ def call_factory(value: object, kind: type, *args: object) -> object:
 
 
 def pick_device(name: str) -> str:
-    """Return the device; auto = cuda if there is one.
-
-    Raises:
-        RunError: This machine has no such device.
-    """
+    """Return the device; auto = cuda if there is one. Raises RunError if this machine has no such device."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -293,14 +269,13 @@ def pick_device(name: str) -> str:
 def choose_rewards(
     task: Task, names: tuple[Any, ...], needs: frozenset[str] | None, step_end: str | None
 ) -> tuple[Reward, ...]:
-    """Return the rewards of the outcome, then those of reasoning steps: the requested ones, those of a pattern, or the task's own.
+    """Return the rewards of the outcome, then those of reasoning steps: the requested ones, those of a pattern, or the task's
+    own. Raises RunError if nothing scores the outcome, nothing marks the steps that the algorithm needs, or a reward would be
+    ignored.
 
     Args:
         needs: Batch fields that the algorithm reads; None = an evaluation.
         step_end: Pattern that ends a reasoning step.
-
-    Raises:
-        RunError: Nothing scores the outcome, nothing marks the steps that the algorithm needs, or a reward would be ignored.
     """
     requested = tuple(resolve_reward(name) for name in names)
     steps = tuple(reward for reward in requested if reward.process_reward)
@@ -346,12 +321,9 @@ def _describe_reward(reward: Reward, needs: frozenset[str] | None) -> str:
 
 
 def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_PLACEMENT) -> Learner:
-    """Make the learner of a run, in this process and `learner.world_size` − 1 others.
-
-    Raises:
-        ModelError: The reference cannot be read, or has another tokenizer than the policy.
-        ConfigError: This is one of several torchrun processes that would each learn alone.
-    """
+    """Make the learner of a run, in this process and `learner.world_size` − 1 others. Raises ModelError if the reference cannot
+    be read, or has another tokenizer than the policy; ConfigError if this is one of several torchrun processes that would each
+    learn alone."""
     check_not_torchrun(run.learner.world_size)
     name = run.algorithm.reference.model if run.algorithm.reference is not None else None
     lora = run.learner.adapters
@@ -383,11 +355,7 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
 
 
 def build_learner(learner: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
-    """Return a learner, or call the factory for one.
-
-    Raises:
-        ConfigError: The result is no learner.
-    """
+    """Return a learner, or call the factory for one. Raises ConfigError if the result is no learner."""
     built = call_factory(learner, Learner, model, run)
     if not isinstance(built, Learner):
         raise ConfigError(
@@ -404,14 +372,11 @@ def restore_learner(
     run: Run,
     folder: Path,
 ) -> None:
-    """Restore the learner from a checkpoint.
+    """Restore the learner from a checkpoint. Raises RunError if the checkpoint belongs to another algorithm or model.
 
     Args:
         restore: The learner's method.
         tensors: The learner's tensors in the checkpoint.
-
-    Raises:
-        RunError: The checkpoint belongs to another algorithm or model.
     """
     try:
         restore(tensors, saved.state["learner"])

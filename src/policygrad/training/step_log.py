@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policygrad.rollout.trajectory import Trajectory, is_multi_turn
+from policygrad.rollout.trajectory import is_multi_turn
 from policygrad.training.loop import StepResult
 
 MAX_LOGP_MISMATCH = 1.0
@@ -58,7 +58,10 @@ def build_completion_rows(
         }
         if has_rewards and len(t.reward_parts) > 1:
             row["rewards"] = {name: x for (name, _), x in zip(group.reward_weights, t.reward_parts, strict=True)}
-        row |= _describe_turns(t, decode)
+        if len(t.segments) > 1:
+            row["turns"] = [["policy" if s.is_sampled else "environment", decode(s.visible_tokens)] for s in t.segments]
+            if t.num_branches > 1:
+                row["branches"] = t.num_branches
         if multi_turn:
             row["stop_reason"] = t.stop_reason
         rows.append(row)
@@ -69,13 +72,6 @@ def build_completion_rows(
         for row, end, psi in zip(rows, batch.step_end, result.psi, strict=True):
             row["steps"] = [[t + 1, float(psi[t])] for t in end.nonzero().flatten().tolist()]
     return rows
-
-
-def _describe_turns(t: Trajectory, decode: Callable[[Tensor], str]) -> dict[str, Any]:
-    if len(t.segments) < 2:
-        return {}
-    turns = [["policy" if s.is_sampled else "environment", decode(s.visible_tokens)] for s in t.segments]
-    return {"turns": turns} | ({"branches": t.num_branches} if t.num_branches > 1 else {})
 
 
 def build_step_notes(

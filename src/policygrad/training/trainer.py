@@ -85,7 +85,8 @@ def train(
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
 ) -> TrainingResult[float | None]:
-    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`.
+    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`. Raises
+    PolicygradError if the run cannot be trained; the message says what to change.
 
     Args:
         stop_after: Stop, resumably, after this many steps of this call.
@@ -93,9 +94,6 @@ def train(
             those already imported, need no permission.
         time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
         overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
-
-    Raises:
-        PolicygradError: The run cannot be trained; the message says what to change.
     """
     if run is None and resume is not None:
         file = check_resumable(Path(resume), "train") / "run.toml"

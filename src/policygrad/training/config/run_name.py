@@ -75,11 +75,8 @@ class RunName:
 
 
 def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorithm | None = None) -> RunName:
-    """Compare an algorithm with `base`, by default the named algorithm of the same name.
-
-    Args:
-        max_tokens: Token budget for lengths that either leaves open; None = an open length counts as no change.
-    """
+    """Compare an algorithm with `base`, by default the named algorithm of the same name. `max_tokens`: Token budget for lengths
+    that either leaves open; None = an open length counts as no change."""
     base = ALGORITHMS.get(algorithm.name) if base is None else base
     if base is None:
         return RunName(algorithm.name)
@@ -92,7 +89,15 @@ def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorith
         pairs, added, removed = _align(_parts_in(base, field), _parts_in(algorithm, field))
         if added or removed:
             part_changes.append(PartChange(field, added, removed))
-        setting_changes += [change for old, new in pairs for change in _compare_settings(old, new)]
+        for old, new in pairs:
+            values = [
+                (f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(old) if f.name not in _FILLED_IN
+            ]
+            setting_changes += [
+                SettingChange(type(new).__name__, name, a, b)
+                for name, a, b in values
+                if a != b and (name, a) != _OPEN_LENGTH
+            ]
     if base.old_policy != algorithm.old_policy:
         setting_changes.append(SettingChange("", "old_policy", base.old_policy, algorithm.old_policy))
     return RunName(algorithm.name, tuple(part_changes), tuple(setting_changes))
@@ -125,12 +130,6 @@ def _align(
             removed += base[i:j]
             added += new[k:m]
     return pairs, tuple(added), tuple(removed)
-
-
-def _compare_settings(old: Any, new: Any) -> list[SettingChange]:
-    values = [(f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(old) if f.name not in _FILLED_IN]
-    kind = type(new).__name__
-    return [SettingChange(kind, name, a, b) for name, a, b in values if a != b and (name, a) != _OPEN_LENGTH]
 
 
 def _suffixes(change: PartChange) -> list[str]:

@@ -47,11 +47,8 @@ NO_PERMISSIONS = CodePermissions()
 
 
 def check_permissions(data: Mapping[str, Any], file: Path, permissions: CodePermissions) -> None:
-    """Check that a file's options run no code, and send texts and weights nowhere, without permission.
-
-    Raises:
-        ConfigError: A permission is missing; the message says how to give it.
-    """
+    """Check that a file's options run no code, and send texts and weights nowhere, without permission. Raises ConfigError if a
+    permission is missing; the message says how to give it."""
     missing = filter_unpermitted(find_code_references(data), file, permissions)
     require_permissions(missing, bool(data.get("trust_remote_code")), file, permissions)
     if targets := find_remote_targets(data, file, permissions):
@@ -81,10 +78,7 @@ def missing_permissions(
     data: Mapping[str, Any], file: Path, permissions: CodePermissions = NO_PERMISSIONS, *, new_process: bool = False
 ) -> list[str]:
     """Return the modules, files, servers and folders in a file's options that need permission and have none, sorted.
-
-    Args:
-        new_process: Answer for another process, which has imported nothing yet.
-    """
+    `new_process`: Answer for another process, which has imported nothing yet."""
     code = filter_unpermitted(find_code_references(data), file, permissions, new_process=new_process)
     return sorted({*code, *find_remote_targets(data, file, permissions)})
 
@@ -205,24 +199,18 @@ def _is_trusted(code: str, options_file: Path, new_process: bool) -> bool:
     installed |= {path for path in sys.path if path.endswith("-packages")}
     if any(file.is_relative_to(Path(path).resolve()) for path in installed):
         return False
-    if _is_local_code(file, options_file):
+    current, folder = Path.cwd().resolve(), options_file.resolve().parent
+    if folder == current:
+        came_with_options = options_file.name in GENERATED_FILES
+    elif folder.is_relative_to(current):  # in the subfolder that the options came in: `runs` for runs/grpo-1
+        came_with_options = file.is_relative_to(current / folder.relative_to(current).parts[0])
+    else:
+        came_with_options = current.is_relative_to(folder)
+    if file.is_relative_to(current) and not came_with_options:
         return True
     return not new_process and any(
         getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())
     )
-
-
-def _is_local_code(file: Path, options_file: Path) -> bool:
-    """Return whether a file is below the current folder, but not in the subfolder that the options came in (`runs` for
-    runs/grpo-1)."""
-    current, folder = Path.cwd().resolve(), options_file.resolve().parent
-    if not file.is_relative_to(current):
-        return False
-    if folder == current:
-        return options_file.name not in GENERATED_FILES
-    if folder.is_relative_to(current):
-        return not file.is_relative_to(current / folder.relative_to(current).parts[0])
-    return not current.is_relative_to(folder)
 
 
 def _find_file(code: str) -> Path | None:
