@@ -164,7 +164,15 @@ def _simulate_in_flight(
     pauses, spans = list[tuple[float, float]](), list[tuple[float, float]]()
     for step, (seconds, update) in enumerate(zip(rollouts, updates, strict=True)):
         start = max(complete, ready[max(0, step - staleness)] if step else 0.0)
-        complete = _finish_time(start, seconds, pauses)
+        complete, remaining = start, seconds  # sampling stops during the pauses
+        for pause_start, pause_end in pauses:
+            if pause_end <= complete:
+                continue
+            if complete + remaining <= pause_start:
+                break
+            remaining -= max(0.0, pause_start - complete)
+            complete = pause_end
+        complete += remaining
         spans.append((start, complete))
         ready.append(max(now, complete))
         waits.append(ready[-1] - now)
@@ -177,19 +185,6 @@ def _simulate_in_flight(
         for step_start, step_end in pairwise([0.0, *ends])
     )
     return Timeline(tuple(ready), tuple(ends), tuple(waits), sampling, staleness)
-
-
-def _finish_time(start: float, seconds: float, pauses: Sequence[tuple[float, float]]) -> float:
-    """Return when work of `seconds` that begins at `start` is done, if it stops during the pauses."""
-    now, remaining = start, seconds
-    for first, last in pauses:
-        if last <= now:
-            continue
-        if now + remaining <= first:
-            break
-        remaining -= max(0.0, first - now)
-        now = last
-    return now + remaining
 
 
 def resample_lengths(lengths: Lengths, steps: int, size: int, seed: int = 0) -> list[list[int]]:

@@ -64,7 +64,14 @@ def render_model_card(
     method = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
     base = str(config.get("model", ""))
     rows = {"base model": _format_value(base)}
-    rows |= {key: text for key in SHOWN_OPTIONS if (text := _format_config_option(config, key))}
+    for key in SHOWN_OPTIONS:
+        value = _get_option(config, key)
+        if value in (None, "", []):
+            continue
+        if key in MIXED_OPTIONS:
+            rows[key] = "+".join(_format_value(part.strip()) for part in str(value).split("+"))
+        else:
+            rows[key] = ", ".join(map(_format_value, value)) if isinstance(value, list) else _format_value(value)
     rows |= {"tokens sampled": format_count(values["tokens"])} if values.get("tokens") else {}
     header = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
     header += [f"library_name: {'peft' if _get_option(config, 'learner.lora') else 'transformers'}"]
@@ -106,16 +113,6 @@ def render_model_card(
 def as_merged_card(text: str) -> str:
     """Turn an adapter's card into that of the model with the adapter merged into its weights."""
     return text.replace("library_name: peft", "library_name: transformers", 1)
-
-
-def _format_config_option(config: Mapping[str, Any], key: str) -> str:
-    """Return an option as text; "" if it is not set."""
-    value = _get_option(config, key)
-    if value in (None, "", []):
-        return ""
-    if key in MIXED_OPTIONS:
-        return "+".join(_format_value(part.strip()) for part in str(value).split("+"))
-    return ", ".join(map(_format_value, value)) if isinstance(value, list) else _format_value(value)
 
 
 def _get_option(config: Mapping[str, Any], key: str) -> Any:

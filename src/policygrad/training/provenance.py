@@ -11,6 +11,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,9 +54,14 @@ def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = N
             continue
     data = {name: getattr(config, name, None) for name in ("task", "eval_data")}
     sources = {name: getattr(sys.modules.get(place), "__file__", place) for name, place in (code or {}).items()}
+    code_hashes = {}
+    for name, source in sources.items():
+        with suppress(OSError, ValueError):  # no file: an object, a name that is too long, or one with a NUL in it
+            if isinstance(source, str):
+                code_hashes[name] = hashlib.sha256(Path(source).read_bytes()).hexdigest()
     return {
         "files": {name: sha for name, path in data.items() if (sha := digest_data(path, config.directory))},
-        "code": {name: sha for name, path in sources.items() if (sha := _hash_file(path))},
+        "code": code_hashes,
         "settings": dict(_iter_settings(config)),
         "versions": {**versions, "device": device},
     }
@@ -114,11 +120,3 @@ def _iter_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, [*map(str, value)]
         else:
             yield name, value if value is None or isinstance(value, str | int | float) else str(value)
-
-
-def _hash_file(path: Any) -> str | None:
-    """Return the sha256 of a file; None if it is none (a task's name, rows, an object)."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if isinstance(path, str) else None
-    except (OSError, ValueError):  # too long for a file name, or a NUL in it
-        return None

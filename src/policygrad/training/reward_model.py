@@ -28,7 +28,6 @@ from policygrad.models.loading import DTYPES, context_length, disable_dropout, m
 from policygrad.models.lora_config import Lora, adapter_base, check_same_adapter, read_lora
 from policygrad.models.tokenizer import Tokenizer, check_vocabulary
 from policygrad.tasks.preferences import (
-    PreferencePair,
     exclude_eval_prompts,
     group_by_prompt,
     read_preferences,
@@ -126,22 +125,21 @@ class PreferenceObjective:
                 f"{config.model!r} has no padding token, which several processes need: name one in its tokenizer_config.json "
                 "(pad_token), or train in one process (learner.world_size 1)"
             )
-        self.texts = [self._encode(pair) for pair in self.pairs]
-
-    def _encode(self, pair: PreferencePair) -> tuple[list[int], list[int]]:
-        sides = []
+        self.texts = list[tuple[list[int], list[int]]]()
         limit = self.tokenizer.context_length
-        for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            ids = encode_for_scoring(self.tokenizer, pair.prompt, completion, pair.source)
-            if limit is not None and len(ids) > limit:
-                raise ModelError(
-                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {limit} positions of "
-                    f"{self.tokenizer.name!r}: shorten them, or leave the line out"
-                )
-            sides.append(ids)
-        if sides[0] == sides[1]:
-            raise ModelError(f"{pair.source}: 'chosen' and 'rejected' are equal in token ids: remove the line")
-        return sides[0], sides[1]
+        for pair in self.pairs:
+            sides = []
+            for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                ids = encode_for_scoring(self.tokenizer, pair.prompt, completion, pair.source)
+                if limit is not None and len(ids) > limit:
+                    raise ModelError(
+                        f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {limit} positions of "
+                        f"{self.tokenizer.name!r}: shorten them, or leave the line out"
+                    )
+                sides.append(ids)
+            if sides[0] == sides[1]:
+                raise ModelError(f"{pair.source}: 'chosen' and 'rejected' are equal in token ids: remove the line")
+            self.texts.append((sides[0], sides[1]))
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
         """Add one update's gradient; return loss (nats), accuracy, margin r_w − r_l, and the tokens read."""

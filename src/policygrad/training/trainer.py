@@ -538,20 +538,16 @@ def measure_peak_memory() -> dict[str, float]:
     where the system does not count it (Windows)."""
     peaks: dict[str, float] = {}
     if sys.platform != "win32":
-        peaks["peak_memory_mib"] = _peak_resident_bytes() / MIB
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        resident = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        status = Path("/proc/self/status")
+        if status.exists():  # on Linux getrusage starts from the memory of the parent process
+            lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+            resident = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        peaks["peak_memory_mib"] = resident / MIB
     if torch.cuda.is_available():
         peak = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
         peaks |= {"peak_cuda_memory_mib": peak / MIB} if peak else {}
     return peaks
-
-
-def _peak_resident_bytes() -> float:
-    """Read VmHWM on Linux: getrusage there starts from the memory of the parent process."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

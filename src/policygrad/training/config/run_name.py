@@ -86,9 +86,17 @@ def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorith
     for field in ROLES:
         if field == "reference" and "logp_ref" not in algorithm.needs:
             continue  # nothing reads it
-        pairs, added, removed = _align(_parts_in(base, field), _parts_in(algorithm, field))
+        old_parts, new_parts = _parts_in(base, field), _parts_in(algorithm, field)
+        pairs, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()  # pairs are of the same class
+        kinds = [type(p) for p in old_parts], [type(p) for p in new_parts]
+        for tag, i, j, k, m in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
+            if tag == "equal":
+                pairs += zip(old_parts[i:j], new_parts[k:m], strict=True)
+            else:
+                removed += old_parts[i:j]
+                added += new_parts[k:m]
         if added or removed:
-            part_changes.append(PartChange(field, added, removed))
+            part_changes.append(PartChange(field, tuple(added), tuple(removed)))
         for old, new in pairs:
             values = [
                 (f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(old) if f.name not in _FILLED_IN
@@ -115,21 +123,6 @@ def format_setting(value: Any) -> str:
 def _parts_in(algorithm: Algorithm, field: str) -> tuple[Any, ...]:
     value = getattr(algorithm, field)
     return tuple(p for p in (value if isinstance(value, tuple) else (value,)) if p is not None)
-
-
-def _align(
-    base: tuple[Any, ...], new: tuple[Any, ...]
-) -> tuple[list[tuple[Any, Any]], tuple[Any, ...], tuple[Any, ...]]:
-    """Return (pairs of parts of the same class, parts only in `new`, parts only in `base`)."""
-    pairs, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()
-    kinds = [type(p) for p in base], [type(p) for p in new]
-    for tag, i, j, k, m in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
-        if tag == "equal":
-            pairs += zip(base[i:j], new[k:m], strict=True)
-        else:
-            removed += base[i:j]
-            added += new[k:m]
-    return pairs, tuple(added), tuple(removed)
 
 
 def _suffixes(change: PartChange) -> list[str]:
