@@ -177,13 +177,8 @@ class Runner(Protocol):
 
 
 class SubprocessRunner:
-    """Carries out each run in a process.
-
-    Args:
-        threads: Torch threads per run.
-        program: Command before the arguments of `policygrad`.
-        allow: User code that the runs' files may refer to, besides that in their arguments.
-    """
+    """Carries out each run in a process. `threads`: torch threads per run; `program`: command before the arguments of
+    `policygrad`; `allow`: user code that the runs' files may refer to, besides that in their arguments."""
 
     def __init__(self, threads: int, program: Sequence[str] = PROGRAM, allow: Sequence[str] = ()) -> None:
         self.threads, self.program, self.allow = threads, tuple(program), tuple(allow)

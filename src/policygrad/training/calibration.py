@@ -73,13 +73,7 @@ GPU = CalibrationWorkload(
 def calibrate(
     dtype: str, device: str, say: Callable[[str], None], setup: CalibrationWorkload | None = None
 ) -> Calibration:
-    """Measure the device in this precision, in about a minute.
-
-    Args:
-        device: torch's name.
-        say: Called with progress messages.
-        setup: What to measure, if not the usual.
-    """
+    """Measure the device in this precision, in about a minute. `say` is called with progress messages."""
     setup = setup or (CPU if device == "cpu" else GPU)
     say(f"matrix products in {dtype}")
     rate = measure_matmul(setup, dtype, device)

@@ -127,11 +127,8 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     PolicygradError if something cannot be loaded, or the architecture cannot be counted."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from policygrad.training.setup import (
-        load_policy_tokenizer,
-        load_row_options,
-        pick_device,
-    )  # a plan needs none of it
+    # a plan needs none of it
+    from policygrad.training.setup import load_policy_tokenizer, load_row_options, pick_device
 
     run, device = resolve_config_paths(run), pick_device(run.learner.device)
     if run.learner.world_size > 1:

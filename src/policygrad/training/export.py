@@ -49,9 +49,6 @@ def export_merged(
         model: A run's folder, or an adapter's.
         output: None = `merged` in the run's folder.
         dtype: fp32 or bf16; None = the run's.
-
-    Returns:
-        The folder.
     """
     path = resolve_model(model)
     if adapter_base(path) is None:

@@ -29,11 +29,8 @@ class StopController:
     """A context in which signals set `requested`, and end `interruptible` work at once.
 
     The handler never prints through Python, since it may interrupt a print. Outside the main thread the context leaves the
-    process's signal handlers alone.
-
-    Args:
-        time_limit: Seconds after which the run must have stopped and be saved; None = no limit.
-    """
+    process's signal handlers alone. `time_limit`:
+    seconds after which the run must have stopped and be saved; None = no limit."""
 
     def __init__(self, time_limit: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = False

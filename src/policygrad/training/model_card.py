@@ -15,21 +15,8 @@ MODEL_CARD_FILE = "README.md"
 """Name in the model's folder, where PEFT leaves a form to fill in."""
 HUB_TAGS = {"train": "reinforcement-learning", "sft": "sft", "reward-model": "reward-model"}
 SHOWN_OPTIONS = (
-    "task",
-    "data",
-    "eval_data",
-    "reward",
-    "steps",
-    "epochs",
-    "prompts_per_step",
-    "samples_per_prompt",
-    "batch_size",
-    "lr",
-    "seed",
-    "sampling.max_tokens",
-    "sampling.temperature",
-    "learner.dtype",
-    "learner.lora",
+    *("task", "data", "eval_data", "reward", "steps", "epochs", "prompts_per_step", "samples_per_prompt"),
+    *("batch_size", "lr", "seed", "sampling.max_tokens", "sampling.temperature", "learner.dtype", "learner.lora"),
 )
 """What readers ask for first. run.toml has every option, but names folders of the machine and is not part of the model."""
 MIXED_OPTIONS = ("task", "eval_data")
@@ -50,16 +37,8 @@ def render_model_card(
     changes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text of `README.md`. Files appear by name only, and reward functions without folders.
-
-    Args:
-        kind: train, sft or reward-model.
-        name: The run's name.
-        config: The configuration as its TOML has it.
-        summary: The evaluations before and after training, as text.
-        values: The contents of result.json.
-        eval_description: The evaluation data, if other than usual.
-        changes: Options that a resumed run changed, by step.
-    """
+    `config`: as its TOML has it; `values`: the contents of result.json; `eval_description`: the evaluation data, if other than
+    usual; `changes`: options that a resumed run changed, by step."""
     algorithm = config.get("algorithm", {})
     method = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
     base = str(config.get("model", ""))

@@ -27,12 +27,7 @@ from policygrad.models.classifier import (
 from policygrad.models.loading import DTYPES, context_length, disable_dropout, model_origin, resolve_model
 from policygrad.models.lora_config import Lora, adapter_base, check_same_adapter, read_lora
 from policygrad.models.tokenizer import Tokenizer, check_vocabulary
-from policygrad.tasks.preferences import (
-    exclude_eval_prompts,
-    group_by_prompt,
-    read_preferences,
-    split_by_prompt,
-)
+from policygrad.tasks.preferences import exclude_eval_prompts, group_by_prompt, read_preferences, split_by_prompt
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import RewardModelConfig
@@ -54,14 +49,7 @@ def train_reward_model(
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
     """Train a reward model on preferences, or resume the run in the folder `resume`. Raises PolicygradError if the run cannot
-    be trained; the message says what to change.
-
-    Args:
-        stop_after: Stop, resumably, after this many steps of this call.
-        time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
-        overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
-        tracking: display, trackers, callbacks; see `BaseTrainer`.
-    """
+    be trained; the message says what to change. The other arguments are those of `train`."""
     return train_supervised(
         PreferenceObjective,
         RewardModelConfig,

@@ -25,34 +25,13 @@ CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
-    "metrics.jsonl",
-    "completions.jsonl",
-    "checkpoints",
-    "model",
-    "model-step-*",
-    "merged",
-    "model.gguf",
-    "weights",
-    "result.json",
-    "tracked.json*",
-    "report.html",
-    "stacks.txt",
-    "tensorboard",
-    "wandb",
-    ".tmp-*",
+    *("metrics.jsonl", "completions.jsonl", "checkpoints", "model", "model-step-*", "merged", "model.gguf"),
+    *("weights", "result.json", "tracked.json*", "report.html", "stacks.txt", "tensorboard", "wandb", ".tmp-*"),
 )
 """Files that runs, and the commands that read runs, write into the folder. Any other file is the user's."""
 NOT_COPIED = (
     LOCK_FILE,
-    ".tmp-*",
-    "model",
-    "merged",
-    "model.gguf",
-    "weights",
-    "result.json",
-    "tracked.json*",
-    "wandb",
-    "report.html",
+    *(".tmp-*", "model", "merged", "model.gguf", "weights", "result.json", "tracked.json*", "wandb", "report.html"),
 )
 """Results of a finished run, files for servers, and identities at tracking services, of which a copied run has its own."""
 REPORT_FILE = "report.html"
@@ -65,11 +44,7 @@ _HEADER, _END = '# complete only with its last line, "# end"', "# end"
 
 class RunFolder:
     """A locked run folder. Unless `commit` is called, leaving the context removes what was created and restores a stashed run.
-
-    Args:
-        created: Folders that did not exist before, outermost first.
-        leftovers: Files that an uncommitted run has written.
-    """
+    `created`: folders that did not exist before, outermost first; `leftovers`: files that an uncommitted run has written."""
 
     def __init__(
         self, path: Path, lock: IO[bytes], created: tuple[Path, ...] = (), leftovers: tuple[str, ...] = ()
@@ -119,12 +94,8 @@ def create_run_folder(
     output: str | None, name: str, file: str, note: Callable[[str], None], overwrite: bool = False
 ) -> RunFolder:
     """Create and lock the folder of a new run: `output`, or the next free runs/NAME-N. Raises RunError if the folder is not
-    empty, another process is at work on it, or it cannot be created; ConfigError if `overwrite` without `output`.
-
-    Args:
-        file: Name of the configuration file.
-        overwrite: Stash a run that is in the folder; it is deleted once the new one is committed.
-    """
+    empty, another process is at work on it, or it cannot be created; ConfigError if `overwrite` is given without
+    `output`. `file`: name of the configuration file; `overwrite`: stash a run that is in the folder, which is deleted once the new one is committed."""
     leftovers = (LOCK_FILE, file, f".tmp-{file}")
     if overwrite and output is None:
         raise ConfigError("--overwrite replaces the run in the folder of --output, and there is no --output")

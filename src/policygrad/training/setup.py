@@ -106,11 +106,8 @@ def load_resources(
     """Load everything that training with `algorithm`, or an evaluation (None), needs. Raises PolicygradError if something is
     missing or does not fit; the message says what to change.
 
-    Args:
-        stack: Closes the reward workers and the sampler.
-        sampler: A sampler other than the configured one.
-        environment: An environment other than the configured one.
-        phase: Called with what rewards, servers or environments are being waited for.
+    `stack` closes the reward workers and the sampler; `sampler` and `environment` replace the configured ones; `phase` is called
+    with what rewards, servers or environments are being waited for.
     """
     reward_options, options = resolve_rewards(options), resolve_config_paths(options)
     folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
@@ -127,9 +124,7 @@ def load_resources(
             "the algorithm uses the reasoning steps of a completion, and an environment's episodes consist of turns: use a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
-    if "demonstration" in (needs or ()):
-        _check_has_demonstrations(task, environment)
-    _check_levels(task, needs)
+    _check_task(task, environment, needs)
     environment_only = environment is not None and not reward_options
     reads_reward = algorithm is None or algorithm.reads_reward
     has_rewards = reads_reward or environment_only or bool(reward_options or task.rewards)
@@ -212,23 +207,21 @@ def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_
     return load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
 
 
-def _check_has_demonstrations(task: Task, environment: EnvironmentFactory | None) -> None:
-    """Raise ConfigError if a task cannot have demonstrations, or seems to have none; single steps may go without."""
-    if environment is not None:
-        raise ConfigError(
-            "the algorithm learns from demonstrations, which are single completions, and an environment's episodes consist of "
-            "turns: use a task of prompts and answers, or an algorithm without demonstrations, such as grpo"
-        )
-    examples = task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
-    if all(example.columns.get(DEMONSTRATION_COLUMN) is None for example in examples):
-        which = "no row" if task.rows else f"none of the first {PROBE_EXAMPLES} examples"
-        raise ConfigError(
-            f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {DEMONSTRATION_HINT}"
-        )
-
-
-def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
-    """Raise ConfigError if a task has levels of difficulty that nothing changes, or has none for a filter that changes them."""
+def _check_task(task: Task, environment: EnvironmentFactory | None, needs: frozenset[str] | None) -> None:
+    """Raise ConfigError if a task cannot have the demonstrations that are learned from, or seems to have none (single steps may go
+    without); if it has levels of difficulty that nothing changes, or none for a filter that changes them."""
+    if "demonstration" in (needs or ()):
+        if environment is not None:
+            raise ConfigError(
+                "the algorithm learns from demonstrations, which are single completions, and an environment's episodes consist of "
+                "turns: use a task of prompts and answers, or an algorithm without demonstrations, such as grpo"
+            )
+        examples = task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
+        if all(example.columns.get(DEMONSTRATION_COLUMN) is None for example in examples):
+            which = "no row" if task.rows else f"none of the first {PROBE_EXAMPLES} examples"
+            raise ConfigError(
+                f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {DEMONSTRATION_HINT}"
+            )
     levels = getattr(task, "levels", 0)
     if "level" in (needs or ()) and not levels:
         raise ConfigError(
@@ -373,11 +366,7 @@ def restore_learner(
     folder: Path,
 ) -> None:
     """Restore the learner from a checkpoint. Raises RunError if the checkpoint belongs to another algorithm or model.
-
-    Args:
-        restore: The learner's method.
-        tensors: The learner's tensors in the checkpoint.
-    """
+    `restore`: the learner's method; `tensors`: those of the learner in the checkpoint."""
     try:
         restore(tensors, saved.state["learner"])
     except KeyError as error:

@@ -39,14 +39,7 @@ def train_sft(
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
     """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`. Raises PolicygradError if
-    the run cannot be trained; the message says what to change.
-
-    Args:
-        stop_after: Stop, resumably, after this many steps of this call.
-        time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
-        overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
-        tracking: display, trackers, callbacks; see `BaseTrainer`.
-    """
+    the run cannot be trained; the message says what to change. The other arguments are those of `train`."""
     return train_supervised(
         SFTObjective,
         SFTConfig,

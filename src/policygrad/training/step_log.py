@@ -77,12 +77,8 @@ def build_completion_rows(
 def build_step_notes(
     result: StepResult, values: dict[str, float], was_pretraining: bool, nonfinite: str = ""
 ) -> list[Note]:
-    """Return what users should know about the step.
-
-    Args:
-        was_pretraining: Whether only the critic was trained in the step before.
-        nonfinite: Where a value was not finite, as text.
-    """
+    """Return what users should know about the step. `was_pretraining`: whether only the critic was trained in the step before;
+    `nonfinite`: where a value was not finite, as text."""
     notes = list[Note]()
     if "value_pretraining" in values:
         notes.append(("value pre-training: only the critic is trained for now", "value pre-training"))

@@ -76,12 +76,7 @@ class SupervisedLearner(Protocol):
 
 
 class LocalSupervisedLearner:
-    """A learner in this process alone.
-
-    Args:
-        steps: Updates of the run, for the learning-rate schedule.
-        causal: Whether the model is a language model, whose log-probabilities the loss uses.
-    """
+    """A learner in this process alone. `steps`: updates of the run, for the learning-rate schedule; `causal`: see `Objective`."""
 
     division = WorkDivision()
 
@@ -284,9 +279,8 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
 
             self._sharded_io = ShardedCheckpointIO(self.learner)
         data = [config.data] + ([config.eval_data] if config.eval_data else [])
-        self.data_digest = [
-            digest_data(file, config.directory) for file in data
-        ]  # so that a resumed run sees the same rows
+        # so that a resumed run sees the same rows
+        self.data_digest = [digest_data(file, config.directory) for file in data]
         device = next(self.model.parameters()).device.type
         code = (find_code_references({"row_map": c.row_map}) for c in (self.config, config))
         self.fingerprint = fingerprint_run(replace(config, eval_data=None), device, dict(zip(*code, strict=True)))

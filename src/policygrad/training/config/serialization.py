@@ -246,15 +246,9 @@ def _parse_value(value: Any, hint: Any, where: str, dotted: str) -> Any:
 def _describe_type(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"a list of {_describe_type(typing.get_args(kind)[0])}"
-    descriptions = {
-        "Any": "text in quotes",
-        "str": "text in quotes",
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-    }
+    texts = {"Any": "text in quotes", "str": "text in quotes", "int": "a whole number", "float": "a number"}
     name = getattr(kind, "__name__", str(kind))
-    return descriptions.get(name, name)
+    return (texts | {"bool": "true or false"}).get(name, name)
 
 
 def _parse_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
@@ -288,13 +282,9 @@ def _parse_algorithm(current: Algorithm, value: Any, where: str, dotted: str) ->
 
 def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
     """Build the part that a name, or a table of a `part` and its settings, describes; None for "none". Raises ConfigError if
-    there is no such part or setting, or a value has the wrong type.
-
-    Args:
-        current: The present part. If it is of the same class, settings that are left out keep its values.
-        where: What holds the value, at the start of every error message.
-        dotted: The value's key there.
-    """
+    there is no such part or setting, or a value has the wrong type. `current`: the present part; if it is of
+    the same class, settings that are left out keep its values. `where`: what holds the value, which starts every error message;
+    `dotted`: the value's key there."""
     if value == NONE:
         return None
     value = {"part": value} if isinstance(value, str) else dict(_check_table(value, where, dotted))

@@ -109,8 +109,7 @@ def filter_unpermitted(
     codes: Iterable[str], file: Path, permissions: CodePermissions, *, new_process: bool = False
 ) -> list[str]:
     """Return the modules, files and addresses named in `file` that need permission and have none, sorted."""
-    unlisted = {code for code in codes if not _is_listed(code, permissions)}
-    return sorted(code for code in unlisted if not _is_trusted(code, file, new_process))
+    return sorted(code for code in set(codes) if not _is_permitted(code, file, permissions, new_process))
 
 
 def code_in_argv(argv: Sequence[str]) -> list[str]:
@@ -169,9 +168,16 @@ def _code_of_parts(value: Any) -> Iterator[str]:
         yield from (code for item in value.values() if isinstance(item, Mapping) for code in _code_of_parts(item))
 
 
-def _is_listed(code: str, permissions: CodePermissions) -> bool:
-    if code in permissions.names or _is_address(code):
-        return code in permissions.names
+def _is_address(code: str) -> bool:
+    return code.startswith(("http://", "https://"))
+
+
+def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, new_process: bool) -> bool:
+    """Return whether code has permission, or needs none because of its location."""
+    if code in permissions.names or code == "__main__":  # it is running
+        return True
+    if _is_address(code):  # a judge there would see what the model writes, and a key
+        return False
     file = _find_file(code)
     for allowed in permissions.names:
         name = allowed.rpartition(":")[0] or allowed
@@ -179,20 +185,6 @@ def _is_listed(code: str, permissions: CodePermissions) -> bool:
             return True
         if file is not None and file.is_relative_to(Path(name).expanduser().resolve()):
             return True
-    return False
-
-
-def _is_address(code: str) -> bool:
-    return code.startswith(("http://", "https://"))
-
-
-def _is_trusted(code: str, options_file: Path, new_process: bool) -> bool:
-    """Return whether code needs no permission, judged by its location."""
-    if code == "__main__":  # it is running
-        return True
-    if _is_address(code):  # a judge there would see what the model writes, and a key
-        return False
-    file = _find_file(code)
     if file is None or not file.exists():  # built in; or missing, which importing it reports
         return file is not None or _find_spec(code) is None
     installed = {path for kind, path in sysconfig.get_paths().items() if kind.endswith("lib")}
