@@ -95,7 +95,8 @@ def create_run_folder(
 ) -> RunFolder:
     """Create and lock the folder of a new run: `output`, or the next free runs/NAME-N. Raises RunError if the folder is not
     empty, another process is at work on it, or it cannot be created; ConfigError if `overwrite` is given without
-    `output`. `file`: name of the configuration file; `overwrite`: stash a run that is in the folder, which is deleted once the new one is committed."""
+    `output`. `file`: name of the configuration file; `overwrite`: stash a run that is in the folder, which is deleted once the
+    new one is committed."""
     leftovers = (LOCK_FILE, file, f".tmp-{file}")
     if overwrite and output is None:
         raise ConfigError("--overwrite replaces the run in the folder of --output, and there is no --output")
