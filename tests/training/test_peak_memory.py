@@ -15,7 +15,7 @@ from policygrad.training.trainer import measure_peak_memory
 )
 def test_the_parents_memory_is_not_counted() -> None:
     """getrusage counts it: a process begins as a copy of the one that starts it."""
-    program = "from policygrad.training.trainer import _peak_resident_bytes; print(_peak_resident_bytes())"
+    program = "from policygrad.training.trainer import measure_peak_memory as f; print(f()['peak_memory_mib'] * 2**20)"
     held = bytearray(2**30)
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert len(held) == 2**30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -80,17 +81,15 @@ def _kind(report: ComparisonReport, number: int, kind: Kind) -> dict[str, Any]:
     return {
         "equal": dict(kind.equal),
         "threshold": kind.threshold,
-        "rows": [{"label": row.label, "hidden": row not in best, "curves": _curves(row)} for row in rows],
+        "rows": [
+            {
+                "label": row.label,
+                "hidden": row not in best,
+                "curves": {axis: asdict(band) for axis, band in row.summary.curves.items()} if row.summary else {},
+            }
+            for row in rows
+        ],
     }
-
-
-def _curves(row: RowReport) -> dict[str, Any]:
-    summary = row.summary
-    return (
-        {}
-        if summary is None
-        else {axis: {"value": c.value, "low": c.low, "high": c.high} for axis, c in summary.curves.items()}
-    )
 
 
 def _matrix(report: ComparisonReport, measure: str) -> dict[str, dict[str, list[float]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def _check_values(plan: ComparisonPlan) -> None:
             raise ValueError(
                 f"the row {row.label}: tuned_option must be {' or '.join(TUNABLE_OPTIONS)}, or empty, not {row.tuned_option!r}"
             )
-        if not all(_is_number(value) for value in row.grid):
+        if not all(type(x) in (int, float) and 0 < x < math.inf for x in row.grid):
             raise ValueError(f"the row {row.label}: grid must be numbers, not {row.grid!r}")
     if len({row.label for row in plan.rows}) < len(plan.rows):
         raise ValueError("two rows have the same label")
@@ -171,18 +171,11 @@ def _check_values(plan: ComparisonPlan) -> None:
         raise ValueError("tokens, seeds and tuning_seeds must be whole numbers of at least 0")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def open_comparison(folder: Path, plan: ComparisonPlan) -> ComparisonPlan:
-    """Start a comparison in a new folder, or continue the one in it. Returns the plan to carry out.
+    """Start a comparison in a new folder, or continue the one in it. Returns the plan to carry out. Raises RunError if the
+    folder holds another comparison (the message has the difference), or something else.
 
-    A plan may request more than the existing one: further rows, values or seeds. Finished runs are then reused.
-
-    Raises:
-        RunError: The folder holds another comparison (the message has the difference), or something else.
-    """
+    A plan may request more than the existing one: further rows, values or seeds. Finished runs are then reused."""
     if (folder / PLAN_FILE).exists():
         existing = read_plan(folder)
         if (differ := _differ(existing, plan)) and _requests_more(existing, plan):
@@ -217,7 +210,10 @@ def _differ(existing: ComparisonPlan, plan: ComparisonPlan) -> list[str]:
     differing = [name.replace("_", " ") for name in names if old[name] != new[name]]
     if [row.label for row in existing.rows] != [row.label for row in plan.rows]:
         return ["the rows", *differing]
-    return [*(f"the row {a.label}" for a, b in _pairs(existing.rows, plan.rows) if asdict(a) != asdict(b)), *differing]
+    return [
+        *(f"the row {a.label}" for a, b in zip(existing.rows, plan.rows, strict=True) if asdict(a) != asdict(b)),
+        *differing,
+    ]
 
 
 def _requests_more(existing: ComparisonPlan, plan: ComparisonPlan) -> bool:
@@ -228,10 +224,6 @@ def _requests_more(existing: ComparisonPlan, plan: ComparisonPlan) -> bool:
     seeds = all({*getattr(existing, name)} <= {*getattr(plan, name)} for name in ("seeds", "tuning_seeds"))
     same = existing.tokens == plan.tokens and existing.ladder == plan.ladder and len(common) == len(existing.rows)
     return more and seeds and same and all(asdict(row) == asdict(rows[row.label]) for row in common)
-
-
-def _pairs(old: Iterable[ComparisonRow], new: Iterable[ComparisonRow]) -> Iterable[tuple[ComparisonRow, ComparisonRow]]:
-    return zip(old, new, strict=True)
 
 
 def iter_options(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -111,8 +111,11 @@ def describe_differences(report: ComparisonReport) -> Iterable[str]:
     if changed := [row.label for row in report.rows if row.reason]:
         yield f"Options that are not the algorithm's own, for reasons given with the row: {', '.join(changed)}."
     if len(report.kinds) > 1:
-        groups = "; ".join(f"{', '.join(kind.labels)} ({_measure(kind.measure)})" for kind in report.kinds)
-        yield f"Scores are of different things and are compared only among their own kind: {groups}."
+        groups = list[str]()
+        for kind in report.kinds:
+            shown = [f"{name} {value}" for name, value in kind.measure.items() if name in SHOWN_MEASURES]
+            groups.append(f"{', '.join(kind.labels)} ({', '.join(shown)})")
+        yield f"Scores are of different things and are compared only among their own kind: {'; '.join(groups)}."
     if not report.ladder:
         return
     yield f"{report.ladder['why']}"
@@ -134,16 +137,17 @@ def describe_caveats(report: ComparisonReport) -> Iterable[str]:
         "cover other tasks, models or budgets."
     )
     if pairs := report.pairs:
-        open_ = sum(not pair.separated["tokens"] for pair in report.pairs)
         seeds = len(report.seeds)
         chance = separation_by_chance(seeds, seeds)
-        few = (
+        clear = chance <= 1 - LEVEL
+        remark = (
             f" With {seeds} seeds each, equal rows are completely separated in {chance:.0%} of cases, so none is clear."
         )
+        open_ = sum(not pair.separated["tokens"] for pair in report.pairs)
         by_chance = f", and of {len(pairs)} pairs some exclude ½ by chance alone" if len(pairs) > 5 else ""
         yield (
             f"At equal tokens {open_} of {pluralise(len(pairs), 'pairs')} cannot be told apart: the interval of P(above) "
-            f"holds ½{by_chance}.{few if chance > 1 - LEVEL else ''}"
+            f"holds ½{by_chance}.{'' if clear else remark}"
         )
     yield (
         "One task and one small model: rankings of post-training algorithms change with scale and task (Li 2026, arXiv:2603.19335, "
@@ -212,11 +216,7 @@ def _group_by_value(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{value} ({', '.join(names)})" for value, names in labels.items())
 
 
-def _measure(measure: Mapping[str, Any]) -> str:
-    shown = [f"{name} {value}" for name, value in measure.items() if name in ("task", "max_tokens", "model")]
-    return ", ".join(shown)
-
-
+SHOWN_MEASURES = ("task", "max_tokens", "model")
 DEFAULT_THRESHOLD = 0.8
 """Threshold, as a fraction of the way from the score before training to the best row's final score."""
 FORMAT = 1
@@ -308,11 +308,17 @@ def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_
     """Build the report from results. share: in (0, 1], see `DEFAULT_THRESHOLD`."""
     if not 0 < share <= 1:
         raise ConfigError(f"the threshold is a share of the way in (0, 1], not {share:g}")
-    outcomes = {row.label: _reported(plan, row, results) for row in plan.rows}
+    outcomes = {row.label: dict[Job, RunOutcome]() for row in plan.rows}  # finished reported runs, by seed
+    for job in plan.reported_jobs(results.chosen):
+        if job in results.outcomes:
+            outcomes[job.row][job] = results.outcomes[job]
     measures = list(dict.fromkeys(json.dumps(row.measure, sort_keys=True) for row in plan.rows))
     kind_of = {row.label: measures.index(json.dumps(row.measure, sort_keys=True)) for row in plan.rows}
     kinds = tuple(_kind(i, plan, kind_of, outcomes, share) for i in range(len(measures)))
-    axes = {axis: _grid([o for runs in outcomes.values() for o in runs.values()], axis) for axis in AXES}
+    axes = dict[str, tuple[float, ...]]()
+    for axis in AXES:  # points from 0 to the end of the longest run
+        end = max((o.axis(axis)[-1] for runs in outcomes.values() for o in runs.values()), default=0.0)
+        axes[axis] = tuple(round(end * i / (POINTS - 1), 3) for i in range(POINTS)) if end else (0.0,)
     rows = tuple(
         _row(plan, row, results, kinds[kind_of[row.label]], kind_of[row.label], outcomes, axes) for row in plan.rows
     )
@@ -333,14 +339,6 @@ def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_
     return add_statements(unannotated)
 
 
-def _reported(plan: ComparisonPlan, row: ComparisonRow, results: Results) -> dict[Job, RunOutcome]:
-    """Return the row's finished reported runs, by seed."""
-    if row.label not in results.chosen:
-        return {}
-    jobs = [Job(row.label, results.chosen[row.label], seed) for seed in plan.seeds]
-    return {job: results.outcomes[job] for job in jobs if job in results.outcomes}
-
-
 def _kind(
     number: int,
     plan: ComparisonPlan,
@@ -358,12 +356,6 @@ def _kind(
         level = before + share * (best - before) if best > before else None
     equal = summary.common_endpoints(everything) if everything else {}
     return Kind(rows[0].measure, tuple(row.label for row in rows), equal, level)
-
-
-def _grid(outcomes: Sequence[RunOutcome], axis: str) -> tuple[float, ...]:
-    """Return points from 0 to the end of the longest run."""
-    end = max((o.axis(axis)[-1] for o in outcomes), default=0.0)
-    return tuple(round(end * i / (POINTS - 1), 3) for i in range(POINTS)) if end else (0.0,)
 
 
 def _row(
@@ -405,7 +397,7 @@ def _row(
 
 def _pairs(rows: Sequence[RowReport]) -> tuple[RowPair, ...]:
     """Compare all pairs of one kind."""
-    pairs = []
+    pairs = list[RowPair]()
     for a, b in combinations(rows, 2):
         if a.kind != b.kind or a.summary is None or b.summary is None:
             continue

@@ -82,11 +82,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_outcome(folder: Path) -> RunOutcome:
-    """Read a finished run.
-
-    Raises:
-        RunError: The run has no evaluation scores, or its files are invalid.
-    """
+    """Read a finished run. Raises RunError if the run has no evaluation scores, or its files are invalid."""
     try:
         return _outcome(folder)
     except (
@@ -145,11 +141,7 @@ def _outcome(folder: Path) -> RunOutcome:
 
 
 def read_cost(folder: Path) -> dict[str, float]:
-    """Read the cost of the run's processes; empty if it was not recorded.
-
-    Raises:
-        RunError: The file is invalid.
-    """
+    """Read the cost of the run's processes; empty if it was not recorded. Raises RunError if the file is invalid."""
     path = folder.with_name(folder.name + ".cost.json")
     if not path.exists():
         return {}
@@ -175,11 +167,8 @@ class Runner(Protocol):
     """Carries out runs."""
 
     def __call__(self, argv: Sequence[str], folder: Path) -> None:
-        """Start or resume `policygrad ARGV` in `folder`, until it is finished or `stop` is called.
-
-        Raises:
-            RunError: The run failed; the message ends with its output.
-        """
+        """Start or resume `policygrad ARGV` in `folder`, until it is finished or `stop` is called. Raises RunError if the run
+        failed; the message ends with its output."""
         ...
 
     def stop(self) -> None:
@@ -188,13 +177,8 @@ class Runner(Protocol):
 
 
 class SubprocessRunner:
-    """Carries out each run in a process.
-
-    Args:
-        threads: Torch threads per run.
-        program: Command before the arguments of `policygrad`.
-        allow: User code that the runs' files may refer to, besides that in their arguments.
-    """
+    """Carries out each run in a process. `threads`: torch threads per run; `program`: command before the arguments of
+    `policygrad`; `allow`: user code that the runs' files may refer to, besides that in their arguments."""
 
     def __init__(self, threads: int, program: Sequence[str] = PROGRAM, allow: Sequence[str] = ()) -> None:
         self.threads, self.program, self.allow = threads, tuple(program), tuple(allow)
@@ -241,11 +225,21 @@ class SubprocessRunner:
                 )
                 self._live.add(process)
             try:
-                used = _wait(process)
+                used = dict[str, float]()
+                if hasattr(os, "wait4"):  # it also has the CPU seconds of the process and its reward workers
+                    _, status, usage = os.wait4(process.pid, 0)
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    used["cpu_seconds"] = usage.ru_utime + usage.ru_stime
+                else:
+                    process.wait()
             finally:
                 with self._lock:
                     self._live.discard(process)
-        _add_cost(folder, used | {"seconds": time.perf_counter() - started}, self.threads)
+        used["seconds"] = time.perf_counter() - started
+        before = read_cost(folder)  # of a resumed run, to which this is added
+        rounded = {name: round(before.get(name, 0.0) + value, 1) for name, value in used.items()}
+        rounded |= {"threads": self.threads, "processes": before.get("processes", 0) + 1}
+        write_atomically(folder.with_name(folder.name + ".cost.json"), json.dumps(rounded) + "\n")
         return process.returncode
 
     def stop(self) -> None:
@@ -256,24 +250,6 @@ class SubprocessRunner:
             for process in self._live:  # Popen.terminate would poll for the exit status, which another thread waits for
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Wait, and return the CPU seconds of the process and its reward workers, if the system has them."""
-    if not hasattr(os, "wait4"):
-        process.wait()
-        return {}
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return {"cpu_seconds": usage.ru_utime + usage.ru_stime}
-
-
-def _add_cost(folder: Path, used: dict[str, float], threads: int) -> None:
-    """Record the cost; that of a resumed run is added up."""
-    before = read_cost(folder)
-    rounded = {name: round(before.get(name, 0.0) + value, 1) for name, value in used.items()}
-    rounded |= {"threads": threads, "processes": before.get("processes", 0) + 1}
-    write_atomically(folder.with_name(folder.name + ".cost.json"), json.dumps(rounded) + "\n")
 
 
 def clean_run_folder(folder: Path, *, tuning: bool) -> None:

@@ -508,19 +508,17 @@ class TimeModel:
         training = max(training, batches * (BACKWARD_PASSES * gather + reduce))
         state = 2 * (MASTER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + number
         trained = algorithm.updates * algorithm.trained_models * shape.parameters
+        size = shape.parameters * number
+        if self.layout.is_disaggregated:  # through a folder to the samplers
+            publishing = gather + 2 * size / self.efficiency.storage
+        elif ranks == 1:
+            publishing = 0.0 if number == MASTER_BYTES else size * 3 / self.device.bandwidth
+        else:
+            publishing = gather
         return StepTimes(
             generation=self.sampling_seconds(workload),
             scoring=algorithm.scoring_passes_at(self.layout.max_staleness) * scoring,
             learning=algorithm.trained_models * training,
             optimizer=trained * state / ranks / self.device.bandwidth,
-            publishing=self._publishing_seconds(),
+            publishing=publishing,
         )
-
-    def _publishing_seconds(self) -> float:
-        """Into the same device's sampler, or through a folder to samplers elsewhere."""
-        size = self.shape.parameters * self.layout.bytes_per_number
-        if self.layout.is_disaggregated:
-            return self.gather_seconds(size, self.layout.learning_devices) + 2 * size / self.efficiency.storage
-        if self.layout.learning_devices == 1:
-            return 0.0 if self.layout.bytes_per_number == MASTER_BYTES else size * 3 / self.device.bandwidth
-        return self.gather_seconds(size, self.layout.learning_devices)

@@ -76,14 +76,8 @@ ALIASES = {"A100-80": "A100", "A100-80GB": "A100", "H100-80": "H100", "H100-80GB
 
 
 def parse_devices(text: str, measured: Device | None = None) -> tuple[Device, int]:
-    """Parse `H200:64`, or `H200` for a single device.
-
-    Args:
-        measured: a calibrated device, which takes the place of the published one of its name.
-
-    Raises:
-        ConfigError: the device is unknown, or the count is invalid.
-    """
+    """Parse `H200:64`, or `H200` for a single device. `measured`: a calibrated device, which takes the place of the published
+    one of its name. Raises ConfigError if the device is unknown, or the count is invalid."""
     match = re.fullmatch(r"([^:]+?)(?::(\d+))?", text.strip())
     count = int(match.group(2) or 1) if match else 0
     if match is None or count < 1:
@@ -138,11 +132,7 @@ class Calibration:
     """Machine, versions, measured seconds."""
 
     def write(self, path: Path) -> None:
-        """Write a JSON file.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write a JSON file. Raises ConfigError if the file cannot be written."""
         values = {
             "kind": CALIBRATION_FORMAT,
             "dtype": self.dtype,
@@ -158,11 +148,8 @@ class Calibration:
             ) from error
 
     def apply(self, device: Device, dtype: str) -> tuple[Device, Efficiency]:
-        """Return the measured figures and efficiency for `device`.
-
-        Raises:
-            ConfigError: another device or precision was measured.
-        """
+        """Return the measured figures and efficiency for `device`. Raises ConfigError if another device or precision was
+        measured."""
         if device.name != self.device.name:
             raise ConfigError(
                 f"--calibration was measured on {self.device.name}, but --gpus names {device.name}. Calibrate on that device, or "
@@ -177,11 +164,7 @@ class Calibration:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read a file of `Calibration.write`.
-
-    Raises:
-        ConfigError: the file is missing, of another kind, or damaged.
-    """
+    """Read a file of `Calibration.write`. Raises ConfigError if the file is missing, of another kind, or damaged."""
     try:
         values = read_json(path)
     except OSError as error:

@@ -119,14 +119,9 @@ KNOWN_SHAPES = {
 
 
 def load_shape(model: str) -> ModelShape:
-    """Return the shape of a model.
-
-    Args:
-        model: a folder with a config.json, a run's folder, a config.json, `tiny`, or a well-known name with or without its owner.
-
-    Raises:
-        ConfigError: the file or name does not exist, or the architecture is not supported.
-    """
+    """Return the shape of a model. `model`: a folder with a config.json, a run's folder, a config.json, `tiny`, or a well-known
+    name with or without its owner. Raises ConfigError if the file or name does not exist, or the architecture is not
+    supported."""
     if model == EMBEDDED_MODEL:
         return read_shape(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL / "config.json", EMBEDDED_MODEL)
     path = Path(model).expanduser()
@@ -149,11 +144,8 @@ def load_shape(model: str) -> ModelShape:
 
 
 def read_shape(file: Path, name: str) -> ModelShape:
-    """Read the shape from a config.json.
-
-    Raises:
-        ConfigError: the file is not a configuration, or its architecture is not supported.
-    """
+    """Read the shape from a config.json. Raises ConfigError if the file is not a configuration, or its architecture is not
+    supported."""
     try:
         config = read_json(file)
     except (OSError, ValueError) as error:

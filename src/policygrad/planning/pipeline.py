@@ -123,15 +123,9 @@ def simulate(
     *,
     in_flight: bool = False,
 ) -> Timeline:
-    """Simulate a run with one step per rollout.
-
-    Args:
-        in_flight: the sampler accepts new weights in the middle of a rollout, so that sampling continues across steps; otherwise
-            the rollout that overlaps an update is finished before the weights change.
-
-    Raises:
-        ValueError: there are no rollouts, or the staleness is negative.
-    """
+    """Simulate a run with one step per rollout. `in_flight`: the sampler accepts new weights in the middle of a rollout, so
+    that sampling continues across steps; otherwise the rollout that overlaps an update is finished before the weights change.
+    Raises ValueError if there are no rollouts, or the staleness is negative."""
     if not rollouts or staleness < 0:
         raise ValueError(
             f"needs at least one rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}"
@@ -170,7 +164,15 @@ def _simulate_in_flight(
     pauses, spans = list[tuple[float, float]](), list[tuple[float, float]]()
     for step, (seconds, update) in enumerate(zip(rollouts, updates, strict=True)):
         start = max(complete, ready[max(0, step - staleness)] if step else 0.0)
-        complete = _finish_time(start, seconds, pauses)
+        complete, remaining = start, seconds  # sampling stops during the pauses
+        for pause_start, pause_end in pauses:
+            if pause_end <= complete:
+                continue
+            if complete + remaining <= pause_start:
+                break
+            remaining -= max(0.0, pause_start - complete)
+            complete = pause_end
+        complete += remaining
         spans.append((start, complete))
         ready.append(max(now, complete))
         waits.append(ready[-1] - now)
@@ -183,19 +185,6 @@ def _simulate_in_flight(
         for step_start, step_end in pairwise([0.0, *ends])
     )
     return Timeline(tuple(ready), tuple(ends), tuple(waits), sampling, staleness)
-
-
-def _finish_time(start: float, seconds: float, pauses: Sequence[tuple[float, float]]) -> float:
-    """Return when work of `seconds` that begins at `start` is done, if it stops during the pauses."""
-    now, remaining = start, seconds
-    for first, last in pauses:
-        if last <= now:
-            continue
-        if now + remaining <= first:
-            break
-        remaining -= max(0.0, first - now)
-        now = last
-    return now + remaining
 
 
 def resample_lengths(lengths: Lengths, steps: int, size: int, seed: int = 0) -> list[list[int]]:
@@ -256,13 +245,9 @@ def fit_learner_speed(rollouts: Sequence[Lengths], seconds: Sequence[float], pub
 
 
 def fit_nonnegative(columns: Columns, target: Sequence[float]) -> list[float]:
-    """Return the x ≥ 0 that minimises Σ_i (target_i − Σ_j columns_j,i · x_j)².
+    """Return the x ≥ 0 that minimises Σ_i (target_i − Σ_j columns_j,i · x_j)². Raises ValueError if there is nothing to fit.
 
-    All subsets of the columns are tried, so there should be few. Of linearly dependent columns the first ones are used.
-
-    Raises:
-        ValueError: there is nothing to fit.
-    """
+    All subsets of the columns are tried, so there should be few. Of linearly dependent columns the first ones are used."""
     if not target or not columns:
         raise ValueError("a speed is fitted to at least one measurement")
     import numpy as np  # not needed for a plan

@@ -161,13 +161,10 @@ def device_splits(gpus: int, tensor_parallel: int) -> list[int]:
 
 
 def find_best_split(request: PlanRequest, layout: ParallelLayout) -> CapacityPlan:
-    """Return the split into samplers and learners with the shortest step, preferring splits that fit.
+    """Return the split into samplers and learners with the shortest step, preferring splits that fit. Raises ConfigError if
+    there are fewer devices than one sampler and one learner need.
 
-    `layout.samplers` is ignored.
-
-    Raises:
-        ConfigError: there are fewer devices than one sampler and one learner need.
-    """
+    `layout.samplers` is ignored."""
     plans = [
         CapacityPlan(request, replace(layout, samplers=n)) for n in device_splits(layout.gpus, layout.tensor_parallel)
     ]
@@ -238,7 +235,7 @@ def suggest_changes(plan: CapacityPlan) -> list[Suggestion]:
                 plan = suggestion.plan
                 break
     if not plan.fits:
-        suggestions += [*_use_larger_device(plan), *_add_devices(plan)]
+        suggestions += _enlarge(plan)
     return suggestions
 
 
@@ -315,18 +312,14 @@ def _split_samplers(plan: CapacityPlan) -> Iterator[Suggestion]:
                 return
 
 
-def _use_larger_device(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The smallest device that fits."""
+def _enlarge(plan: CapacityPlan) -> Iterator[Suggestion]:
+    """The smallest device that fits; then the smallest number of devices that does, doubling it each time."""
     larger = [d for d in DEVICES.values() if d.memory > plan.request.device.memory and d.name != "cpu"]
     for device in sorted(larger, key=lambda d: d.memory):
         changed = CapacityPlan(replace(plan.request, device=device), plan.layout)
         if changed.fits:
             yield Suggestion(f"--gpus {device.name}:{plan.layout.gpus}", "devices with more memory", changed)
-            return
-
-
-def _add_devices(plan: CapacityPlan) -> Iterator[Suggestion]:
-    """The smallest number of devices that fits, doubling it each time."""
+            break
     gpus = plan.layout.gpus * 2
     while gpus <= MAX_DEVICES:
         layout = replace(plan.layout, gpus=gpus)

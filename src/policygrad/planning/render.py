@@ -61,27 +61,19 @@ def plan_tables(
     price: float | None,
 ) -> list[PlanTable]:
     """Return a plan's tables: memory, step, changes that make it fit, other numbers of devices."""
-    tables = [_memory_table(plan), _step_table(plan)]
-    if changes:
-        tables.append(_change_table(plan, changes))
-    return [*tables, _device_table(alternatives, steps, price)]
-
-
-def _memory_table(plan: CapacityPlan) -> PlanTable:
+    # memory
     devices = {"learner" if plan.sampler else "device": plan.learner}
     if plan.sampler:
         devices["sampler"] = plan.sampler
-    rows = []
+    rows = list[tuple[str, ...]]()
     for suffix, phase in (("", "static"), (", while learning", "training"), (", while sampling", "sampling")):
         parts = [getattr(memory, phase) for memory in devices.values()]
         for name in dict.fromkeys(name for part in parts for name in part):
             rows.append((name + suffix, *(format_gib(part[name]) if name in part else "–" for part in parts)))
     rows.append(("peak", *(format_gib(memory.peak_bytes) for memory in devices.values())))
     rows.append(("usable", *(format_gib(plan.usable_bytes) for _ in devices)))
-    return PlanTable("Memory of one device, GiB", ("", *devices), tuple(rows))
-
-
-def _step_table(plan: CapacityPlan) -> PlanTable:
+    memory_table = PlanTable("Memory of one device, GiB", ("", *devices), tuple(rows))
+    # seconds
     rows = [(text, format_seconds(getattr(plan.step_times, name))) for name, text in PHASE_NAMES.items()]
     if plan.timeline is not None:
         rows.append(("learners wait", f"{plan.timeline.learner_idle:.0%}"))
@@ -93,41 +85,42 @@ def _step_table(plan: CapacityPlan) -> PlanTable:
         f"average and {work.max_completion_tokens:,} at most, after prompts of {work.prompt_tokens}; {samplers} sampler"
         f"{'s' * (samplers > 1)} with {plan.concurrent_rows} concurrent completions each"
     )
-    return PlanTable("A step", ("", "seconds"), tuple(rows), note)
-
-
-def _change_table(plan: CapacityPlan, changes: Sequence[Suggestion]) -> PlanTable:
-    rows = tuple(
-        (
-            change.option,
-            change.description,
-            format_gib(change.plan.peak_bytes),
-            "yes" if change.plan.fits else "no",
-            format_seconds(change.plan.step_seconds),
-        )
-        for change in changes
-    )
-    if any(change.plan.fits for change in changes):
-        note = f"Each row includes the changes above it; {format_gib(plan.usable_bytes)} GiB are usable."
-    else:
-        note = "None of these is enough: use a smaller model or --context."
-    return PlanTable("What to change", ("option", "", "GiB", "fits", "a step"), rows, note)
-
-
-def _device_table(plans: Sequence[CapacityPlan], steps: int, price: float | None) -> PlanTable:
-    split = any(plan.layout.is_disaggregated for plan in plans)
+    tables = [memory_table, PlanTable("A step", ("", "seconds"), tuple(rows), note)]
+    # what to change
+    if changes:
+        rows = [
+            (
+                change.option,
+                change.description,
+                format_gib(change.plan.peak_bytes),
+                "yes" if change.plan.fits else "no",
+                format_seconds(change.plan.step_seconds),
+            )
+            for change in changes
+        ]
+        if any(change.plan.fits for change in changes):
+            note = f"Each row includes the changes above it; {format_gib(plan.usable_bytes)} GiB are usable."
+        else:
+            note = "None of these is enough: use a smaller model or --context."
+        tables.append(PlanTable("What to change", ("option", "", "GiB", "fits", "a step"), tuple(rows), note))
+    # other numbers of devices
+    split = any(plan.layout.is_disaggregated for plan in alternatives)
     head = ["devices", "fits", "GiB", "a step", "tokens/s", f"hours, {steps:,} steps"]
     head += ["samplers", "learners wait"] * split + ["cost"] * (price is not None)
     rows = []
-    for plan in plans:
-        row = [str(plan.layout.gpus), "yes" if plan.fits else "no", format_gib(plan.peak_bytes)]
-        row += [format_seconds(plan.step_seconds), f"{plan.tokens_per_second:,.0f}", f"{plan.device_hours(steps):,.0f}"]
+    for other in alternatives:
+        row = [str(other.layout.gpus), "yes" if other.fits else "no", format_gib(other.peak_bytes)]
+        row += [
+            format_seconds(other.step_seconds),
+            f"{other.tokens_per_second:,.0f}",
+            f"{other.device_hours(steps):,.0f}",
+        ]
         if split:
-            row += [str(plan.layout.samplers), f"{plan.timeline.learner_idle:.0%}" if plan.timeline else "–"]
+            row += [str(other.layout.samplers), f"{other.timeline.learner_idle:.0%}" if other.timeline else "–"]
         if price is not None:
-            row.append(f"{plan.device_hours(steps) * price:,.0f}")
+            row.append(f"{other.device_hours(steps) * price:,.0f}")
         rows.append(tuple(row))
-    return PlanTable("Other numbers of devices", tuple(head), tuple(rows))
+    return [*tables, PlanTable("Other numbers of devices", tuple(head), tuple(rows))]
 
 
 def list_assumptions(plan: CapacityPlan) -> list[str]:

@@ -32,7 +32,7 @@ from policygrad.training.interrupts import StopController, StopRequested, parse_
 from policygrad.training.loop import Undo
 from policygrad.training.model_card import render_model_card
 from policygrad.training.provenance import Fingerprint, compare_fingerprints, list_changed_options
-from policygrad.training.run_folder import RunFolder, create_run_folder, open_run_folder, with_end_marker
+from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
 from policygrad.utils.filesystem import write_atomically
 
 
@@ -218,7 +218,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         time_limit: str | None = None,
         overwrite: bool = False,
     ) -> TrainingResult[M | None]:
-        """Start a new run, or resume the one in the folder `resume` from its newest intact checkpoint.
+        """Start a new run, or resume the one in the folder `resume` from its newest intact checkpoint. Raises PolicygradError
+        if the run cannot be trained; the message says what to change.
 
         A signal stops the run, resumably (see `StopController`).
 
@@ -226,9 +227,6 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             stop_after: Stop, resumably, after this many steps of this call.
             time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
             overwrite: Replace the run that is in the output folder.
-
-        Raises:
-            PolicygradError: The run cannot be trained; the message says what to change.
         """
         self.stopping = StopController(None if time_limit is None else parse_duration(time_limit, "time_limit"))
         if stop_after is not None and stop_after < 1:
@@ -238,7 +236,11 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         with ExitStack() as stack:
             self.trackers = CompositeTracker([self._display, *self._other_trackers])
             stack.enter_context(self.stopping)
-            folder = stack.enter_context(self._open_folder(resume, overwrite))
+            if resume is not None:
+                opened = open_run_folder(Path(resume), self.kind, self.trackers.note)
+            else:
+                opened = create_run_folder(self.config.output, self.name, self.file, self.trackers.note, overwrite)
+            folder = stack.enter_context(opened)
             self.folder = folder.path
             self.config = replace(self.config, output=str(self.folder))
             if not (self.folder / self.file).exists():  # first of all, so that a run killed now can be resumed
@@ -262,11 +264,6 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self.files = JsonlTracker(self.folder)
             self.trackers.add(self.files)
             return self._train(resume is not None, stop_after)
-
-    def _open_folder(self, resume: str | Path | None, overwrite: bool) -> RunFolder:
-        if resume is not None:
-            return open_run_folder(Path(resume), self.kind, self.trackers.note)
-        return create_run_folder(self.config.output, self.name, self.file, self.trackers.note, overwrite)
 
     @property
     def name(self) -> str:
@@ -352,13 +349,11 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self.trackers.note(text)
 
     def apply(self, decision: GuardDecision) -> Undo | None:
-        """Carry out the guard's decision on the step that was just logged.
+        """Carry out the guard's decision on the step that was just logged. Raises CheckpointError if a rollback found no intact
+        checkpoint.
 
         Returns:
             The undo, or None where the step stands.
-
-        Raises:
-            CheckpointError: A rollback found no intact checkpoint.
         """
         if decision.stop_reason:
             self.stop()
@@ -389,11 +384,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         return active
 
     def compare_with_checkpoint(self, saved: Checkpoint, current: Fingerprint, config: C) -> None:
-        """Note what differs from the checkpoint, and record the options that do.
-
-        Raises:
-            RunError: The training or evaluation data differ.
-        """
+        """Note what differs from the checkpoint, and record the options that do. Raises RunError if the training or evaluation
+        data differ."""
         self.option_changes = [*saved.state.get("option_changes", ())]
         if "fingerprint" not in saved.state:
             return

@@ -28,7 +28,7 @@ from policygrad.learners.config import LearnerConfig
 from policygrad.learners.local.learner import LocalLearner
 from policygrad.models.loading import DTYPES
 from policygrad.planning.cost_model import MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, TimeModel, Workload
-from policygrad.planning.hardware import DEVICES, Calibration, Device, Efficiency
+from policygrad.planning.hardware import DEVICES, Calibration, Efficiency
 from policygrad.planning.model_shapes import ModelShape
 from policygrad.samplers.base import Request, SamplingParams
 from policygrad.samplers.local.sampler import LocalSampler
@@ -73,13 +73,7 @@ GPU = CalibrationWorkload(
 def calibrate(
     dtype: str, device: str, say: Callable[[str], None], setup: CalibrationWorkload | None = None
 ) -> Calibration:
-    """Measure the device in this precision, in about a minute.
-
-    Args:
-        device: torch's name.
-        say: Called with progress messages.
-        setup: What to measure, if not the usual.
-    """
+    """Measure the device in this precision, in about a minute. `say` is called with progress messages."""
     setup = setup or (CPU if device == "cpu" else GPU)
     say(f"matrix products in {dtype}")
     rate = measure_matmul(setup, dtype, device)
@@ -87,11 +81,15 @@ def calibrate(
     bandwidth = measure_bandwidth(setup, device)
     if device == "cpu":
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        device_entry = DEVICES["cpu"]
     else:
         memory = float(torch.cuda.mem_get_info(device)[1])
+        name = torch.cuda.get_device_name(device)
+        unknown = replace(DEVICES["A100"], name=name.split()[-1])
+        device_entry = next((entry for key, entry in DEVICES.items() if key in name), unknown)
     figures = {"bf16" if dtype == "bf16" else "fp32": rate, "bandwidth": bandwidth, "memory": memory}
     source = "measured by policygrad plan --calibrate"
-    measured = replace(_find_device(device), source=source, **figures)  # type: ignore[arg-type]
+    measured = replace(device_entry, source=source, **figures)  # type: ignore[arg-type]
     say(f"{bandwidth / 1e9:,.1f} GB/s; training")
     micro = MICRO_TOKENS_CPU if device == "cpu" else MICRO_TOKENS
     layout = ParallelLayout(gpus=1, dtype=dtype, micro_tokens=micro)
@@ -249,12 +247,3 @@ def time_call(work: Callable[[], object], repeats: int, device: str) -> float:
             torch.cuda.synchronize(device)
         seconds.append(clock() - started)
     return max(min(seconds[1:]), 1e-9)
-
-
-def _find_device(device: str) -> Device:
-    """Return this machine's entry in `DEVICES`."""
-    if device == "cpu":
-        return DEVICES["cpu"]
-    name = torch.cuda.get_device_name(device)
-    matches = (entry for key, entry in DEVICES.items() if key in name)
-    return next(matches, replace(DEVICES["A100"], name=name.split()[-1]))

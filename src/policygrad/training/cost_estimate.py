@@ -79,11 +79,8 @@ def compute_algorithm_cost(algorithm: Algorithm) -> AlgorithmCost:
 
 
 def compute_plannable_cost(algorithm: Algorithm) -> AlgorithmCost:
-    """Return the cost of an algorithm that a plan can count completely.
-
-    Raises:
-        ConfigError: It does not update the weights by gradient steps.
-    """
+    """Return the cost of an algorithm that a plan can count completely. Raises ConfigError if it does not update the weights by
+    gradient steps."""
     if type(algorithm.update_rule) is not GradientSteps:
         raise ConfigError(
             f"--algorithm {algorithm.name} updates by {type(algorithm.update_rule).__name__}, and a plan counts gradient steps "
@@ -126,18 +123,12 @@ class MemoryEstimate:
 
 
 def estimate_memory(run: Run) -> MemoryEstimate:
-    """Estimate from the configuration of the run's model and the first prompts of its task; no weights are read.
-
-    Raises:
-        PolicygradError: Something cannot be loaded, or the architecture cannot be counted.
-    """
+    """Estimate from the configuration of the run's model and the first prompts of its task; no weights are read. Raises
+    PolicygradError if something cannot be loaded, or the architecture cannot be counted."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from policygrad.training.setup import (
-        load_policy_tokenizer,
-        load_row_options,
-        pick_device,
-    )  # a plan needs none of it
+    # a plan needs none of it
+    from policygrad.training.setup import load_policy_tokenizer, load_row_options, pick_device
 
     run, device = resolve_config_paths(run), pick_device(run.learner.device)
     if run.learner.world_size > 1:
@@ -176,7 +167,11 @@ def estimate_memory(run: Run) -> MemoryEstimate:
         logits += min(MAX_CACHED, tokens * vocabulary) * 4
     evaluated = run.evaluation.problems * run.evaluation.samples_per_prompt
     rows = min(run.sampling.decode_rows, max(run.prompts_per_step * samples, evaluated))
-    cache = rows * (max(lengths) + completion) * _cache_numbers_per_token(config) * dtype.itemsize
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    cache_bytes = int(2 * text.num_hidden_layers * heads * width) * dtype.itemsize  # of a token, in all layers
+    cache = rows * (max(lengths) + completion) * cache_bytes
     return MemoryEstimate(
         {"libraries": libraries, **_count_model_bytes(run, parameters, adapters, dtype)},
         training=saved + logits,
@@ -187,11 +182,8 @@ def estimate_memory(run: Run) -> MemoryEstimate:
 
 
 def _count_model_bytes(run: Run, parameters: int, adapters: int | None, dtype: torch.dtype) -> dict[str, int]:
-    """Count the weights, gradients and Adam's moments of all trained models, the copy that undoes a failed step, and other models.
-
-    Args:
-        adapters: Trained parameters in float32, on weights that all models share; None = all weights are trained.
-    """
+    """Count the weights, gradients and Adam's moments of all trained models, the copy that undoes a failed step, and other
+    models. `adapters`: Trained parameters in float32, on weights that all models share; None = all weights are trained."""
     algorithm, weight = run.algorithm, dtype.itemsize
     cost = compute_algorithm_cost(algorithm)
     trained, frozen = cost.trained_models, cost.frozen_models + (run.max_staleness > 0)
@@ -209,11 +201,3 @@ def _count_model_bytes(run: Run, parameters: int, adapters: int | None, dtype: t
         **{name: counted[name] for name in ("gradients", "optimizer", "copy of the state")},
         "other models": adapters * (frozen - has_reference_model) * 4 + parameters * has_reference_model * weight,
     }
-
-
-def _cache_numbers_per_token(config: Any) -> int:
-    """Return the size of the key-value cache of one token, in all layers."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * width)

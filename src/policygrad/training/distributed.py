@@ -139,12 +139,8 @@ class ShardedCheckpointIO:
         return [ShardFile(**report) for report in reports]
 
     def restore(self, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore the verified checkpoint at `path`; `tensors` give the shapes.
-
-        Raises:
-            CheckpointError: a process cannot read it.
-            KeyError: it is of another model.
-        """
+        """Restore the verified checkpoint at `path`; `tensors` give the shapes. Raises CheckpointError if a process cannot read
+        it; KeyError if it is of another model."""
         specs = {name: tensor.to("meta") for name, tensor in tensors.items()}
         self._learner.run_on_all(restore_shard, path.absolute(), specs, values)
 

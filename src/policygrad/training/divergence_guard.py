@@ -81,11 +81,8 @@ AnyGuardConfig = GuardConfig | SupervisedGuardConfig
 
 
 class DivergenceGuard:
-    """Assesses every step of a run.
-
-    Args:
-        note: Called with a message and its kind; of one kind only the first message is shown (None = the message itself).
-    """
+    """Assesses every step of a run. `note` is called
+    with a message and its kind; of one kind only the first message is shown (None = the message itself)."""
 
     def __init__(self, config: AnyGuardConfig, note: Callable[[str, str | None], None]) -> None:
         self.config, self.history, self.decision = config, GuardHistory(), GuardDecision()
@@ -120,7 +117,16 @@ def assess_step(
     The values of an undone step are forgotten. Those of a step that is only warned of are kept, so that a new level does not
     remain a spike for ever.
     """
-    spikes = {name: text for name in METRIC_OPTIONS if (text := _describe_spike(name, history.recent, values, config))}
+    spikes = {}
+    for name, option in METRIC_OPTIONS.items():
+        factor, before, value = getattr(config, option, 0.0), history.recent.get(name, ()), values.get(name)
+        if not factor or value is None or len(before) < config.window:
+            continue
+        median = statistics.median(before)
+        if value > max(factor * median, FLOORS[name]) or not math.isfinite(value):
+            spikes[name] = f"{name} is {value:.3g}, after {median:.3g} in the steps before"
+        elif name == "entropy" and median >= COLLAPSE and value < median / factor:
+            spikes[name] = f"{name} has fallen to {value:.3g}, after {median:.3g} in the steps before"
     alarm = bool(spikes) or constant_rewards
     streak = history.alarm_streak + 1 if alarm else 0
     action = "warn"
@@ -141,20 +147,6 @@ def assess_step(
     streak = 0 if action == "stop" else streak  # a resumed run starts counting again
     decision = GuardDecision(spikes, text if constant_rewards else None, action)
     return decision, GuardHistory({name: v for name, v in recent.items() if v}, streak, lr_factor)
-
-
-def _describe_spike(
-    name: str, recent: Mapping[str, tuple[float, ...]], values: Mapping[str, float], config: AnyGuardConfig
-) -> str | None:
-    factor, before, value = getattr(config, METRIC_OPTIONS[name], 0.0), recent.get(name, ()), values.get(name)
-    if not factor or value is None or len(before) < config.window:
-        return None
-    median = statistics.median(before)
-    if value > max(factor * median, FLOORS[name]) or not math.isfinite(value):
-        return f"{name} is {value:.3g}, after {median:.3g} in the steps before"
-    if name == "entropy" and median >= COLLAPSE and value < median / factor:
-        return f"{name} has fallen to {value:.3g}, after {median:.3g} in the steps before"
-    return None
 
 
 def has_constant_rewards(result: StepResult, values: Mapping[str, float]) -> bool:

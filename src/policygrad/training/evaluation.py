@@ -28,11 +28,8 @@ def collect(
     sampler: Sampler | SamplerFactory | None = None,
     environment: EnvironmentFactory | None = None,
 ) -> Rollout:
-    """Return the rollout of one step of a run, without training: its batch, texts and metrics.
-
-    Raises:
-        PolicygradError: Something is missing or does not fit; the message says what to change.
-    """
+    """Return the rollout of one step of a run, without training: its batch, texts and metrics. Raises PolicygradError if
+    something is missing or does not fit; the message says what to change."""
     run = (run or Run()).resolve()
     with _load(run, run.algorithm, sampler, environment, ignore_progress) as resources:
         config = RolloutConfig(run.sampling, run.prompts_per_step, run.effective_samples_per_prompt)
@@ -47,7 +44,8 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     phase: ProgressCallback = ignore_progress,
 ) -> EvaluationResult:
-    """Evaluate a model on a task's held-out problems.
+    """Evaluate a model on a task's held-out problems. Raises PolicygradError if something is missing or does not fit; the
+    message says what to change.
 
     Args:
         options: The model, the task, and how to sample and score: `evaluation.problems` problems with
@@ -56,9 +54,6 @@ def evaluate(
         environment: An environment other than the configured one.
         progress: Called with (completed, total) problems.
         phase: Called with what rewards, servers or environments are being waited for.
-
-    Raises:
-        PolicygradError: Something is missing or does not fit; the message says what to change.
     """
     options = options or RunOptions()
     check_environment_timeout(options.environment_timeout)

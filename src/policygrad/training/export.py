@@ -42,19 +42,13 @@ def export_merged(
     trust_remote_code: bool = False,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write W + (α/r)·B·A in place of each adapted W, added in float32 and rounded once; the result loads without PEFT.
+    """Write W + (α/r)·B·A in place of each adapted W, added in float32 and rounded once; the result loads without PEFT. Raises
+    ModelError if there is no adapter, or it cannot be merged; RunError if the folder is not empty.
 
     Args:
         model: A run's folder, or an adapter's.
         output: None = `merged` in the run's folder.
         dtype: fp32 or bf16; None = the run's.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ModelError: There is no adapter, or it cannot be merged.
-        RunError: The folder is not empty.
     """
     path = resolve_model(model)
     if adapter_base(path) is None:
@@ -82,13 +76,9 @@ def export_merged(
 def export_stopped(
     run: Path, *, trust_remote_code: bool = False, phase: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """Write `RUN/model-step-N`, the model in the newest intact checkpoint of a run of `train` or `sft`, and leave the run as it is.
-
-    Raises:
-        RunError: There is no such run or no checkpoint, or the checkpoint belongs to another model.
-        ConfigError: The model needs code of its own, without permission.
-        ModelError: The run's initial model cannot be found.
-    """
+    """Write `RUN/model-step-N`, the model in the newest intact checkpoint of a run of `train` or `sft`, and leave the run as it
+    is. Raises RunError if there is no such run or no checkpoint, or the checkpoint belongs to another model; ConfigError if the
+    model needs code of its own, without permission; ModelError if the run's initial model cannot be found."""
     kind = "sft" if (run / "sft.toml").is_file() else "train"
     file = config_file(check_resumable(run, kind), kind)
     config = read_config_file(file)
@@ -115,7 +105,14 @@ def export_stopped(
         lora=parse_lora(learner["lora"]),
         seed=config["seed"],
     )
-    _load_weights(saved, model, name)
+    parameters = dict(model.named_parameters())
+    trained = {key.removeprefix("weights/"): t for key, t in saved.tensors.items() if key.startswith("weights/")}
+    wrong = [key for key, x in trained.items() if key not in parameters or parameters[key].shape != x.shape]
+    if wrong or not trained:
+        raise RunError(f"{saved.path} does not fit the model {name!r} ({min(wrong, default='it has no weights')})")
+    with torch.no_grad():
+        for key, tensor in trained.items():
+            parameters[key].copy_(tensor)
     card = render_model_card(
         kind,
         run.name,
@@ -129,18 +126,6 @@ def export_stopped(
     return write_model(run / f"model-step-{saved.step}", model, tokenizer, card=card)
 
 
-@torch.no_grad()
-def _load_weights(saved: checkpoints.Checkpoint, model: nn.Module, name: str) -> None:
-    """Copy a checkpoint's weights into the model. Raise RunError if they belong to another."""
-    parameters = dict(model.named_parameters())
-    trained = {key.removeprefix("weights/"): t for key, t in saved.tensors.items() if key.startswith("weights/")}
-    wrong = [key for key, x in trained.items() if key not in parameters or parameters[key].shape != x.shape]
-    if wrong or not trained:
-        raise RunError(f"{saved.path} does not fit the model {name!r} ({min(wrong, default='it has no weights')})")
-    for key, tensor in trained.items():
-        parameters[key].copy_(tensor)
-
-
 def export_gguf(
     model: str,
     output: str | None = None,
@@ -150,16 +135,13 @@ def export_gguf(
     phase: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write one file with weights, vocabulary and chat template, for llama.cpp, Ollama and LM Studio; adapters are merged.
+    Raises ModelError if llama.cpp has no name for the architecture or tokenizer, or this is a reward model; EngineError if the
+    package `gguf` is missing; RunError if the file exists, or cannot be written.
 
     Args:
         model: A run's, a model's or an adapter's folder, or a hub id.
         output: None = `model.gguf` in that folder.
         dtype: fp32 or bf16; None = the run's, and fp32 for a model of no run.
-
-    Raises:
-        ModelError: llama.cpp has no name for the architecture or tokenizer, or this is a reward model.
-        EngineError: The package `gguf` is missing.
-        RunError: The file exists, or cannot be written.
     """
     path = resolve_model(model)
     file = Path(output) if output is not None else Path(model) / GGUF_FILE

@@ -29,11 +29,8 @@ class StopController:
     """A context in which signals set `requested`, and end `interruptible` work at once.
 
     The handler never prints through Python, since it may interrupt a print. Outside the main thread the context leaves the
-    process's signal handlers alone.
-
-    Args:
-        time_limit: Seconds after which the run must have stopped and be saved; None = no limit.
-    """
+    process's signal handlers alone. `time_limit`:
+    seconds after which the run must have stopped and be saved; None = no limit."""
 
     def __init__(self, time_limit: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested = False
@@ -115,11 +112,7 @@ class StopController:
 
 
 def parse_duration(text: str, option: str) -> float:
-    """Return the seconds in 1d12h, 23h50m, 45m or 90s.
-
-    Raises:
-        ConfigError: The text is no such duration.
-    """
+    """Return the seconds in 1d12h, 23h50m, 45m or 90s. Raises ConfigError if the text is no such duration."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or not any(match.groups()):
         raise ConfigError(f"{option} must be a time such as 23h50m, 45m, 90s or 1d12h, not {text!r}")

@@ -93,12 +93,9 @@ def run_loop(
     callbacks: StepCallbacks,
     interruptible: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Progress:
-    """Take steps until `callbacks` stop the run. The rollouter starts with the learner's weights; which sampler, environment and
-    learner these are makes no difference here.
-
-    Args:
-        interruptible: Surrounds each rollout. A rollout changes no state, so an exception raised there discards the step.
-    """
+    """Take steps until `callbacks` stop the run. The rollouter starts with the learner's weights; which sampler, environment
+    and learner these are makes no difference here. `interruptible`: Surrounds each rollout. A rollout changes no state, so an
+    exception raised there discards the step."""
     producer, active = _make_producer(run, progress), True
     try:
         while active:

@@ -15,21 +15,8 @@ MODEL_CARD_FILE = "README.md"
 """Name in the model's folder, where PEFT leaves a form to fill in."""
 HUB_TAGS = {"train": "reinforcement-learning", "sft": "sft", "reward-model": "reward-model"}
 SHOWN_OPTIONS = (
-    "task",
-    "data",
-    "eval_data",
-    "reward",
-    "steps",
-    "epochs",
-    "prompts_per_step",
-    "samples_per_prompt",
-    "batch_size",
-    "lr",
-    "seed",
-    "sampling.max_tokens",
-    "sampling.temperature",
-    "learner.dtype",
-    "learner.lora",
+    *("task", "data", "eval_data", "reward", "steps", "epochs", "prompts_per_step", "samples_per_prompt"),
+    *("batch_size", "lr", "seed", "sampling.max_tokens", "sampling.temperature", "learner.dtype", "learner.lora"),
 )
 """What readers ask for first. run.toml has every option, but names folders of the machine and is not part of the model."""
 MIXED_OPTIONS = ("task", "eval_data")
@@ -50,24 +37,26 @@ def render_model_card(
     changes: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text of `README.md`. Files appear by name only, and reward functions without folders.
-
-    Args:
-        kind: train, sft or reward-model.
-        name: The run's name.
-        config: The configuration as its TOML has it.
-        summary: The evaluations before and after training, as text.
-        values: The contents of result.json.
-        eval_description: The evaluation data, if other than usual.
-        changes: Options that a resumed run changed, by step.
-    """
+    `config`: as its TOML has it; `values`: the contents of result.json; `eval_description`: the evaluation data, if other than
+    usual; `changes`: options that a resumed run changed, by step."""
     algorithm = config.get("algorithm", {})
     method = f"by `{algorithm['name']}`" if algorithm else {"sft": "on demonstrations"}.get(kind, "on preferences")
     base = str(config.get("model", ""))
     rows = {"base model": _format_value(base)}
-    rows |= {key: text for key in SHOWN_OPTIONS if (text := _format_config_option(config, key))}
+    for key in SHOWN_OPTIONS:
+        value = _get_option(config, key)
+        if value in (None, "", []):
+            continue
+        if key in MIXED_OPTIONS:
+            rows[key] = "+".join(_format_value(part.strip()) for part in str(value).split("+"))
+        else:
+            rows[key] = ", ".join(map(_format_value, value)) if isinstance(value, list) else _format_value(value)
     rows |= {"tokens sampled": format_count(values["tokens"])} if values.get("tokens") else {}
+    header = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
+    header += [f"library_name: {'peft' if _get_option(config, 'learner.lora') else 'transformers'}"]
+    header += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else 'text-generation'}"]
     sections = [
-        _render_metadata(kind, base, bool(_get_option(config, "learner.lora"))),
+        "\n".join(["---", *header, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"]),
         f"# {name}",
         f"{_format_value(base)}, trained {method}, with policygrad {version('policygrad')} (`policygrad {kind}`).",
         "## What was trained, and on what",
@@ -103,24 +92,6 @@ def render_model_card(
 def as_merged_card(text: str) -> str:
     """Turn an adapter's card into that of the model with the adapter merged into its weights."""
     return text.replace("library_name: peft", "library_name: transformers", 1)
-
-
-def _render_metadata(kind: str, base: str, is_adapter: bool) -> str:
-    """Return the YAML header; it names the base model only if that is on the hub."""
-    lines = [f"base_model: {base}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else []
-    lines += [f"library_name: {'peft' if is_adapter else 'transformers'}"]
-    lines += [f"pipeline_tag: {'text-classification' if kind == 'reward-model' else 'text-generation'}"]
-    return "\n".join(["---", *lines, "tags:", "- policygrad", f"- {HUB_TAGS[kind]}", "---"])
-
-
-def _format_config_option(config: Mapping[str, Any], key: str) -> str:
-    """Return an option as text; "" if it is not set."""
-    value = _get_option(config, key)
-    if value in (None, "", []):
-        return ""
-    if key in MIXED_OPTIONS:
-        return "+".join(_format_value(part.strip()) for part in str(value).split("+"))
-    return ", ".join(map(_format_value, value)) if isinstance(value, list) else _format_value(value)
 
 
 def _get_option(config: Mapping[str, Any], key: str) -> Any:

@@ -11,6 +11,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,13 +30,7 @@ EXCLUDED_OPTIONS = {
 }
 """Options that are no settings: files and code, which are compared by content, locations, and repetitions of another option."""
 NON_LEARNING_PREFIXES = (
-    "steps",
-    "track",
-    "checkpoint.",
-    "evaluation.",
-    "rewards.",
-    "sampler.urls",
-    "sampler.timeout",
+    *("steps", "track", "checkpoint.", "evaluation.", "rewards.", "sampler.urls", "sampler.timeout"),
     "sampler.heartbeat",
 )
 """Prefixes of options that do not affect what a step learns (`rewards.memory` does)."""
@@ -43,11 +38,8 @@ Fingerprint = Mapping[str, Mapping[str, Any]]
 
 
 def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the sha256 of data files and code, the settings and the versions.
-
-    Args:
-        code: The name that the run has for each imported module or file of custom code → its module or path.
-    """
+    """Return the sha256 of data files and code, the settings and the versions. `code`: the name that the run has for each
+    imported module or file of custom code → its module or path."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -56,20 +48,22 @@ def fingerprint_run(config: Any, device: str, code: Mapping[str, str] | None = N
             continue
     data = {name: getattr(config, name, None) for name in ("task", "eval_data")}
     sources = {name: getattr(sys.modules.get(place), "__file__", place) for name, place in (code or {}).items()}
+    code_hashes = {}
+    for name, source in sources.items():
+        with suppress(OSError, ValueError):  # no file: an object, a name that is too long, or one with a NUL in it
+            if isinstance(source, str):
+                code_hashes[name] = hashlib.sha256(Path(source).read_bytes()).hexdigest()
     return {
         "files": {name: sha for name, path in data.items() if (sha := digest_data(path, config.directory))},
-        "code": {name: sha for name, path in sources.items() if (sha := _hash_file(path))},
+        "code": code_hashes,
         "settings": dict(_iter_settings(config)),
         "versions": {**versions, "device": device},
     }
 
 
 def compare_fingerprints(before: Fingerprint, current: Fingerprint, config: Any, folder: Path) -> list[str]:
-    """Return notes about the differences, for a run that is resumed.
-
-    Raises:
-        RunError: The training or evaluation data differ.
-    """
+    """Return notes about the differences, for a run that is resumed. Raises RunError if the training or evaluation data
+    differ."""
     files = current["files"]
     for name, sha in before["files"].items():
         if files.get(name) != sha:
@@ -120,11 +114,3 @@ def _iter_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, [*map(str, value)]
         else:
             yield name, value if value is None or isinstance(value, str | int | float) else str(value)
-
-
-def _hash_file(path: Any) -> str | None:
-    """Return the sha256 of a file; None if it is none (a task's name, rows, an object)."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if isinstance(path, str) else None
-    except (OSError, ValueError):  # too long for a file name, or a NUL in it
-        return None

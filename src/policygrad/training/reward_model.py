@@ -27,13 +27,7 @@ from policygrad.models.classifier import (
 from policygrad.models.loading import DTYPES, context_length, disable_dropout, model_origin, resolve_model
 from policygrad.models.lora_config import Lora, adapter_base, check_same_adapter, read_lora
 from policygrad.models.tokenizer import Tokenizer, check_vocabulary
-from policygrad.tasks.preferences import (
-    PreferencePair,
-    exclude_eval_prompts,
-    group_by_prompt,
-    read_preferences,
-    split_by_prompt,
-)
+from policygrad.tasks.preferences import exclude_eval_prompts, group_by_prompt, read_preferences, split_by_prompt
 from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import RewardModelConfig
@@ -54,17 +48,8 @@ def train_reward_model(
     overwrite: bool = False,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Train a reward model on preferences, or resume the run in the folder `resume`.
-
-    Args:
-        stop_after: Stop, resumably, after this many steps of this call.
-        time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
-        overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
-        tracking: display, trackers, callbacks; see `BaseTrainer`.
-
-    Raises:
-        PolicygradError: The run cannot be trained; the message says what to change.
-    """
+    """Train a reward model on preferences, or resume the run in the folder `resume`. Raises PolicygradError if the run cannot
+    be trained; the message says what to change. The other arguments are those of `train`."""
     return train_supervised(
         PreferenceObjective,
         RewardModelConfig,
@@ -128,22 +113,21 @@ class PreferenceObjective:
                 f"{config.model!r} has no padding token, which several processes need: name one in its tokenizer_config.json "
                 "(pad_token), or train in one process (learner.world_size 1)"
             )
-        self.texts = [self._encode(pair) for pair in self.pairs]
-
-    def _encode(self, pair: PreferencePair) -> tuple[list[int], list[int]]:
-        sides = []
+        self.texts = list[tuple[list[int], list[int]]]()
         limit = self.tokenizer.context_length
-        for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            ids = encode_for_scoring(self.tokenizer, pair.prompt, completion, pair.source)
-            if limit is not None and len(ids) > limit:
-                raise ModelError(
-                    f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {limit} positions of "
-                    f"{self.tokenizer.name!r}: shorten them, or leave the line out"
-                )
-            sides.append(ids)
-        if sides[0] == sides[1]:
-            raise ModelError(f"{pair.source}: 'chosen' and 'rejected' are equal in token ids: remove the line")
-        return sides[0], sides[1]
+        for pair in self.pairs:
+            sides = []
+            for name, completion in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                ids = encode_for_scoring(self.tokenizer, pair.prompt, completion, pair.source)
+                if limit is not None and len(ids) > limit:
+                    raise ModelError(
+                        f"{pair.source}: prompt and {name!r} have {len(ids)} tokens, more than the {limit} positions of "
+                        f"{self.tokenizer.name!r}: shorten them, or leave the line out"
+                    )
+                sides.append(ids)
+            if sides[0] == sides[1]:
+                raise ModelError(f"{pair.source}: 'chosen' and 'rejected' are equal in token ids: remove the line")
+            self.texts.append((sides[0], sides[1]))
 
     def accumulate(self, learner: SupervisedLearner, rows: Sequence[int]) -> dict[str, float]:
         """Add one update's gradient; return loss (nats), accuracy, margin r_w − r_l, and the tokens read."""
@@ -239,12 +223,9 @@ def compute_accuracy(margin: Tensor) -> Tensor:
 
 
 def load_reward_model(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
-    """Load a causal model's weights with a new head of one output, or an existing reward model; and its tokenizer.
-
-    Raises:
-        ModelError: There is no such model, it is a classifier of several labels, or it has no tokenizer.
-        ConfigError: The model cannot have these adapters.
-    """
+    """Load a causal model's weights with a new head of one output, or an existing reward model; and its tokenizer. Raises
+    ModelError if there is no such model, it is a classifier of several labels, or it has no tokenizer; ConfigError if the model
+    cannot have these adapters."""
     path, lora, trust = resolve_model(config.model), config.learner.adapters, config.trust_remote_code
     count, _ = read_num_labels(path, trust)
     if count > 1:

@@ -25,34 +25,13 @@ CONFIG_FILES = ("run.toml", "sft.toml", "reward-model.toml")
 RUN_FILES = (
     LOCK_FILE,
     *CONFIG_FILES,
-    "metrics.jsonl",
-    "completions.jsonl",
-    "checkpoints",
-    "model",
-    "model-step-*",
-    "merged",
-    "model.gguf",
-    "weights",
-    "result.json",
-    "tracked.json*",
-    "report.html",
-    "stacks.txt",
-    "tensorboard",
-    "wandb",
-    ".tmp-*",
+    *("metrics.jsonl", "completions.jsonl", "checkpoints", "model", "model-step-*", "merged", "model.gguf"),
+    *("weights", "result.json", "tracked.json*", "report.html", "stacks.txt", "tensorboard", "wandb", ".tmp-*"),
 )
 """Files that runs, and the commands that read runs, write into the folder. Any other file is the user's."""
 NOT_COPIED = (
     LOCK_FILE,
-    ".tmp-*",
-    "model",
-    "merged",
-    "model.gguf",
-    "weights",
-    "result.json",
-    "tracked.json*",
-    "wandb",
-    "report.html",
+    *(".tmp-*", "model", "merged", "model.gguf", "weights", "result.json", "tracked.json*", "wandb", "report.html"),
 )
 """Results of a finished run, files for servers, and identities at tracking services, of which a copied run has its own."""
 REPORT_FILE = "report.html"
@@ -65,11 +44,7 @@ _HEADER, _END = '# complete only with its last line, "# end"', "# end"
 
 class RunFolder:
     """A locked run folder. Unless `commit` is called, leaving the context removes what was created and restores a stashed run.
-
-    Args:
-        created: Folders that did not exist before, outermost first.
-        leftovers: Files that an uncommitted run has written.
-    """
+    `created`: folders that did not exist before, outermost first; `leftovers`: files that an uncommitted run has written."""
 
     def __init__(
         self, path: Path, lock: IO[bytes], created: tuple[Path, ...] = (), leftovers: tuple[str, ...] = ()
@@ -110,27 +85,18 @@ class RunFolder:
 
 
 def open_run_folder(folder: Path, kind: str, note: Callable[[str], None]) -> RunFolder:
-    """Lock an existing run's folder, to resume the run.
-
-    Raises:
-        RunError: There is no run of this kind in it, or another process is at work on it.
-    """
+    """Lock an existing run's folder, to resume the run. Raises RunError if there is no run of this kind in it, or another
+    process is at work on it."""
     return RunFolder(check_resumable(folder, kind), _lock_folder(folder, note))
 
 
 def create_run_folder(
     output: str | None, name: str, file: str, note: Callable[[str], None], overwrite: bool = False
 ) -> RunFolder:
-    """Create and lock the folder of a new run: `output`, or the next free runs/NAME-N.
-
-    Args:
-        file: Name of the configuration file.
-        overwrite: Stash a run that is in the folder; it is deleted once the new one is committed.
-
-    Raises:
-        RunError: The folder is not empty, another process is at work on it, or it cannot be created.
-        ConfigError: `overwrite` without `output`.
-    """
+    """Create and lock the folder of a new run: `output`, or the next free runs/NAME-N. Raises RunError if the folder is not
+    empty, another process is at work on it, or it cannot be created; ConfigError if `overwrite` is given without
+    `output`. `file`: name of the configuration file; `overwrite`: stash a run that is in the folder, which is deleted once the
+    new one is committed."""
     leftovers = (LOCK_FILE, file, f".tmp-{file}")
     if overwrite and output is None:
         raise ConfigError("--overwrite replaces the run in the folder of --output, and there is no --output")
@@ -227,7 +193,18 @@ def check_resumable(folder: Path, kind: str) -> Path:
     file = config_file(folder, kind)
     check_no_pending_overwrite(folder)
     if file.is_file():
-        _check_complete(file)
+        try:
+            lines = file.read_bytes().splitlines()
+        except OSError as error:
+            raise RunError(f"{file} cannot be read: {error.strerror}") from error
+        content = [line for line in lines if line.strip() and not line.strip().startswith(b"#")]
+        if not content or (lines[0] == _HEADER.encode() and _END.encode() not in lines):
+            problem = "is truncated" if content else "is empty"
+            command = "train" if file.name == "run.toml" else file.stem
+            raise RunError(
+                f"{file} {problem}, so the run's options are lost: restore a copy of it, or write it again with the options that "
+                f"the run started with, `policygrad {command} … --dry-run > {file}`"
+            )
         return folder
     other = next((name for name in ("train", "sft", "reward-model") if config_file(folder, name).is_file()), None)
     hint = (
@@ -242,22 +219,6 @@ def with_end_marker(text: str) -> str:
     """Mark the end of a configuration, so that a truncated file is noticed: cut off at a line's end, TOML would be read with
     defaults for the rest."""
     return f"{_HEADER}\n{text}{_END}\n"
-
-
-def _check_complete(file: Path) -> None:
-    """Raise RunError for a configuration that is empty or truncated."""
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise RunError(f"{file} cannot be read: {error.strerror}") from error
-    content = [line for line in lines if line.strip() and not line.strip().startswith(b"#")]
-    if not content or (lines[0] == _HEADER.encode() and _END.encode() not in lines):
-        problem = "is truncated" if content else "is empty"
-        command = "train" if file.name == "run.toml" else file.stem
-        raise RunError(
-            f"{file} {problem}, so the run's options are lost: restore a copy of it, or write it again with the options that the "
-            f"run started with, `policygrad {command} … --dry-run > {file}`"
-        )
 
 
 # Overwriting: the old run is stashed, deleted once the new one starts, and restored if that never happens
@@ -277,12 +238,8 @@ def check_overwritable(folder: Path) -> None:
 
 
 def check_no_run_file(path: Path, option: str) -> None:
-    """Check that `option` does not name a file that a run has written, which would be overwritten.
-
-    Raises:
-        ConfigError: The path is a file of a run, or lies in one of its folders.
-        OSError, ValueError: No file can have this name.
-    """
+    """Check that `option` does not name a file that a run has written, which would be overwritten. Raises ConfigError if the
+    path is a file of a run, or lies in one of its folders; OSError, ValueError if no file can have this name."""
     path = Path(os.path.realpath(path))
     for folder in path.parents:
         first = path.relative_to(folder).parts[0]
@@ -366,11 +323,9 @@ def resolve_resume_folder(
 
 
 def copy_run(run: Path, to: Path, kind: str, config: Any, note: Callable[[str], None]) -> Path:
-    """Copy a run's history and checkpoints, with this configuration, into the folder `to`, which appears complete or not at all.
-
-    Raises:
-        RunError: There is no such run, another process is at work on it, or `to` is not empty, within it, or not writable.
-    """
+    """Copy a run's history and checkpoints, with this configuration, into the folder `to`, which appears complete or not at
+    all. Raises RunError if there is no such run, another process is at work on it, or `to` is not empty, within it, or not
+    writable."""
 
     def ignore(folder: str, names: list[str]) -> set[str]:
         patterns = NOT_COPIED if Path(folder) == run else (".tmp-*",)

@@ -103,16 +103,11 @@ def load_resources(
     placement: Placement = LOCAL_PLACEMENT,
     phase: ProgressCallback = ignore_progress,
 ) -> Resources:
-    """Load everything that training with `algorithm`, or an evaluation (None), needs.
+    """Load everything that training with `algorithm`, or an evaluation (None), needs. Raises PolicygradError if something is
+    missing or does not fit; the message says what to change.
 
-    Args:
-        stack: Closes the reward workers and the sampler.
-        sampler: A sampler other than the configured one.
-        environment: An environment other than the configured one.
-        phase: Called with what rewards, servers or environments are being waited for.
-
-    Raises:
-        PolicygradError: Something is missing or does not fit; the message says what to change.
+    `stack` closes the reward workers and the sampler; `sampler` and `environment` replace the configured ones; `phase` is called
+    with what rewards, servers or environments are being waited for.
     """
     reward_options, options = resolve_rewards(options), resolve_config_paths(options)
     folder, max_tokens = Path(options.output or ".") / WEIGHTS_FOLDER, options.sampling.max_tokens
@@ -129,9 +124,7 @@ def load_resources(
             "the algorithm uses the reasoning steps of a completion, and an environment's episodes consist of turns: use a task of "
             "prompts and answers, or an algorithm without steps, such as grpo"
         )
-    if "demonstration" in (needs or ()):
-        _check_has_demonstrations(task, environment)
-    _check_levels(task, needs)
+    _check_task(task, environment, needs)
     environment_only = environment is not None and not reward_options
     reads_reward = algorithm is None or algorithm.reads_reward
     has_rewards = reads_reward or environment_only or bool(reward_options or task.rewards)
@@ -140,7 +133,7 @@ def load_resources(
         rewards = choose_rewards(task, reward_options, needs, step_end)
     pool = None
     if rewards:  # the workers import while the model is loaded
-        pool = stack.enter_context(_make_pool(rewards, options.rewards, placement, phase))
+        pool = stack.enter_context((placement.reward_pool or RewardPool.from_config)(rewards, options.rewards, phase))
     model = load_model(
         options.model,
         dtype=options.learner.resolve().dtype,
@@ -166,7 +159,13 @@ def load_resources(
         )
         loaded: Sampler = LocalSampler.from_tokenizer(sampling_model, tokenizer, routing)
     else:
-        loaded = _call_sampler_factory(factory, sampling_model, tokenizer)
+        made = call_factory(factory, Sampler, sampling_model, tokenizer)
+        if not isinstance(made, Sampler):
+            raise ConfigError(
+                f"sampler is {made!r}: pass an object with `async generate(requests)` and `async update(weights)`, see "
+                "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
+            )
+        loaded = made
     if isinstance(loaded, AsyncCloseable):
         stack.callback(lambda: run_async(_close(loaded)))
     rollouter = Rollouter(
@@ -189,11 +188,8 @@ def load_resources(
 
 
 def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) -> RowOptions:
-    """Load the row map, a function or its name.
-
-    Raises:
-        ConfigError: There is no such file or function, or it is not callable.
-    """
+    """Load the row map, a function or its name. Raises ConfigError if there is no such file or function, or it is not
+    callable."""
     function = load_object(row_map, "--row-map") if isinstance(row_map, str) else row_map
     if function is not None and not callable(function):
         raise ConfigError(
@@ -202,43 +198,30 @@ def load_row_options(row_map: Any, skip_bad_rows: bool, decontaminate: int = 0) 
     return RowOptions(function, skip_bad_rows, decontaminate)
 
 
-def _make_pool(
-    rewards: tuple[Reward, ...], config: RewardConfig, placement: Placement, phase: ProgressCallback
-) -> RewardScorer:
-    if placement.reward_pool is not None:
-        return placement.reward_pool(rewards, config, phase)
-    return RewardPool.from_config(rewards, config, phase)
-
-
 def load_policy_tokenizer(model: Any, tokenizer: Any, network: nn.Module, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the requested tokenizer, or the model's own.
-
-    Raises:
-        ModelError: The model is an object that names no folder, and there is no tokenizer.
-    """
+    """Load the requested tokenizer, or the model's own. Raises ModelError if the model is an object that names no folder, and
+    there is no tokenizer."""
     source = model if isinstance(model, str) else getattr(getattr(network, "config", None), "_name_or_path", "")
     if not (tokenizer or source):
         raise ModelError("the model is an object that names no folder to read its tokenizer from: pass tokenizer= too")
     return load_tokenizer(tokenizer or source, network, trust_remote_code=trust_remote_code)
 
 
-def _check_has_demonstrations(task: Task, environment: EnvironmentFactory | None) -> None:
-    """Raise ConfigError if a task cannot have demonstrations, or seems to have none; single steps may go without."""
-    if environment is not None:
-        raise ConfigError(
-            "the algorithm learns from demonstrations, which are single completions, and an environment's episodes consist of "
-            "turns: use a task of prompts and answers, or an algorithm without demonstrations, such as grpo"
-        )
-    examples = task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
-    if all(example.columns.get(DEMONSTRATION_COLUMN) is None for example in examples):
-        which = "no row" if task.rows else f"none of the first {PROBE_EXAMPLES} examples"
-        raise ConfigError(
-            f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {DEMONSTRATION_HINT}"
-        )
-
-
-def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
-    """Raise ConfigError if a task has levels of difficulty that nothing changes, or has none for a filter that changes them."""
+def _check_task(task: Task, environment: EnvironmentFactory | None, needs: frozenset[str] | None) -> None:
+    """Raise ConfigError if a task cannot have the demonstrations that are learned from, or seems to have none (single steps may go
+    without); if it has levels of difficulty that nothing changes, or none for a filter that changes them."""
+    if "demonstration" in (needs or ()):
+        if environment is not None:
+            raise ConfigError(
+                "the algorithm learns from demonstrations, which are single completions, and an environment's episodes consist of "
+                "turns: use a task of prompts and answers, or an algorithm without demonstrations, such as grpo"
+            )
+        examples = task.rows or [task.train_example(index) for index in range(PROBE_EXAMPLES)]
+        if all(example.columns.get(DEMONSTRATION_COLUMN) is None for example in examples):
+            which = "no row" if task.rows else f"none of the first {PROBE_EXAMPLES} examples"
+            raise ConfigError(
+                f"the algorithm learns from demonstrations, and {which} of {task.name!r} has one: {DEMONSTRATION_HINT}"
+            )
     levels = getattr(task, "levels", 0)
     if "level" in (needs or ()) and not levels:
         raise ConfigError(
@@ -250,16 +233,6 @@ def _check_levels(task: Task, needs: frozenset[str] | None) -> None:
             f"the task {task.name!r} has {levels} levels of difficulty, and nothing changes them: add "
             "--algorithm.filters MovingLevel, or name its data set without curriculum:"
         )
-
-
-def _call_sampler_factory(factory: Sampler | SamplerFactory, model: nn.Module, tokenizer: Tokenizer) -> Sampler:
-    sampler = call_factory(factory, Sampler, model, tokenizer)
-    if not isinstance(sampler, Sampler):
-        raise ConfigError(
-            f"sampler is {sampler!r}: pass an object with `async generate(requests)` and `async update(weights)`, see "
-            "policygrad.Sampler, or a function of (model, tokenizer) that returns one"
-        )
-    return sampler
 
 
 async def _close(sampler: AsyncCloseable) -> None:
@@ -276,11 +249,7 @@ def call_factory(value: object, kind: type, *args: object) -> object:
 
 
 def pick_device(name: str) -> str:
-    """Return the device; auto = cuda if there is one.
-
-    Raises:
-        RunError: This machine has no such device.
-    """
+    """Return the device; auto = cuda if there is one. Raises RunError if this machine has no such device."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -293,14 +262,13 @@ def pick_device(name: str) -> str:
 def choose_rewards(
     task: Task, names: tuple[Any, ...], needs: frozenset[str] | None, step_end: str | None
 ) -> tuple[Reward, ...]:
-    """Return the rewards of the outcome, then those of reasoning steps: the requested ones, those of a pattern, or the task's own.
+    """Return the rewards of the outcome, then those of reasoning steps: the requested ones, those of a pattern, or the task's
+    own. Raises RunError if nothing scores the outcome, nothing marks the steps that the algorithm needs, or a reward would be
+    ignored.
 
     Args:
         needs: Batch fields that the algorithm reads; None = an evaluation.
         step_end: Pattern that ends a reasoning step.
-
-    Raises:
-        RunError: Nothing scores the outcome, nothing marks the steps that the algorithm needs, or a reward would be ignored.
     """
     requested = tuple(resolve_reward(name) for name in names)
     steps = tuple(reward for reward in requested if reward.process_reward)
@@ -346,12 +314,9 @@ def _describe_reward(reward: Reward, needs: frozenset[str] | None) -> str:
 
 
 def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_PLACEMENT) -> Learner:
-    """Make the learner of a run, in this process and `learner.world_size` − 1 others.
-
-    Raises:
-        ModelError: The reference cannot be read, or has another tokenizer than the policy.
-        ConfigError: This is one of several torchrun processes that would each learn alone.
-    """
+    """Make the learner of a run, in this process and `learner.world_size` − 1 others. Raises ModelError if the reference cannot
+    be read, or has another tokenizer than the policy; ConfigError if this is one of several torchrun processes that would each
+    learn alone."""
     check_not_torchrun(run.learner.world_size)
     name = run.algorithm.reference.model if run.algorithm.reference is not None else None
     lora = run.learner.adapters
@@ -383,11 +348,7 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
 
 
 def build_learner(learner: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
-    """Return a learner, or call the factory for one.
-
-    Raises:
-        ConfigError: The result is no learner.
-    """
+    """Return a learner, or call the factory for one. Raises ConfigError if the result is no learner."""
     built = call_factory(learner, Learner, model, run)
     if not isinstance(built, Learner):
         raise ConfigError(
@@ -404,15 +365,8 @@ def restore_learner(
     run: Run,
     folder: Path,
 ) -> None:
-    """Restore the learner from a checkpoint.
-
-    Args:
-        restore: The learner's method.
-        tensors: The learner's tensors in the checkpoint.
-
-    Raises:
-        RunError: The checkpoint belongs to another algorithm or model.
-    """
+    """Restore the learner from a checkpoint. Raises RunError if the checkpoint belongs to another algorithm or model.
+    `restore`: the learner's method; `tensors`: those of the learner in the checkpoint."""
     try:
         restore(tensors, saved.state["learner"])
     except KeyError as error:

@@ -23,13 +23,7 @@ from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.setup import load_row_options, pick_device
-from policygrad.training.supervised import (
-    LearnerShard,
-    MetricValues,
-    SupervisedLearner,
-    get_device,
-    train_supervised,
-)
+from policygrad.training.supervised import LearnerShard, MetricValues, SupervisedLearner, get_device, train_supervised
 
 EVAL_CHUNK = 64
 """Rows evaluated at a time, so that progress shows."""
@@ -44,17 +38,8 @@ def train_sft(
     overwrite: bool = False,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`.
-
-    Args:
-        stop_after: Stop, resumably, after this many steps of this call.
-        time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
-        overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
-        tracking: display, trackers, callbacks; see `BaseTrainer`.
-
-    Raises:
-        PolicygradError: The run cannot be trained; the message says what to change.
-    """
+    """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`. Raises PolicygradError if
+    the run cannot be trained; the message says what to change. The other arguments are those of `train`."""
     return train_supervised(
         SFTObjective,
         SFTConfig,
@@ -189,12 +174,9 @@ def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:
 
 
 def tokenise_demonstration(row: Demonstration, tokenizer: Tokenizer) -> SFTExample:
-    """Return token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token.
-
-    Raises:
-        ModelError: The prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the
-            assistant's, or there are more tokens than the model can read.
-    """
+    """Return token ids exactly as in sampling: the prompt's own, then the answer's, closed by an end token. Raises ModelError
+    if the prompt's ids are no prefix of the full text's, the template changes earlier turns or does not close the assistant's,
+    or there are more tokens than the model can read."""
     prompt_ids = tokenizer.encode(row.prompt, 0, row.source)
     ids, mask = encode_demonstration(tokenizer, prompt_ids.tolist(), row.prompt, row.completion, row.source)
     if tokenizer.context_length is not None and len(ids) > tokenizer.context_length:

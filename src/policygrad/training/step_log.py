@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,52 +77,45 @@ def build_completion_rows(
 def build_step_notes(
     result: StepResult, values: dict[str, float], was_pretraining: bool, nonfinite: str = ""
 ) -> list[Note]:
-    """Return what users should know about the step.
-
-    Args:
-        was_pretraining: Whether only the critic was trained in the step before.
-        nonfinite: Where a value was not finite, as text.
-    """
-    step = f"step {result.step}: "
-    return [
-        *((message, message.partition(" (completion ")[0]) for message in result.rollout.messages),
-        *((step + text, kind) for text, kind in _iter_step_notes(result, values, was_pretraining, nonfinite)),
-    ]
-
-
-def _iter_step_notes(
-    result: StepResult, values: dict[str, float], was_pretraining: bool, nonfinite: str
-) -> Iterator[Note]:
+    """Return what users should know about the step. `was_pretraining`: whether only the critic was trained in the step before;
+    `nonfinite`: where a value was not finite, as text."""
+    notes = list[Note]()
     if "value_pretraining" in values:
-        yield "value pre-training: only the critic is trained for now", "value pre-training"
+        notes.append(("value pre-training: only the critic is trained for now", "value pre-training"))
     elif was_pretraining:
         explained = f"the values explain {values.get('explained_variance', 0.0):.0%} of the returns' variance"
-        yield f"value pre-training is finished, {explained}", "value pre-training is finished"
+        notes.append((f"value pre-training is finished, {explained}", "value pre-training is finished"))
     if values.get("trust_region/nonfinite"):
         action = "took a shorter step" if values.get("updates/taken") else "left the weights unchanged"
-        yield f"the trust region met values that are not finite{nonfinite} and {action}", "nonfinite"
+        notes.append((f"the trust region met values that are not finite{nonfinite} and {action}", "nonfinite"))
     elif not values.get("updates/taken") and "value_pretraining" not in values:
         reason = _explain_no_update(result, values)
-        yield f"nothing was learned; {reason}", reason
+        notes.append((f"nothing was learned; {reason}", reason))
     minibatches = result.algorithm.update_rule.minibatches
     groups = len(torch.unique(result.batch.group[result.batch.mask.any(1)]))
     if 0 < groups < minibatches:
         text = f"the rollout has {groups} group{'s' * (groups > 1)} left for {minibatches} minibatches of whole groups"
-        yield f"{text}: one update per group and epoch", "fewer groups than minibatches"
+        notes.append((f"{text}: one update per group and epoch", "fewer groups than minibatches"))
     if values.get("dynamic/leftover"):
         pass  # leftover groups are stale by design (DropZeroVariance.keep_leftovers), and the metric shows it
     elif values.get("staleness/max"):
         count = values["staleness/max"]
         text = f"the rollout is up to {count:.0f} version{'s' * (count > 1)} older than the weights it trains"
-        yield f"{text}; it counts as off-policy (algorithm.old_policy)", "stale"
+        notes.append((f"{text}; it counts as off-policy (algorithm.old_policy)", "stale"))
     elif (gap := values.get("mismatch/logp_max", 0.0)) > MAX_LOGP_MISMATCH:
         text = f"a token's log-probability differs by {gap:.1f} nats between sampler and learner"
-        yield f"{text}; the gradient is not the policy's. Try --learner.dtype fp32", "mismatch"
+        notes.append((f"{text}; the gradient is not the policy's. Try --learner.dtype fp32", "mismatch"))
     if ratio := values.get("environment/branched_ratio", 0.0):
         text = f"the chat template rewrites earlier turns in {ratio:.0%} of the episodes, which are read as several texts each"
-        yield f"{text} (environment/branches)", "branches"
+        notes.append((f"{text} (environment/branches)", "branches"))
     if (ratio := values.get("completions/truncated_ratio", 0.0)) > 0.5:
-        yield f"{ratio:.0%} of the completions were cut off by the token budget; --max-tokens raises it", "truncated"
+        notes.append(
+            (f"{ratio:.0%} of the completions were cut off by the token budget; --max-tokens raises it", "truncated")
+        )
+    return [
+        *((message, message.partition(" (completion ")[0]) for message in result.rollout.messages),
+        *((f"step {result.step}: {text}", kind) for text, kind in notes),
+    ]
 
 
 def _explain_no_update(result: StepResult, values: dict[str, float]) -> str:

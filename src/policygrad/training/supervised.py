@@ -76,12 +76,7 @@ class SupervisedLearner(Protocol):
 
 
 class LocalSupervisedLearner:
-    """A learner in this process alone.
-
-    Args:
-        steps: Updates of the run, for the learning-rate schedule.
-        causal: Whether the model is a language model, whose log-probabilities the loss uses.
-    """
+    """A learner in this process alone. `steps`: updates of the run, for the learning-rate schedule; `causal`: see `Objective`."""
 
     division = WorkDivision()
 
@@ -123,12 +118,8 @@ class LocalSupervisedLearner:
 def build_supervised_learner(
     model: nn.Module, config: SupervisedConfig, steps: int, causal: bool
 ) -> LocalSupervisedLearner | FsdpController:
-    """Make the learner, in this process or in `learner.world_size` processes, which `close` ends.
-
-    Raises:
-        ConfigError: The options do not work with several processes, or this is one of several torchrun processes that would each
-            learn alone.
-    """
+    """Make the learner, in this process or in `learner.world_size` processes, which `close` ends. Raises ConfigError if the
+    options do not work with several processes, or this is one of several torchrun processes that would each learn alone."""
     check_not_torchrun(config.learner.world_size)
     if config.learner.world_size == 1:
         return LocalSupervisedLearner(model, config, steps, causal)
@@ -144,11 +135,8 @@ def build_supervised_learner(
 
 
 def step_optimizer(shard: LearnerShard) -> tuple[float | None, float]:
-    """Take the update from the accumulated gradient; return (gradient norm before clipping, learning rate).
-
-    Raises:
-        NumericsError: The gradient is not finite; the weights are unchanged.
-    """
+    """Take the update from the accumulated gradient; return (gradient norm before clipping, learning rate). Raises
+    NumericsError if the gradient is not finite; the weights are unchanged."""
     return shard.optimizer.step()
 
 
@@ -254,11 +242,8 @@ def train_supervised(
     overwrite: bool,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Train the objective of a configuration, or resume the run in the folder `resume`.
-
-    Raises:
-        PolicygradError: The run cannot be trained; the message says what to change.
-    """
+    """Train the objective of a configuration, or resume the run in the folder `resume`. Raises PolicygradError if the run
+    cannot be trained; the message says what to change."""
     if config is None and resume is not None:
         config = load_config(config_file(check_resumable(Path(resume), kind.kind), kind.kind), kind())
     return SupervisedTrainer(config or kind(), objective, **tracking).train(
@@ -272,10 +257,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
     learner: LocalSupervisedLearner | FsdpController
 
     def __init__(
-        self,
-        config: SupervisedConfig,
-        objective: Callable[[Any], Objective],
-        **tracking: Unpack[TrackingOptions],
+        self, config: SupervisedConfig, objective: Callable[[Any], Objective], **tracking: Unpack[TrackingOptions]
     ) -> None:
         super().__init__(config.resolve(), **tracking)
         self.kind, self.file = config.kind, f"{config.kind}.toml"  # type: ignore[misc]  # set per instance here
@@ -297,9 +279,8 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
 
             self._sharded_io = ShardedCheckpointIO(self.learner)
         data = [config.data] + ([config.eval_data] if config.eval_data else [])
-        self.data_digest = [
-            digest_data(file, config.directory) for file in data
-        ]  # so that a resumed run sees the same rows
+        # so that a resumed run sees the same rows
+        self.data_digest = [digest_data(file, config.directory) for file in data]
         device = next(self.model.parameters()).device.type
         code = (find_code_references({"row_map": c.row_map}) for c in (self.config, config))
         self.fingerprint = fingerprint_run(replace(config, eval_data=None), device, dict(zip(*code, strict=True)))

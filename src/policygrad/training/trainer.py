@@ -85,7 +85,8 @@ def train(
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
 ) -> TrainingResult[float | None]:
-    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`.
+    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`. Raises
+    PolicygradError if the run cannot be trained; the message says what to change.
 
     Args:
         stop_after: Stop, resumably, after this many steps of this call.
@@ -93,9 +94,6 @@ def train(
             those already imported, need no permission.
         time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
         overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
-
-    Raises:
-        PolicygradError: The run cannot be trained; the message says what to change.
     """
     if run is None and resume is not None:
         file = check_resumable(Path(resume), "train") / "run.toml"
@@ -540,20 +538,16 @@ def measure_peak_memory() -> dict[str, float]:
     where the system does not count it (Windows)."""
     peaks: dict[str, float] = {}
     if sys.platform != "win32":
-        peaks["peak_memory_mib"] = _peak_resident_bytes() / MIB
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        resident = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        status = Path("/proc/self/status")
+        if status.exists():  # on Linux getrusage starts from the memory of the parent process
+            lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+            resident = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        peaks["peak_memory_mib"] = resident / MIB
     if torch.cuda.is_available():
         peak = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
         peaks |= {"peak_cuda_memory_mib": peak / MIB} if peak else {}
     return peaks
-
-
-def _peak_resident_bytes() -> float:
-    """Read VmHWM on Linux: getrusage there starts from the memory of the parent process."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -24,13 +24,10 @@ _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 
 def resolve_directory(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return a configuration file's options with an absolute `directory`, which the file gives relative to its own folder.
+    Raises ConfigError if `directory` cannot be a folder's name.
 
     `directory` is dropped where it is the current folder, and where the files are missing there but present in the current
-    folder, as for a run's folder that was moved alone.
-
-    Raises:
-        ConfigError: `directory` cannot be a folder's name.
-    """
+    folder, as for a run's folder that was moved alone."""
     value = data.get("directory")
     if not isinstance(value, str):
         return dict(data)
@@ -177,15 +174,16 @@ def _code_path(name: str, directory: Path) -> str:
 def _data_path(name: str, directory: Path) -> str:
     """Resolve data, or each part of a mix of data."""
     path = _dataset_path(name, directory)
-    return path if path != name else "+".join(_mix_part_path(part, directory) for part in name.split("+"))
-
-
-def _mix_part_path(part: str, directory: Path) -> str:
-    match = _WEIGHT.match(part)
-    weight = match[0] if match else ""
-    name = part[len(weight) :].strip()
-    path = _dataset_path(name, directory)
-    return part if path == name else weight + path
+    if path != name:
+        return path
+    parts = []
+    for part in name.split("+"):
+        match = _WEIGHT.match(part)
+        weight = match[0] if match else ""
+        file = part[len(weight) :].strip()
+        path = _dataset_path(file, directory)
+        parts.append(part if path == file else weight + path)
+    return "+".join(parts)
 
 
 def _dataset_path(name: str, directory: Path) -> str:

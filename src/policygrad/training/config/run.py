@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import Annotated, Any
@@ -320,7 +319,14 @@ class Run(UncheckedRun):
 
 def check_run(run: Run) -> None:
     """Raise ConfigError for the first option that is wrong, alone or together with others."""
-    _check_types(run)
+    if not isinstance(run.algorithm, Algorithm):
+        example = f"pg.get_algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
+        raise ConfigError(f"algorithm must be an Algorithm, such as {example}, not {run.algorithm!r}")
+    for key, part in run.algorithm.named_parts():
+        if problem := frozen_problem(type(part), key):
+            raise ConfigError(problem)
+    if isinstance(run.reward, str):
+        raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
     for name in ("steps", "prompts_per_step"):
         if getattr(run, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(run, name)}")
@@ -384,18 +390,6 @@ def check_run(run: Run) -> None:
         raise ConfigError(
             f"{rule.minibatches} minibatches of whole groups need as many prompts per step, not {run.prompts_per_step}"
         )
-
-
-def _check_types(run: Run) -> None:
-    """Refuse a name where Python needs an object, and one name where several belong."""
-    if not isinstance(run.algorithm, Algorithm):
-        example = f"pg.get_algorithm({run.algorithm!r})" if isinstance(run.algorithm, str) else "pg.GRPO"
-        raise ConfigError(f"algorithm must be an Algorithm, such as {example}, not {run.algorithm!r}")
-    for key, part in run.algorithm.named_parts():
-        if problem := frozen_problem(type(part), key):
-            raise ConfigError(problem)
-    if isinstance(run.reward, str):
-        raise ConfigError(f"reward must be a tuple of names, reward=({run.reward!r},), not the text {run.reward!r}")
 
 
 def _check_lr_options(run: Run) -> None:
@@ -493,14 +487,11 @@ def describe_idle_schedules(run: Run) -> tuple[str, ...]:
 
     A token budget may end a run even earlier, at a step that is not known in advance.
     """
-    return tuple(_find_idle_schedules(run))
-
-
-def _find_idle_schedules(run: Run) -> Iterator[str]:
+    idle = list[str]()
     reference, critic, steps, every = run.algorithm.reference, run.algorithm.critic, run.steps, run.evaluation.every
     if reference is not None and reference.refresh_every is not None and reference.refresh_every >= steps:
         smaller = f", or --algorithm.reference.refresh-every to {max(1, steps // 4)}, say" if steps > 1 else ""
-        yield (
+        idle.append(
             f"Reference.refresh_every = {reference.refresh_every} never takes effect in this run of {_format_steps(steps)}: π_ref "
             f"stays the initial policy. Set --steps above {reference.refresh_every}{smaller}"
         )
@@ -509,19 +500,20 @@ def _find_idle_schedules(run: Run) -> Iterator[str]:
         first = every * (reference.refresh_after_stall + 1) + 1
         if first >= steps:
             smaller = ", or a smaller --evaluation.every" if every > 1 else ""
-            yield (
+            idle.append(
                 f"Reference.refresh_after_stall = {reference.refresh_after_stall} never takes effect in this run of "
                 f"{_format_steps(steps)}: with an evaluation every {_format_steps(every)} π_ref is refreshed after step {first} at "
                 f"the earliest. Set --steps above {first}{smaller}"
             )
     if critic is not None and critic.pretrain >= steps:
-        yield (
+        idle.append(
             f"Critic.pretrain = {critic.pretrain} may take all {_format_steps(steps)} of this run: until the values explain "
             f"{critic.pretrain_until:.0%} of the returns' variance, the policy is not trained. Set --steps above "
             f"{critic.pretrain}, or a smaller --algorithm.critic.pretrain"
         )
     if run.learner.world_size == 1 and run.learner.hang_timeout != LearnerConfig().hang_timeout:
-        yield "learner.hang_timeout has no effect with one process: leave it out, or set --learner.world-size"
+        idle.append("learner.hang_timeout has no effect with one process: leave it out, or set --learner.world-size")
+    return tuple(idle)
 
 
 def _format_steps(n: int) -> str:

@@ -75,11 +75,8 @@ class RunName:
 
 
 def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorithm | None = None) -> RunName:
-    """Compare an algorithm with `base`, by default the named algorithm of the same name.
-
-    Args:
-        max_tokens: Token budget for lengths that either leaves open; None = an open length counts as no change.
-    """
+    """Compare an algorithm with `base`, by default the named algorithm of the same name. `max_tokens`: Token budget for lengths
+    that either leaves open; None = an open length counts as no change."""
     base = ALGORITHMS.get(algorithm.name) if base is None else base
     if base is None:
         return RunName(algorithm.name)
@@ -89,10 +86,26 @@ def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorith
     for field in ROLES:
         if field == "reference" and "logp_ref" not in algorithm.needs:
             continue  # nothing reads it
-        pairs, added, removed = _align(_parts_in(base, field), _parts_in(algorithm, field))
+        old_parts, new_parts = _parts_in(base, field), _parts_in(algorithm, field)
+        pairs, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()  # pairs are of the same class
+        kinds = [type(p) for p in old_parts], [type(p) for p in new_parts]
+        for tag, i, j, k, m in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
+            if tag == "equal":
+                pairs += zip(old_parts[i:j], new_parts[k:m], strict=True)
+            else:
+                removed += old_parts[i:j]
+                added += new_parts[k:m]
         if added or removed:
-            part_changes.append(PartChange(field, added, removed))
-        setting_changes += [change for old, new in pairs for change in _compare_settings(old, new)]
+            part_changes.append(PartChange(field, tuple(added), tuple(removed)))
+        for old, new in pairs:
+            values = [
+                (f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(old) if f.name not in _FILLED_IN
+            ]
+            setting_changes += [
+                SettingChange(type(new).__name__, name, a, b)
+                for name, a, b in values
+                if a != b and (name, a) != _OPEN_LENGTH
+            ]
     if base.old_policy != algorithm.old_policy:
         setting_changes.append(SettingChange("", "old_policy", base.old_policy, algorithm.old_policy))
     return RunName(algorithm.name, tuple(part_changes), tuple(setting_changes))
@@ -110,27 +123,6 @@ def format_setting(value: Any) -> str:
 def _parts_in(algorithm: Algorithm, field: str) -> tuple[Any, ...]:
     value = getattr(algorithm, field)
     return tuple(p for p in (value if isinstance(value, tuple) else (value,)) if p is not None)
-
-
-def _align(
-    base: tuple[Any, ...], new: tuple[Any, ...]
-) -> tuple[list[tuple[Any, Any]], tuple[Any, ...], tuple[Any, ...]]:
-    """Return (pairs of parts of the same class, parts only in `new`, parts only in `base`)."""
-    pairs, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()
-    kinds = [type(p) for p in base], [type(p) for p in new]
-    for tag, i, j, k, m in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
-        if tag == "equal":
-            pairs += zip(base[i:j], new[k:m], strict=True)
-        else:
-            removed += base[i:j]
-            added += new[k:m]
-    return pairs, tuple(added), tuple(removed)
-
-
-def _compare_settings(old: Any, new: Any) -> list[SettingChange]:
-    values = [(f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(old) if f.name not in _FILLED_IN]
-    kind = type(new).__name__
-    return [SettingChange(kind, name, a, b) for name, a, b in values if a != b and (name, a) != _OPEN_LENGTH]
 
 
 def _suffixes(change: PartChange) -> list[str]:

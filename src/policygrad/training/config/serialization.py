@@ -43,15 +43,9 @@ def dump_config(config: Run | SupervisedConfig) -> str:
 
 
 def load_config(path: Path | str, base: ConfigT, permissions: CodePermissions = NO_PERMISSIONS) -> ConfigT:
-    """Return `base` changed by a file's options.
-
-    Args:
-        permissions: Code that the file may name.
-
-    Raises:
-        ConfigError: The file cannot be read or is no TOML, names code without permission, has an unknown key or a value of the
-            wrong type, or its parts contradict each other.
-    """
+    """Return `base` changed by a file's options. `permissions`: Code that the file may name. Raises ConfigError if the file
+    cannot be read or is no TOML, names code without permission, has an unknown key or a value of the wrong type, or its parts
+    contradict each other."""
     path = Path(path)
     try:
         data = resolve_directory(read_config_file(path), path)
@@ -127,11 +121,8 @@ def list_parts(field: str | None = None) -> list[str]:
 
 
 def load_part_class(name: str, where: str, dotted: str) -> type:
-    """Return the class of a part by its policygrad name, `module:Class`, or `path/to/file.py:Class`.
-
-    Raises:
-        ConfigError: There is no such class, or it is no frozen dataclass.
-    """
+    """Return the class of a part by its policygrad name, `module:Class`, or `path/to/file.py:Class`. Raises ConfigError if
+    there is no such class, or it is no frozen dataclass."""
     if is_user_reference(name):
         try:
             kind = load_object(name, f"{where}: {dotted}: cannot import the part {name!r}")
@@ -160,11 +151,8 @@ def load_part_class(name: str, where: str, dotted: str) -> type:
 
 
 def load_algorithm(name: str) -> Algorithm:
-    """Return a named algorithm, or a custom one: `module:NAME`, `path/to/file.py:NAME`.
-
-    Raises:
-        ConfigError: The name is unknown, the code cannot be imported, or the object is no algorithm.
-    """
+    """Return a named algorithm, or a custom one: `module:NAME`, `path/to/file.py:NAME`. Raises ConfigError if the name is
+    unknown, the code cannot be imported, or the object is no algorithm."""
     if not is_user_reference(name):
         return get_algorithm(name)
     value = load_object(name, f"algorithm {name!r}", Algorithm)
@@ -258,15 +246,9 @@ def _parse_value(value: Any, hint: Any, where: str, dotted: str) -> Any:
 def _describe_type(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"a list of {_describe_type(typing.get_args(kind)[0])}"
-    descriptions = {
-        "Any": "text in quotes",
-        "str": "text in quotes",
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-    }
+    texts = {"Any": "text in quotes", "str": "text in quotes", "int": "a whole number", "float": "a number"}
     name = getattr(kind, "__name__", str(kind))
-    return descriptions.get(name, name)
+    return (texts | {"bool": "true or false"}).get(name, name)
 
 
 def _parse_algorithm(current: Algorithm, value: Any, where: str, dotted: str) -> Algorithm:
@@ -299,16 +281,10 @@ def _parse_algorithm(current: Algorithm, value: Any, where: str, dotted: str) ->
 
 
 def parse_part(current: Any, value: Any, where: str, dotted: str) -> Any:
-    """Build the part that a name, or a table of a `part` and its settings, describes; None for "none".
-
-    Args:
-        current: The present part. If it is of the same class, settings that are left out keep its values.
-        where: What holds the value, at the start of every error message.
-        dotted: The value's key there.
-
-    Raises:
-        ConfigError: There is no such part or setting, or a value has the wrong type.
-    """
+    """Build the part that a name, or a table of a `part` and its settings, describes; None for "none". Raises ConfigError if
+    there is no such part or setting, or a value has the wrong type. `current`: the present part; if it is of
+    the same class, settings that are left out keep its values. `where`: what holds the value, which starts every error message;
+    `dotted`: the value's key there."""
     if value == NONE:
         return None
     value = {"part": value} if isinstance(value, str) else dict(_check_table(value, where, dotted))
@@ -377,23 +353,21 @@ EVAL_OPTIONS = (
 
 def load_eval_options(file: Path, permissions: CodePermissions) -> tuple[UncheckedRun, tuple[str, ...]]:
     """Return what an evaluation uses of a run's `run.toml`: its task, rewards and lengths, with full paths, and the names of
-    options that were Python objects, which the file does not hold.
+    options that were Python objects, which the file does not hold. Raises ConfigError if the file cannot be read, or names code
+    without permission.
 
-    The algorithm is not read, so that its custom parts need no permission.
-
-    Raises:
-        ConfigError: The file cannot be read, or names code without permission.
-    """
+    The algorithm is not read, so that its custom parts need no permission."""
     names = (*EVAL_OPTIONS, "evaluation", "rewards", "learner", "directory")
     data = {name: value for name, value in resolve_directory(read_config_file(file), file).items() if name in names}
-    objects = tuple(name for name, value in data.items() if _is_object(value))
+    objects = tuple(
+        name
+        for name, value in data.items()
+        if any(
+            isinstance(x, str) and x.startswith(OBJECT_PREFIX) for x in (value if isinstance(value, list) else [value])
+        )
+    )
     data = {name: value for name, value in data.items() if name not in objects}
     if isinstance(data.get("learner"), Mapping):
         data["learner"] = {name: data["learner"][name] for name in ("device", "dtype") if name in data["learner"]}
     check_permissions(with_full_paths(data), file, permissions)
     return resolve_config_paths(from_dict(data, UncheckedRun(), str(file))), objects
-
-
-def _is_object(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return any(isinstance(item, str) and item.startswith(OBJECT_PREFIX) for item in values)

@@ -47,11 +47,8 @@ NO_PERMISSIONS = CodePermissions()
 
 
 def check_permissions(data: Mapping[str, Any], file: Path, permissions: CodePermissions) -> None:
-    """Check that a file's options run no code, and send texts and weights nowhere, without permission.
-
-    Raises:
-        ConfigError: A permission is missing; the message says how to give it.
-    """
+    """Check that a file's options run no code, and send texts and weights nowhere, without permission. Raises ConfigError if a
+    permission is missing; the message says how to give it."""
     missing = filter_unpermitted(find_code_references(data), file, permissions)
     require_permissions(missing, bool(data.get("trust_remote_code")), file, permissions)
     if targets := find_remote_targets(data, file, permissions):
@@ -81,10 +78,7 @@ def missing_permissions(
     data: Mapping[str, Any], file: Path, permissions: CodePermissions = NO_PERMISSIONS, *, new_process: bool = False
 ) -> list[str]:
     """Return the modules, files, servers and folders in a file's options that need permission and have none, sorted.
-
-    Args:
-        new_process: Answer for another process, which has imported nothing yet.
-    """
+    `new_process`: Answer for another process, which has imported nothing yet."""
     code = filter_unpermitted(find_code_references(data), file, permissions, new_process=new_process)
     return sorted({*code, *find_remote_targets(data, file, permissions)})
 
@@ -115,8 +109,7 @@ def filter_unpermitted(
     codes: Iterable[str], file: Path, permissions: CodePermissions, *, new_process: bool = False
 ) -> list[str]:
     """Return the modules, files and addresses named in `file` that need permission and have none, sorted."""
-    unlisted = {code for code in codes if not _is_listed(code, permissions)}
-    return sorted(code for code in unlisted if not _is_trusted(code, file, new_process))
+    return sorted(code for code in set(codes) if not _is_permitted(code, file, permissions, new_process))
 
 
 def code_in_argv(argv: Sequence[str]) -> list[str]:
@@ -175,9 +168,16 @@ def _code_of_parts(value: Any) -> Iterator[str]:
         yield from (code for item in value.values() if isinstance(item, Mapping) for code in _code_of_parts(item))
 
 
-def _is_listed(code: str, permissions: CodePermissions) -> bool:
-    if code in permissions.names or _is_address(code):
-        return code in permissions.names
+def _is_address(code: str) -> bool:
+    return code.startswith(("http://", "https://"))
+
+
+def _is_permitted(code: str, options_file: Path, permissions: CodePermissions, new_process: bool) -> bool:
+    """Return whether code has permission, or needs none because of its location."""
+    if code in permissions.names or code == "__main__":  # it is running
+        return True
+    if _is_address(code):  # a judge there would see what the model writes, and a key
+        return False
     file = _find_file(code)
     for allowed in permissions.names:
         name = allowed.rpartition(":")[0] or allowed
@@ -185,44 +185,24 @@ def _is_listed(code: str, permissions: CodePermissions) -> bool:
             return True
         if file is not None and file.is_relative_to(Path(name).expanduser().resolve()):
             return True
-    return False
-
-
-def _is_address(code: str) -> bool:
-    return code.startswith(("http://", "https://"))
-
-
-def _is_trusted(code: str, options_file: Path, new_process: bool) -> bool:
-    """Return whether code needs no permission, judged by its location."""
-    if code == "__main__":  # it is running
-        return True
-    if _is_address(code):  # a judge there would see what the model writes, and a key
-        return False
-    file = _find_file(code)
     if file is None or not file.exists():  # built in; or missing, which importing it reports
         return file is not None or _find_spec(code) is None
     installed = {path for kind, path in sysconfig.get_paths().items() if kind.endswith("lib")}
     installed |= {path for path in sys.path if path.endswith("-packages")}
     if any(file.is_relative_to(Path(path).resolve()) for path in installed):
         return False
-    if _is_local_code(file, options_file):
+    current, folder = Path.cwd().resolve(), options_file.resolve().parent
+    if folder == current:
+        came_with_options = options_file.name in GENERATED_FILES
+    elif folder.is_relative_to(current):  # in the subfolder that the options came in: `runs` for runs/grpo-1
+        came_with_options = file.is_relative_to(current / folder.relative_to(current).parts[0])
+    else:
+        came_with_options = current.is_relative_to(folder)
+    if file.is_relative_to(current) and not came_with_options:
         return True
     return not new_process and any(
         getattr(module, "__file__", None) == str(file) for module in list(sys.modules.values())
     )
-
-
-def _is_local_code(file: Path, options_file: Path) -> bool:
-    """Return whether a file is below the current folder, but not in the subfolder that the options came in (`runs` for
-    runs/grpo-1)."""
-    current, folder = Path.cwd().resolve(), options_file.resolve().parent
-    if not file.is_relative_to(current):
-        return False
-    if folder == current:
-        return options_file.name not in GENERATED_FILES
-    if folder.is_relative_to(current):
-        return not file.is_relative_to(current / folder.relative_to(current).parts[0])
-    return not current.is_relative_to(folder)
 
 
 def _find_file(code: str) -> Path | None:
