@@ -92,9 +92,23 @@ def _pack_trajectory(row: Trajectory, state_ids: dict[Hashable, int]) -> dict[st
     def floats(values: Sequence[float | None]) -> tuple[float | None, ...]:
         return tuple(None if x is None else float(x) for x in values)
 
-    ends, marks = row.branch_ends, row.step_marks  # the last turn of a branch has the experts of everything before it
+    ends, marks = row.branch_ends, row.step_marks
+    segments = []
+    for s in row.segments:
+        # the last turn of a branch has the experts of everything before it
+        experts = s.routed_experts if s in ends else None
+        value = {
+            "tokens": len(s.tokens),
+            "sampled": s.is_sampled,
+            "version": s.version if isinstance(s.version, int) else None,  # None: it changed within the segment
+            "routed_experts": 0 if experts is None else len(experts),
+        }
+        if s.prefix_length is not None:
+            num_new = None if s.new_tokens is None else len(s.new_tokens)
+            value |= {"prefix_length": s.prefix_length, "new_tokens": num_new}
+        segments.append(value)
     return {
-        "segments": [_pack_segment(s, s.routed_experts if s in ends else None) for s in row.segments],
+        "segments": segments,
         "text": row.text,
         "truncated": row.truncated,
         "turn_rewards": floats(row.turn_rewards),
@@ -107,19 +121,6 @@ def _pack_trajectory(row: Trajectory, state_ids: dict[Hashable, int]) -> dict[st
         "stop_reason": row.stop_reason,
         "failure": row.failure,
     }
-
-
-def _pack_segment(segment: Segment, experts: Tensor | None) -> dict[str, Any]:
-    value = {
-        "tokens": len(segment.tokens),
-        "sampled": segment.is_sampled,
-        "version": segment.version if isinstance(segment.version, int) else None,  # None: it changed within the segment
-        "routed_experts": 0 if experts is None else len(experts),
-    }
-    if segment.prefix_length is not None:
-        news = segment.new_tokens
-        value |= {"prefix_length": segment.prefix_length, "new_tokens": None if news is None else len(news)}
-    return value
 
 
 def unpack_groups(

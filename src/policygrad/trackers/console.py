@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from policygrad.trackers.base import RunInfo, Sample, Tracker, choose_sample
+from policygrad.trackers.base import RunInfo, Tracker, choose_sample
 
 
 def format_number(value: float, digits: int = 2) -> str:
@@ -225,7 +225,9 @@ class PlainTracker(Tracker):
         )
         sample = choose_sample(step, completions)
         if sample and (self._lines % (self.LINES // self.SAMPLES) == 0 or progress.is_finished):
-            self._show(sample)
+            reward = "" if sample.reward is None else f"  (reward {format_number(sample.reward)})"
+            self._print(f"    prompt      {to_one_line(sample.prompt)}")
+            self._print(f"    completion  {to_one_line(sample.completion)}{reward}")
         self._lines += 1
 
     def note(self, text: str) -> None:
@@ -238,11 +240,6 @@ class PlainTracker(Tracker):
         width = max(map(len, summary), default=0)
         for name, value in summary.items():
             self._print(f"  {name:<{width}}  {value}")
-
-    def _show(self, sample: Sample) -> None:
-        reward = "" if sample.reward is None else f"  (reward {format_number(sample.reward)})"
-        self._print(f"    prompt      {to_one_line(sample.prompt)}")
-        self._print(f"    completion  {to_one_line(sample.completion)}{reward}")
 
     def _print(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

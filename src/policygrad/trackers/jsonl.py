@@ -54,8 +54,22 @@ class JsonlTracker(Tracker):
 
         Each file is replaced atomically. Returns the number of lines dropped. Raises RunError.
         """
+        total = 0
         with convert_write_errors(self.folder, self.folder):
-            return sum(self._rewrite(name, step) for name in self._files)
+            for name in self._files:
+                path, temporary = self.folder / name, self.folder / f".{name}.tmp"
+                dropped = sum(1 for _, row in read_rows(path) if row is None or row["step"] > step)
+                if not dropped:
+                    continue
+                total += dropped
+                with temporary.open("wb") as file:
+                    file.writelines(line for line, row in read_rows(path) if row is not None and row["step"] <= step)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._files[name].close()
+                os.replace(temporary, path)
+                self._files[name] = path.open("ab", buffering=0)
+        return total
 
     def history(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of one metric, for the steps that have it."""
@@ -77,20 +91,6 @@ class JsonlTracker(Tracker):
             unwritten = memoryview(b"".join(lines))
             while unwritten:  # an unbuffered file may accept only part of it
                 unwritten = unwritten[self._files[name].write(unwritten) :]
-
-    def _rewrite(self, name: str, step: int) -> int:
-        path, temporary = self.folder / name, self.folder / f".{name}.tmp"
-        dropped = sum(1 for _, row in read_rows(path) if row is None or row["step"] > step)
-        if not dropped:
-            return 0
-        with temporary.open("wb") as file:
-            file.writelines(line for line, row in read_rows(path) if row is not None and row["step"] <= step)
-            file.flush()
-            os.fsync(file.fileno())
-        self._files[name].close()
-        os.replace(temporary, path)
-        self._files[name] = path.open("ab", buffering=0)
-        return dropped
 
 
 @contextmanager

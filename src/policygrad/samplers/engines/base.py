@@ -133,7 +133,16 @@ class EngineSampler(ABC):
         """
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.temperature, self.on_progress = temperature, on_progress
-        self.adapter_only = self._resolve_lora_sync()
+        # Each version of an adapter has its own name, which every request states, so that a token's version is the name in its
+        # request, and a server's prefix cache is never read across versions: vLLM hashes prefixes with the adapter's name
+        # (vllm/v1/core/kv_cache_utils.py), SGLang keeps them by an id that is new at each load
+        # (python/sglang/srt/lora/lora_registry.py).
+        reason = f"{self.name} does not load adapters by name"
+        if self.supports_lora:
+            reason = explain_unsupported_adapter(model)
+        if config.lora_sync == ADAPTER and reason:
+            raise EngineError(f"sampler.lora_sync={ADAPTER}: {reason}. Send all weights: --sampler.lora-sync {MERGED}")
+        self.adapter_only = config.lora_sync != MERGED and not reason
         writer = make_adapter_writer(model) if self.adapter_only else self.weight_writer()
         self.versions = VersionFolder(folder, writer)
         self.transfer: WeightTransfer | None = None
@@ -352,26 +361,6 @@ class EngineSampler(ABC):
         return validate_completion(
             url, request, completion, version, end_tokens=self.tokenizer.end_ids, vocab_size=self.vocab_size
         )
-
-    def _resolve_lora_sync(self) -> bool:
-        """Return True if servers are sent the adapter alone.
-
-        Each version of an adapter has its own name, which every request states, so that a token's version is the name in its
-        request, and a server's prefix cache is never read across versions: vLLM hashes prefixes with the adapter's name
-        (vllm/v1/core/kv_cache_utils.py), SGLang keeps them by an id that is new at each load
-        (python/sglang/srt/lora/lora_registry.py).
-
-        Raises:
-            EngineError: `sampler.lora_sync=adapter`, and engine or adapter do not support it.
-        """
-        reason = (
-            explain_unsupported_adapter(self.model)
-            if self.supports_lora
-            else f"{self.name} does not load adapters by name"
-        )
-        if self.config.lora_sync == ADAPTER and reason:
-            raise EngineError(f"sampler.lora_sync={ADAPTER}: {reason}. Send all weights: --sampler.lora-sync {MERGED}")
-        return self.config.lora_sync != MERGED and not reason
 
 
 def lora_refused_error(url: str, reply: object, hints: Sequence[tuple[str, str]], engine: str) -> EngineError:
