@@ -30,8 +30,8 @@ EXCLUDED_OPTIONS = {
 }
 """Options that are no settings: files and code, which are compared by content, locations, and repetitions of another option."""
 NON_LEARNING_PREFIXES = (
-    *("steps", "track", "checkpoint.", "evaluation.", "rewards.", "sampler.urls", "sampler.timeout"),
-    "sampler.heartbeat",
+    *("steps", "track", "checkpoint.", "evaluation.", "rewards."),
+    *("sampler.urls", "sampler.timeout", "sampler.heartbeat"),
 )
 """Prefixes of options that do not affect what a step learns (`rewards.memory` does)."""
 Fingerprint = Mapping[str, Mapping[str, Any]]
