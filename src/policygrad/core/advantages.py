@@ -169,23 +169,22 @@ class OptimalBaseline(Advantage):
         return f"R_i − Σ_{over} n_j R_j/Σ_{over} n_j,  n = {n}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        groups, total, n = Groups(batch.group, batch.counted), total_rewards(batch).double(), self._weights(batch)
+        groups, total = Groups(batch.group, batch.counted), total_rewards(batch).double()
+        if self.norm == "length":
+            n = batch.lengths.double()
+        elif batch.grad_logp_sq_norm is not None:
+            # 0 for a completion that counts in the statistics but is masked from the gradient
+            n = masked.apply_mask(batch.grad_logp_sq_norm.double(), batch.mask.any(1))
+        else:
+            raise ConfigError(
+                "OptimalBaseline needs Batch.grad_logp_sq_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
+                "(learner.evaluate with algorithm.needs), or use OptimalBaseline(norm='length')"
+            )
         over = groups.sum_excluding_self if self.leave_one_out else groups.sum
         count, total_weight = over(torch.ones_like(total)), over(n)
         plain = over(total) / count.clamp(min=1)  # all norms are 0: weigh all rewards equally
         weighted = over(n * total) / torch.where(total_weight > 0, total_weight, 1)
         return _subtract(psi, torch.where(total_weight > 0, weighted, plain).to(psi.dtype), batch)
-
-    def _weights(self, batch: Batch) -> Tensor:
-        """Return n [B] in float64; 0 for a completion that counts in the statistics but is masked from the gradient."""
-        if self.norm == "length":
-            return batch.lengths.double()
-        if batch.grad_logp_sq_norm is None:
-            raise ConfigError(
-                "OptimalBaseline needs Batch.grad_logp_sq_norm, ‖∇log π(o)‖² per completion: let a learner fill it "
-                "(learner.evaluate with algorithm.needs), or use OptimalBaseline(norm='length')"
-            )
-        return masked.apply_mask(batch.grad_logp_sq_norm.double(), batch.mask.any(1))
 
 
 @dataclass(frozen=True)
@@ -470,14 +469,13 @@ class RewardZScores(Advantage):
         weights = batch.reward_weights or (1.0,) * rewards.shape[1]
         total = torch.zeros_like(batch.reward)
         for k, weight in enumerate(weights):
-            total = total + weight * self._zscore(rewards[:, k], batch).to(total.dtype)
+            r = rewards[:, k]
+            has_reward = batch.counted & ~r.isnan()
+            groups = Groups(batch.group, has_reward)
+            scaled = (r - groups.mean(r)) / (groups.std(r, self.ddof) + self.eps)
+            scaled = masked.apply_mask(scaled, has_reward & ~groups.is_constant(r))
+            total = total + weight * scaled.to(total.dtype)
         return masked.apply_mask(total[:, None].expand(batch.mask.shape), batch.mask)
-
-    def _zscore(self, r: Tensor, batch: Batch) -> Tensor:
-        has_reward = batch.counted & ~r.isnan()
-        groups = Groups(batch.group, has_reward)
-        scaled = (r - groups.mean(r)) / (groups.std(r, self.ddof) + self.eps)
-        return masked.apply_mask(scaled, has_reward & ~groups.is_constant(r))
 
 
 # Distillation: a teacher's log-probabilities of the sampled tokens.

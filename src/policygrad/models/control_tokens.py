@@ -66,13 +66,21 @@ def encode_escaped(hf: Any, text: str, placeholders: Placeholders, source: str) 
     """
     if not placeholders:
         return _encode(hf, text)
-    separator_id, separator = _find_separator(hf, placeholders, source)
+    special = _special_tokens(hf)
+    # a control token that does not affect the tokens around it, apart from separating them
+    inert = (i for i, token in special.items() if not (token.lstrip or token.rstrip or token.single_word))
+    if (separator_id := next(inert, None)) is None:
+        raise _unescapable_error(next(iter(placeholders.values())), source)
+    separator = str(special[separator_id].content)
     pieces = re.split(f"({'|'.join(map(re.escape, placeholders))})", text)
     marked = "".join(separator if i % 2 else piece for i, piece in enumerate(pieces))
     letters, count = dict[int, list[int]](), 0  # ids of the letters, by the number of the separator in their place
     for i, piece in enumerate(pieces):
         if i % 2:
-            letters[count] = _encode_letters(hf, placeholders[piece], source)
+            spelled = placeholders[piece]  # its first letter separately from the others, so that it is not the token
+            letters[count] = [*_encode(hf, spelled[:1]), *_encode(hf, spelled[1:])]
+            if not letters[count] or set(letters[count]) & (set(special) - {hf.unk_token_id}):
+                raise _unescapable_error(spelled, source)
         count += 1 if i % 2 else piece.count(separator)
     ids, seen = list[int](), 0
     for token in _encode(hf, marked):
@@ -86,22 +94,6 @@ def encode_escaped(hf: Any, text: str, placeholders: Placeholders, source: str) 
 def _special_tokens(hf: Any) -> dict[int, Any]:
     """Return the control tokens, which templates write, by id."""
     return {number: token for number, token in getattr(hf, "added_tokens_decoder", {}).items() if token.special}
-
-
-def _find_separator(hf: Any, placeholders: Placeholders, source: str) -> tuple[int, str]:
-    """Find a control token that does not affect the tokens around it, apart from separating them."""
-    for number, token in _special_tokens(hf).items():
-        if not (token.lstrip or token.rstrip or token.single_word):
-            return number, str(token.content)
-    raise _unescapable_error(next(iter(placeholders.values())), source)
-
-
-def _encode_letters(hf: Any, text: str, source: str) -> list[int]:
-    """Encode the text of a control token without that token, its first letter separately from the others."""
-    ids = [*_encode(hf, text[:1]), *_encode(hf, text[1:])]
-    if not ids or set(ids) & (set(_special_tokens(hf)) - {hf.unk_token_id}):
-        raise _unescapable_error(text, source)
-    return ids
 
 
 def _encode(hf: Any, text: str) -> list[int]:

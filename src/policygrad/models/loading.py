@@ -90,7 +90,14 @@ def load_model(
     if isinstance(model, str):
         loaded = _load(model, dtype, device, trust_remote_code, lora)
     else:
-        loaded = _check_module(model)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"a model is a folder, a hub id or a torch module, not {type(model).__name__}")
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            raise ModelError(
+                f"{type(model).__name__} has no `config` like that of a causal language model of transformers: give such a model, "
+                "or the folder it was saved in"
+            )
+        loaded = model
         if lora is not None and lora.bits is not None:
             raise ConfigError(
                 "learner.lora bits=4 loads the weights in four bits, but the model is an object: leave bits out"
@@ -175,17 +182,6 @@ def _from_pretrained(
                 raise
             loaded, info = load(path)
     return loaded, info, base_info
-
-
-def _check_module(model: object) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"a model is a folder, a hub id or a torch module, not {type(model).__name__}")
-    if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise ModelError(
-            f"{type(model).__name__} has no `config` like that of a causal language model of transformers: give such a model, or "
-            "the folder it was saved in"
-        )
-    return model
 
 
 def model_origin(model: str | nn.Module) -> str:
@@ -347,11 +343,7 @@ def check_hub_repo(repo: str) -> None:
 
 
 def check_missing_weights(
-    model: nn.Module,
-    info: LoadingInfo,
-    what: str,
-    *,
-    new: Callable[[str], bool] = lambda name: False,
+    model: nn.Module, info: LoadingInfo, what: str, *, new: Callable[[str], bool] = lambda name: False
 ) -> None:
     """Refuse a model with randomly initialised weights, and warn about tensors that were not loaded.
 

@@ -92,13 +92,12 @@ def _build_clone(model: nn.Module) -> nn.Module:
             copies = getattr(modules.get(name), kind, {})
             for key, tensor in getattr(module, kind).items():
                 if tensor is not None and copies.get(key) is not None:
-                    copies[key] = memo.setdefault(tensor, _empty_like(tensor))
+                    empty = torch.empty_like(tensor, requires_grad=False)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    copies[key] = memo.setdefault(
+                        tensor, nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+                    )
     return clone
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, requires_grad=False)
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _build_from_config(model: Any) -> nn.Module:
