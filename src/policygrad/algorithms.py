@@ -181,11 +181,7 @@ REINFORCE_PP_BASELINE = replace(
     update_rule=GradientSteps(),
 )
 GPG = replace(
-    REINFORCE,
-    name="gpg",
-    advantage=(GroupMean(),),
-    aggregation=TokenMean(),
-    filters=(DropZeroVariance("reweight"),),
+    REINFORCE, name="gpg", advantage=(GroupMean(),), aggregation=TokenMean(), filters=(DropZeroVariance("reweight"),)
 )
 RAFT = Algorithm(
     "raft",

@@ -219,17 +219,16 @@ class Algorithm:
 
     def all_coefficients(self, batch: Batch) -> Coefficients:
         """Compute (c, c^1, c^2, …): the coefficients of the policy term and of each other term."""
-        policy = self.coefficients(batch)
-        return (policy, *(self._term_coefficients(batch, term, policy) for term in self.terms))
-
-    def _term_coefficients(self, batch: Batch, term: Term | LossTerm, policy: Tensor) -> Tensor:
-        tokens, mask = term.token_mask(batch), _averaged_tokens(batch, term)
-        same_tokens = batch.demonstration is None or ("demonstration" in term.needs) is (
-            "demonstration" in self.gate.needs
-        )
-        if tokens is None and term.aggregation is None and same_tokens:
-            return policy
-        return _coefficients(batch, term.aggregation or self.aggregation, mask if tokens is None else mask & tokens)
+        coefficients = [policy := self.coefficients(batch)]
+        for term in self.terms:
+            tokens, mask = term.token_mask(batch), _averaged_tokens(batch, term)
+            same_reads = ("demonstration" in term.needs) is ("demonstration" in self.gate.needs)
+            if tokens is None and term.aggregation is None and (batch.demonstration is None or same_reads):
+                coefficients.append(policy)
+            else:
+                mask = mask if tokens is None else mask & tokens
+                coefficients.append(_coefficients(batch, term.aggregation or self.aggregation, mask))
+        return tuple(coefficients)
 
     def init_state(self) -> State:
         """Return the parts' states before the first rollout, by key. JSON can hold them, and a checkpoint does."""
@@ -237,11 +236,7 @@ class Algorithm:
         return {key: state for key, state in states.items() if state is not None}
 
     def update_state(
-        self,
-        state: State,
-        batch: Batch,
-        metrics: Mapping[str, Metric] | None = None,
-        shaped: Batch | None = None,
+        self, state: State, batch: Batch, metrics: Mapping[str, Metric] | None = None, shaped: Batch | None = None
     ) -> State:
         """Return the state after a rollout, given its batch and the metrics of its updates."""
         shaped, parts = shaped or self.with_state(state).shape_rewards(batch), dict(self.named_parts())

@@ -43,11 +43,9 @@ class DropZeroVariance(Filter):
 
     @property
     def formula(self) -> str:
-        how = {
-            "refill": f", ≤ {self.max_rounds} rounds of refill",
-            "reweight": ", the others × 1/(1 − f)",
-            "drop": "",
-        }[self.mode]
+        how = {"refill": f", ≤ {self.max_rounds} rounds of refill", "reweight": ", the others × 1/(1 − f)", "drop": ""}[
+            self.mode
+        ]
         return f"groups with max R = min R are dropped{how}"
 
     @property

@@ -127,11 +127,7 @@ def _coefficients(batch: Batch, algorithm: Algorithm, coef: Tensor | Coefficient
 
 
 def surrogate(
-    out: Forward | Tensor,
-    batch: Batch,
-    psi: Tensor,
-    algorithm: Algorithm,
-    coef: Tensor | Coefficients | None = None,
+    out: Forward | Tensor, batch: Batch, psi: Tensor, algorithm: Algorithm, coef: Tensor | Coefficients | None = None
 ) -> Tensor:
     """Compute a scalar loss with gradient −Σ (c w Ψ + Σ c^m k^m) ∇log π_θ. Its value has no meaning; `objective` is the metric.
 
@@ -163,11 +159,7 @@ def surrogate(
 
 @torch.no_grad()
 def objective(
-    out: Forward | Tensor,
-    batch: Batch,
-    psi: Tensor,
-    algorithm: Algorithm,
-    coef: Tensor | Coefficients | None = None,
+    out: Forward | Tensor, batch: Batch, psi: Tensor, algorithm: Algorithm, coef: Tensor | Coefficients | None = None
 ) -> Tensor:
     """Compute the paper's objective [], a metric: Σ c·gate.value(r, Ψ) + Σ c^m·term.value. Shares of an update add up."""
     out = out if isinstance(out, Forward) else Forward(out)
@@ -221,13 +213,7 @@ def _gradient_of(term: Term | LossTerm, out: Forward, batch: Batch, psi: Tensor)
 
 
 @torch.no_grad()
-def measure_forward(
-    out: Forward,
-    batch: Batch,
-    psi: Tensor,
-    algorithm: Algorithm,
-    coef: Coefficients,
-) -> Metrics:
+def measure_forward(out: Forward, batch: Batch, psi: Tensor, algorithm: Algorithm, coef: Coefficients) -> Metrics:
     """Compute the metrics of one forward pass.
 
     - objective; ratio/max; clip_ratio/low and /high; beta/…, each adaptive β

@@ -54,7 +54,22 @@ class ProcessReward(Advantage):
         return f"Σ_{{step ends ≥ t}} (r − mean_g)/(std_g + {self.eps:g}),  over the group's steps{alone}"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        end, reward = self._rewards(batch)
+        # Step ends of counted completions and their rewards, both [B, T].
+        counts = (batch.counted & batch.mask.any(1))[:, None]
+        end = require_field(batch.step_end, self, "step_end") & batch.mask & counts
+        reward = masked.apply_mask(require_field(batch.token_reward, self, "token_reward"), batch.mask & counts)
+        for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
+            raise ConfigError(
+                f"ProcessReward: completion {row} has no True in Batch.step_end: mark the end of its last step"
+            )
+        for row in ((reward != 0) & ~end).any(1).nonzero().flatten().tolist():
+            raise ConfigError(
+                f"ProcessReward: completion {row} has a reward in Batch.token_reward where no step ends: move it to a "
+                "True of Batch.step_end"
+            )
+        if self.outcome:
+            last = end & (end.cumsum(1) == end.sum(1, keepdim=True))
+            reward = reward + masked.apply_mask(batch.reward[:, None].expand(end.shape), last)
         completion, _ = end.nonzero(as_tuple=True)
         r = reward[end]
         steps = Groups(batch.group[completion], torch.ones_like(completion, dtype=torch.bool))
@@ -63,25 +78,6 @@ class ProcessReward(Advantage):
         scaled = torch.where(steps.is_constant(r) | (siblings == 0), torch.zeros_like(r), scaled)
         normalised = torch.zeros_like(reward).masked_scatter(end, scaled)
         return masked.apply_mask(masked.reverse_cumsum(normalised), batch.mask)
-
-    def _rewards(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (step ends of counted completions, their rewards), both [B, T]."""
-        counts = (batch.counted & batch.mask.any(1))[:, None]
-        end = require_field(batch.step_end, self, "step_end") & batch.mask & counts
-        dense = masked.apply_mask(require_field(batch.token_reward, self, "token_reward"), batch.mask & counts)
-        for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
-            raise ConfigError(
-                f"ProcessReward: completion {row} has no True in Batch.step_end: mark the end of its last step"
-            )
-        for row in ((dense != 0) & ~end).any(1).nonzero().flatten().tolist():
-            raise ConfigError(
-                f"ProcessReward: completion {row} has a reward in Batch.token_reward where no step ends: move it to a "
-                "True of Batch.step_end"
-            )
-        if not self.outcome:
-            return end, dense
-        last = end & (end.cumsum(1) == end.sum(1, keepdim=True))
-        return end, dense + masked.apply_mask(batch.reward[:, None].expand(end.shape), last)
 
 
 @dataclass(frozen=True)

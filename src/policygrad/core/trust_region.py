@@ -156,7 +156,13 @@ class TrustRegion(UpdateRule):
             return {"updates/skipped": Sum(1.0)}
         if not math.isfinite(norm):
             return self._report(None, not_finite=1)
-        x, residual, curvature = self._solve(problem, gradient, inner)
+        # Conjugate gradient: x ≈ (F + damping)⁻¹∇L.
+        sampled = self.fisher == "sampled"
+        subset = problem if self.fisher_fraction == 1 else problem.subsample(self.fisher_fraction)
+        damped = lambda v: subset.fisher(v, sampled) + self.damping * v  # noqa: E731
+        x, residual = conjugate_gradient(damped, gradient, self.cg_iters, inner)
+        # The KL itself sets the length: undamped, and on all groups, since few of them give a poor estimate of the curvature.
+        curvature = float(inner(x, problem.fisher(x, sampled)))
         broken = math.isnan(residual)
         solved: Metrics = (
             {"grad_norm": Max(norm)} if broken else {"trust_region/residual": Mean(residual), "grad_norm": Max(norm)}
@@ -170,15 +176,6 @@ class TrustRegion(UpdateRule):
         if point is not None:
             problem.commit(point.scale * full)
         return self._report(point, not_finite + broken) | solved
-
-    def _solve(self, problem: CurvatureProblem, gradient: Tensor, inner: InnerProduct) -> tuple[Tensor, float, float]:
-        """Return (x ≈ (F + damping)⁻¹∇L, residual of conjugate gradient, xᵀFx)."""
-        sampled = self.fisher == "sampled"
-        subset = problem if self.fisher_fraction == 1 else problem.subsample(self.fisher_fraction)
-        damped = lambda v: subset.fisher(v, sampled) + self.damping * v  # noqa: E731
-        x, residual = conjugate_gradient(damped, gradient, self.cg_iters, inner)
-        # The KL itself sets the length: undamped, and on all groups, since few of them give a poor estimate of the curvature.
-        return x, residual, float(inner(x, problem.fisher(x, sampled)))
 
     def _search(self, problem: CurvatureProblem, full: Tensor) -> tuple[_Point | None, int]:
         """Return (the chosen candidate or None, number of candidates that were not finite)."""

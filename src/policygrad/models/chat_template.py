@@ -123,11 +123,7 @@ def render_ids(
 
 
 def encode_prompt(
-    tokenizer: ChatTokenizer,
-    prompt: str | Sequence[Message],
-    *,
-    tools: Tools | None = None,
-    source: str = "a prompt",
+    tokenizer: ChatTokenizer, prompt: str | Sequence[Message], *, tools: Tools | None = None, source: str = "a prompt"
 ) -> list[int]:
     """Encode a prompt: text, preceded by the tokenizer's initial special tokens, or rendered chat messages."""
     if not isinstance(prompt, str):

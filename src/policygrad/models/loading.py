@@ -343,11 +343,7 @@ def check_hub_repo(repo: str) -> None:
 
 
 def check_missing_weights(
-    model: nn.Module,
-    info: LoadingInfo,
-    what: str,
-    *,
-    new: Callable[[str], bool] = lambda name: False,
+    model: nn.Module, info: LoadingInfo, what: str, *, new: Callable[[str], bool] = lambda name: False
 ) -> None:
     """Refuse a model with randomly initialised weights, and warn about tensors that were not loaded.
 

@@ -39,11 +39,7 @@ class Tokenizer:
     """Maximum tokens of a prompt and its completion together."""
 
     def encode(
-        self,
-        prompt: str | Sequence[Message],
-        max_tokens: int,
-        source: str = "a prompt",
-        tools: Tools | None = None,
+        self, prompt: str | Sequence[Message], max_tokens: int, source: str = "a prompt", tools: Tools | None = None
     ) -> Tensor:
         """Encode a prompt as [P] int64: text as it is, chat messages rendered by the tokenizer's template.
 
@@ -127,7 +123,16 @@ def encode_demonstration(
             or does not close the assistant's.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
-        return _encode_text(tokenizer, prompt_ids, prompt, completion, source)
+        ids = list(tokenizer.hf(prompt + completion)["input_ids"])
+        if len(ids) == len(prompt_ids) or ids[-1] not in tokenizer.end_ids:
+            ids.append(end_token_id(tokenizer))
+        if ids[: len(prompt_ids)] != prompt_ids:
+            raise ModelError(
+                f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
+                "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
+                f"the other (the prompt ends {prompt[-12:]!r}, the completion begins {completion[:12]!r})"
+            )
+        return ids, [i >= len(prompt_ids) for i in range(len(ids))]
     assert not isinstance(prompt, str)
     assert not isinstance(completion, str)
     # Render longer and longer beginnings of the conversation: before and after each assistant turn.
@@ -141,22 +146,6 @@ def encode_demonstration(
             is_assistant += _mask_turn(tokenizer, ids[len(is_assistant) :], source)
         messages.append(message)
     return ids, is_assistant
-
-
-def _encode_text(
-    tokenizer: ChatTokenizer, prompt_ids: list[int], prompt: str, completion: str, source: str
-) -> tuple[list[int], list[bool]]:
-    """Encode prompt + completion as plain text, followed by the end token."""
-    ids = list(tokenizer.hf(prompt + completion)["input_ids"])
-    if len(ids) == len(prompt_ids) or ids[-1] not in tokenizer.end_ids:
-        ids.append(end_token_id(tokenizer))
-    if ids[: len(prompt_ids)] != prompt_ids:
-        raise ModelError(
-            f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
-            "the model would learn other tokens than it is prompted with: move the space or newline between them from one to "
-            f"the other (the prompt ends {prompt[-12:]!r}, the completion begins {completion[:12]!r})"
-        )
-    return ids, [i >= len(prompt_ids) for i in range(len(ids))]
 
 
 def _mask_turn(tokenizer: ChatTokenizer, turn: list[int], source: str) -> list[bool]:

@@ -52,11 +52,16 @@ class TaggedToolCallParser:
         calls, text = [], _strip_reasoning(text)
         while _OPENING_TAG in text:
             content, closed, text = text.partition(_OPENING_TAG)[2].partition(_CLOSING_TAG)
-            calls.append(
-                _parse_tagged(content.strip())
-                if closed
-                else ToolCall(error=f"the call is not closed by {_CLOSING_TAG}")
-            )
+            content = content.strip()
+            if not closed:
+                calls.append(ToolCall(error=f"the call is not closed by {_CLOSING_TAG}"))
+            elif not content.startswith("{"):
+                calls.append(_parse_python_call(content))
+            else:
+                try:
+                    calls.append(_parse_call(json.loads(content)))
+                except (ValueError, RecursionError) as error:
+                    calls.append(ToolCall(error=f"the call is no JSON: {error}"))
         return tuple(calls)
 
 
@@ -144,15 +149,6 @@ def _strip_reasoning(text: str) -> str:
     """Return the text after the reasoning; "" if the reasoning has not ended."""
     _, closed, answer = text.rpartition("</think>")
     return answer if closed or "<think>" not in text else ""
-
-
-def _parse_tagged(content: str) -> ToolCall:
-    if not content.startswith("{"):
-        return _parse_python_call(content)
-    try:
-        return _parse_call(json.loads(content))
-    except (ValueError, RecursionError) as error:
-        return ToolCall(error=f"the call is no JSON: {error}")
 
 
 def _parse_call(value: Any) -> ToolCall:
