@@ -1,15 +1,14 @@
-"""Writes the generated pages: the matrix in README, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md,
-docs/measured.*, docs/reliability.md, docs/staleness.md, of docs/architecture.md the picture, the layers and the tree, of
-docs/engines.md, docs/extras.md and docs/math-rewards.md the tables, of docs/coming-from-*.md the options, of docs/primer.md
-what the lab has found, of docs/planning.md predictions against measurements, and docs/real-model.md's results.
+"""Write the generated pages of the documentation.
 
-python scripts/make_docs.py              writes them
-python scripts/make_docs.py --check      only says which are out of date
-python scripts/make_docs.py --outputs    runs the code of the checked pages and writes what it prints
+These are README's matrix, docs/algorithms with a picture of each gate, docs/reference, docs/tables.md, docs/measured.*,
+docs/reliability.md and docs/staleness.md; and parts of docs/architecture.md (picture, layers, tree), docs/engines.md, docs/extras.md
+and docs/math-rewards.md (tables), docs/coming-from-*.md (options), docs/primer.md (findings of the lab), docs/planning.md
+(predictions against measurements) and docs/real-model.md (results).
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -113,13 +112,18 @@ def out_of_date(files: dict[Path, str]) -> list[Path]:
 
 
 def main() -> None:
-    """Writes, or checks."""
-    if "--outputs" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only report the pages that are out of date")
+    parser.add_argument(
+        "--outputs", action="store_true", help="also run the code of the checked pages, and write what it prints"
+    )
+    arguments = parser.parse_args()
+    if arguments.outputs:
         for path in CHECKED:
             renew(path)
     files = generated()
     changed = out_of_date(files)
-    if "--check" in sys.argv[1:]:
+    if arguments.check:
         names = ", ".join(str(path.relative_to(ROOT)) for path in changed)
         sys.exit(f"out of date: {names}: make docs" if changed else 0)
     for path in changed:
