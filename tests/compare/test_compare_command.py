@@ -17,7 +17,6 @@ from doubles.comparison import plan
 from doubles.comparison import row as planned
 from doubles.files import write_rows
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands import compare as command
 from policygrad.commands.compare import EVAL_FRACTION, CompareOptions, build_rows, resolve_row, run_comparison
 from policygrad.compare.plan import LADDERS, OVERRIDES, ComparisonRow, merge_argv, option_names, read_plan
 from policygrad.compare.runner import ComparisonRun
@@ -236,7 +235,6 @@ def test_a_comparison_for_real(
     assert "0 of 4 runs to do" in err
     assert json.loads(again)["rows"] == told["rows"]
     assert before == {path: path.stat().st_mtime_ns for path in Path("c").rglob("metrics.jsonl")}
-    assert command._cores() >= 1
 
 
 PLANTED = """

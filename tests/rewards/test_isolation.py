@@ -331,13 +331,13 @@ def test_closing_many_workers_takes_one_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[int] = []
-    processes = process._list_processes
+    find = process._find_descendants
 
-    def counted() -> list[int]:
+    def counted(leaders: Sequence[int], tokens: set[bytes]) -> set[int]:
         looks[-1] += 1
-        return processes()
+        return find(leaders, tokens)
 
-    monkeypatch.setattr(process, "_list_processes", counted)
+    monkeypatch.setattr(process, "_find_descendants", counted)
     for workers in (1, 4):
         pool = RewardPool(["exact_match"], num_workers=workers)
         leaders = [slot.worker.pid for slot in pool._slots if slot.worker]
