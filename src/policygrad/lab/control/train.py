@@ -309,7 +309,7 @@ def find_preset(name: str) -> Preset:
 
 
 def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
-    """Change γ in the algorithm's advantages and its critic's targets."""
+    """Change γ in the algorithm's advantages and its critic's targets. Raises ConfigError if no part of it discounts."""
 
     def changed(part: Any) -> Any:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
@@ -509,7 +509,8 @@ def train_control(
 ) -> ControlResult:
     """Train for `steps` environment steps; an algorithm without a critic finishes its last episodes.
 
-    The result depends only on the seed, not on other random numbers in the process.
+    The result depends only on the seed, not on other random numbers in the process. Raises ConfigError for an unsupported algorithm,
+    or fewer steps than environments.
     """
     if steps < environments.number:
         raise ConfigError(
