@@ -410,7 +410,9 @@ def to_example(row: Mapping[str, Any], where: str, first: Example | None = None)
     columns = dict(row)
     if "prompt" not in columns:
         names = ", ".join(map(repr, columns)) or "nothing"
-        raise DataError(f"{where}: no column 'prompt' (it has {names}); rename the column that holds the question")
+        raise DataError(
+            f"{where}: no column 'prompt' (it has {names}); rename the column that holds the question, or map each row with --row-map FILE:NAME"
+        )
     for name in _RESERVED_COLUMNS:
         if name in columns:
             raise DataError(f"{where}: rename the column {name!r}: reward functions have an argument of that name")

@@ -509,8 +509,8 @@ def train_control(
 ) -> ControlResult:
     """Train for `steps` environment steps; an algorithm without a critic finishes its last episodes.
 
-    The result depends only on the seed, not on other random numbers in the process. Raises ConfigError for an unsupported algorithm,
-    or fewer steps than environments.
+    The result depends only on the seed, not on other random numbers in the process. Raises ConfigError for an
+    unsupported algorithm, or fewer steps than environments.
     """
     if steps < environments.number:
         raise ConfigError(
