@@ -411,7 +411,8 @@ def to_example(row: Mapping[str, Any], where: str, first: Example | None = None)
     if "prompt" not in columns:
         names = ", ".join(map(repr, columns)) or "nothing"
         raise DataError(
-            f"{where}: no column 'prompt' (it has {names}); rename the column that holds the question, or map each row with --row-map FILE:NAME"
+            f"{where}: no column 'prompt' (it has {names}); rename the column that holds the question, or map "
+            "each row with --row-map FILE:NAME"
         )
     for name in _RESERVED_COLUMNS:
         if name in columns:
