@@ -45,5 +45,7 @@ def test_exit_codes_are_those_of_the_help() -> None:
 def test_every_option_of_another_library_is_on_its_page(library: str) -> None:
     page = (make_docs.DOCS / f"coming-from-{library.lower()}.md").read_text(encoding="utf-8")
     for name, ours in load_foreign_options()[0][library].items():
-        (row,) = re.findall(rf"^\| `{re.escape(name)}` \|.*$", page.partition("<!-- supervised: begin -->")[0], re.MULTILINE)
+        (row,) = re.findall(
+            rf"^\| `{re.escape(name)}` \|.*$", page.partition("<!-- supervised: begin -->")[0], re.MULTILINE
+        )
         assert (ours.flag or ours.note).split(" ")[0] in row
