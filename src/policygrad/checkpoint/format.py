@@ -208,8 +208,10 @@ def load_latest(
 
 
 def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda name: False) -> Checkpoint:
-    """Verify and read one checkpoint, or of tensors to `keep_on_meta`, by name, only shape and dtype. Raises
-    CheckpointError with the damaged file and the reason."""
+    """Verify and read one checkpoint. Raises CheckpointError with the damaged file and the reason.
+
+    Of the tensors whose name satisfies `keep_on_meta`, only shape and dtype are read.
+    """
     path = Path(path)
     files = verify_files(path, FILES)
     try:
@@ -230,7 +232,7 @@ def load_checkpoint(path: Path, keep_on_meta: Callable[[str], bool] = lambda nam
 
 
 def open_tensors(path: Path) -> ShardedTensors:
-    """Open the tensors of a checkpoint that `load_checkpoint` has verified. Raises CheckpointError."""
+    """Open the tensors of a checkpoint that `load_checkpoint` has verified. Raises CheckpointError if they cannot be read."""
     try:
         num_files = len(check_manifest(path, FILES)) - len(FILES)
         return ShardedTensors(path, json.loads((path / STATE).read_bytes()), num_files)

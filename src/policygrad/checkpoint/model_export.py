@@ -20,7 +20,7 @@ def save_model(
     folder: Path, model: nn.Module | ModelWriter, tokenizer: Any, resume_command: str = "", card: str = ""
 ) -> Path:
     """Write `folder/model` atomically, for the model's AutoModel class and AutoTokenizer; of adapters these alone, in
-    PEFT's format. Raises RunError for a full disk, say; the last step's checkpoint still has the weights.
+    PEFT's format. Raises RunError, for example if the disk is full; the last step's checkpoint still has the weights.
 
     `resume_command` is for messages, and `card` the text of README.md.
     """
@@ -36,7 +36,10 @@ def write_model(
     hints: tuple[str, str] = ("", "then try again"),
     card: str = "",
 ) -> Path:
-    """Write the folder `final` atomically. Raises RunError for a full disk, say, with `hints` before and after the remedy."""
+    """Write the folder `final` atomically. Raises RunError, for example if the disk is full.
+
+    An error message has `hints` before and after the remedy.
+    """
     temporary = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     from transformers.utils import logging

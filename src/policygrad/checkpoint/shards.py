@@ -238,17 +238,16 @@ class BackgroundSave:
     """A checkpoint that a thread finishes."""
 
     def __init__(self, step: int, finish: Callable[[], object]) -> None:
-        self.step = step
+        self.step, self._finish = step, finish
         self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                finish()
-            except BaseException as error:  # `wait` raises it
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name=f"checkpoint {step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint {step}", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:  # `wait` raises it
+            self._error = error
 
     @property
     def done(self) -> bool:

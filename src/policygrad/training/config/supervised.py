@@ -107,7 +107,7 @@ class SupervisedConfig:
         check_fsdp_options(self.learner)
 
     def resolve(self) -> Self:
-        """Fill in every open choice. Raises ConfigError if no data."""
+        """Fill in every open choice. Raises ConfigError if there is no data."""
         if not self.data:
             raise ConfigError(f"{self.kind} needs data: --data FILE.jsonl")
         default = TINY_MODEL_LR if self.model == "tiny" else DEFAULT_LR * self.learner.lora_lr_multiplier
