@@ -33,7 +33,13 @@ from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import RewardModelConfig
 from policygrad.training.setup import load_row_options, pick_device
 from policygrad.training.sft import describe_eval_split
-from policygrad.training.supervised import LearnerShard, MetricValues, SupervisedLearner, train_supervised
+from policygrad.training.supervised import (
+    LearnerShard,
+    MetricValues,
+    SupervisedLearner,
+    SupervisedTrainer,
+    load_resumed_config,
+)
 
 EVAL_CHUNK = 64
 """Pairs evaluated at a time, so that progress shows."""
@@ -48,18 +54,15 @@ def train_reward_model(
     overwrite: bool = False,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Train a reward model on preferences, or resume the run in the folder `resume`. Raises PolicygradError if the run cannot
-    be trained; the message says what to change. The other arguments are those of `train`."""
-    return train_supervised(
-        PreferenceObjective,
-        RewardModelConfig,
-        config,
-        resume=resume,
-        stop_after=stop_after,
-        time_limit=time_limit,
-        overwrite=overwrite,
-        **tracking,
+    """Train a reward model on preferences, or resume the run in the folder `resume`. The other arguments are those of `train`.
+
+    Raises:
+        PolicygradError: The run cannot be trained; the message says what to change.
+    """
+    trainer = SupervisedTrainer(
+        config or load_resumed_config(RewardModelConfig, resume), PreferenceObjective, **tracking
     )
+    return trainer.train(resume=resume, stop_after=stop_after, time_limit=time_limit, overwrite=overwrite)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,14 @@ from policygrad.trackers import format_change
 from policygrad.training.base_trainer import TrackingOptions, TrainingResult
 from policygrad.training.config.supervised import SFTConfig
 from policygrad.training.setup import load_row_options, pick_device
-from policygrad.training.supervised import LearnerShard, MetricValues, SupervisedLearner, get_device, train_supervised
+from policygrad.training.supervised import (
+    LearnerShard,
+    MetricValues,
+    SupervisedLearner,
+    SupervisedTrainer,
+    get_device,
+    load_resumed_config,
+)
 
 EVAL_CHUNK = 64
 """Rows evaluated at a time, so that progress shows."""
@@ -38,18 +45,14 @@ def train_sft(
     overwrite: bool = False,
     **tracking: Unpack[TrackingOptions],
 ) -> TrainingResult[MetricValues | None]:
-    """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`. Raises PolicygradError if
-    the run cannot be trained; the message says what to change. The other arguments are those of `train`."""
-    return train_supervised(
-        SFTObjective,
-        SFTConfig,
-        config,
-        resume=resume,
-        stop_after=stop_after,
-        time_limit=time_limit,
-        overwrite=overwrite,
-        **tracking,
-    )
+    """Fine-tune a causal language model on demonstrations, or resume the run in the folder `resume`. The other
+    arguments are those of `train`.
+
+    Raises:
+        PolicygradError: The run cannot be trained; the message says what to change.
+    """
+    trainer = SupervisedTrainer(config or load_resumed_config(SFTConfig, resume), SFTObjective, **tracking)
+    return trainer.train(resume=resume, stop_after=stop_after, time_limit=time_limit, overwrite=overwrite)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,12 @@ each calls it with its shard of the model and of the micro-batches.
 
 from __future__ import annotations
 
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.shards import SavedState, ShardedState
+from policygrad.checkpoint.shards import SavedState
 from policygrad.core.algorithm import Algorithm
 from policygrad.errors import CheckpointError, ConfigError, RunError
-from policygrad.learners.base import CloseableLearner, DistributedLearner, Learner, LearnerSpec
+from policygrad.learners.base import Learner, LearnerSpec
 from policygrad.learners.config import LearnerConfig
 from policygrad.learners.fsdp.torchrun import check_not_torchrun
 from policygrad.learners.local.forward import Evaluator, Network, build_evaluator, recompute_activations
@@ -34,7 +34,7 @@ from policygrad.models.adapters import describe_adapters
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.tasks.sources import digest_data
 from policygrad.trackers import RunInfo
-from policygrad.training.base_trainer import BaseTrainer, TrackingOptions, TrainingResult
+from policygrad.training.base_trainer import BaseTrainer, TrackingOptions
 from policygrad.training.config.paths import resolve_config_paths
 from policygrad.training.config.serialization import load_config
 from policygrad.training.config.supervised import SupervisedConfig
@@ -46,7 +46,6 @@ from policygrad.weight_sync.base import copy_weights_
 
 if TYPE_CHECKING:
     from policygrad.learners.fsdp.controller import FsdpController
-    from policygrad.training.distributed import ShardedCheckpointIO
 
 T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", bound=SupervisedConfig)
@@ -79,6 +78,7 @@ class LocalSupervisedLearner:
     """A learner in this process alone. `steps`: updates of the run, for the learning-rate schedule; `causal`: see `Objective`."""
 
     division = WorkDivision()
+    supports_snapshots = True
 
     def __init__(self, model: nn.Module, config: SupervisedConfig, steps: int, causal: bool = True) -> None:
         if config.learner.gradient_checkpointing:
@@ -231,24 +231,11 @@ class BatchSchedule(Sequence[list[int]]):
         return steps
 
 
-def train_supervised(
-    objective: Callable[[Any], Objective],
-    kind: type[AnyConfig],
-    config: AnyConfig | None,
-    *,
-    resume: str | Path | None,
-    stop_after: int | None,
-    time_limit: str | None,
-    overwrite: bool,
-    **tracking: Unpack[TrackingOptions],
-) -> TrainingResult[MetricValues | None]:
-    """Train the objective of a configuration, or resume the run in the folder `resume`. Raises PolicygradError if the run
-    cannot be trained; the message says what to change."""
-    if config is None and resume is not None:
-        config = load_config(config_file(check_resumable(Path(resume), kind.kind), kind.kind), kind())
-    return SupervisedTrainer(config or kind(), objective, **tracking).train(
-        resume=resume, stop_after=stop_after, time_limit=time_limit, overwrite=overwrite
-    )
+def load_resumed_config(kind: type[AnyConfig], resume: str | Path | None) -> AnyConfig:
+    """Return the configuration of the run in the folder `resume`; the default if there is none."""
+    if resume is None:
+        return kind()
+    return load_config(config_file(check_resumable(Path(resume), kind.kind), kind.kind), kind())
 
 
 class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, MetricValues]):
@@ -262,7 +249,6 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         super().__init__(config.resolve(), **tracking)
         self.kind, self.file = config.kind, f"{config.kind}.toml"  # type: ignore[misc]  # set per instance here
         self._make_objective = objective
-        self._sharded_io: ShardedCheckpointIO | None = None
 
     def build(self, stack: ExitStack) -> None:
         config = resolve_config_paths(self.config)
@@ -271,48 +257,20 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         self.schedule = BatchSchedule(self.objective.units, config.epochs, config.batch_size, config.seed)
         stack.enter_context(limit_torch_threads(self.model))
         set_trainable(self.model, config.learner.trainable)
-        self.learner = build_supervised_learner(self.model, config, len(self.schedule), self.objective.causal)
-        if isinstance(self.learner, CloseableLearner):
-            stack.callback(self.learner.close)
-        if isinstance(self.learner, DistributedLearner):
-            from policygrad.training.distributed import ShardedCheckpointIO
-
-            self._sharded_io = ShardedCheckpointIO(self.learner)
-        data = [config.data] + ([config.eval_data] if config.eval_data else [])
+        learner = build_supervised_learner(self.model, config, len(self.schedule), self.objective.causal)
+        self.attach_learner(learner, stack)
         # so that a resumed run sees the same rows
-        self.data_digest = [digest_data(file, config.directory) for file in data]
+        self.data_digest = [digest_data(file, config.directory) for file in (config.data, config.eval_data) if file]
         device = next(self.model.parameters()).device.type
         code = (find_code_references({"row_map": c.row_map}) for c in (self.config, config))
         self.fingerprint = fingerprint_run(replace(config, eval_data=None), device, dict(zip(*code, strict=True)))
 
     @property
-    def version(self) -> int:
-        return self.learner.version
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer of a learner in one process."""
-        assert isinstance(self.learner, LocalSupervisedLearner)
-        return self.learner.optimizer
-
-    @property
     def steps(self) -> int:
         return len(self.schedule)
 
-    def pack_state(self, progress: SupervisedProgress) -> SavedState:
-        tensors, values = self.learner.state()
-        return tensors, self._pack_values(values)
-
-    @property
-    def sharded_state(self) -> ShardedState[SupervisedProgress] | None:
-        io = self._sharded_io
-        if io is None:
-            return None
-        return ShardedState(lambda progress: ({}, self._pack_values(io.state_values)), io.start_save, io.is_sharded)
-
-    def _pack_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors; `values` are the learner's."""
-        return {
+    def pack(self, progress: SupervisedProgress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
+        return tensors, {
             "optimizer": values["optimizer"],
             "before": dict(self.before or {}),
             "data": self.data_digest,
@@ -334,18 +292,16 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
                 f"{self.config.data} (or the evaluation data) is not what the run in {self.folder} started with: restore the old "
                 "file, or start a new run with another --output"
             )
-        self.compare_with_checkpoint(saved, self.fingerprint, self.config)
+        self.compare_with_checkpoint(saved)
         before = {name.removeprefix("weights/") for name in saved.tensors if name.startswith("weights/")}
         current = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if before != current:
             raise RunError(
                 f"{saved.path} has other trainable parameters ({min(before ^ current)}, say): leave learner.trainable as it was"
             )
+        restore = self.learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
         try:
-            if self._sharded_io is None:
-                self.load_learner_state(saved.tensors, saved.state)
-            else:
-                self._sharded_io.restore(saved.path, _learner_tensors(saved.tensors), _learner_values(saved.state))
+            restore(*_split_learner_state(saved.tensors, saved.state))
         except (KeyError, RuntimeError) as error:
             raise RunError(f"{saved.path} does not fit the model {self.config.model!r}: {error}") from error
         self.guard.restore(saved.state.get("guard"), self.learner)
@@ -354,13 +310,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         return SupervisedProgress(saved.step)
 
     def load_learner_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.learner.restore(_learner_tensors(tensors), _learner_values(state))
-
-    @property
-    def max_snapshot_bytes(self) -> int:
-        if self.config.guard.action != "warn":
-            return sys.maxsize  # any step may have to be undone
-        return super().max_snapshot_bytes if self._sharded_io is None else 0  # no process has the full state
+        self.learner.restore(*_split_learner_state(tensors, state))
 
     def make_run_info(self, progress: SupervisedProgress) -> RunInfo:
         config = self.config
@@ -406,16 +356,6 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         if isinstance(self.learner, Learner):
             copy_weights_(self.learner.publish().tensors, self.model)
 
-    @property
-    def has_eval(self) -> bool:
-        return True
-
-    def phase_label(self, when: str) -> str:
-        return f"evaluating {when}"
-
-    def cached_measurement(self, step: int) -> MetricValues | None:
-        return None
-
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[MetricValues, MetricValues]:
         values = self.objective.evaluate(self.learner, progress)
         is_logged = self.progress.step in dict(self.files.history("eval/loss"))  # by a finished run that is resumed
@@ -428,10 +368,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         return {"steps": progress.step, "before": dict(self.before or {}), "after": dict(after or {})}
 
 
-def _learner_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if name.startswith(("weights/", "adam/"))}
-
-
-def _learner_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's values in the form of a learner in several processes."""
-    return {"optimizer": state["optimizer"], "rollouts": 0, "refreshed": False}
+def _split_learner_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> SavedState:
+    """Return a checkpoint's part for the learner, with the values that a learner in several processes also expects."""
+    learner_tensors = {name: x for name, x in tensors.items() if name.startswith(("weights/", "adam/"))}
+    return learner_tensors, {"optimizer": state["optimizer"], "rollouts": 0, "refreshed": False}

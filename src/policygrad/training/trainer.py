@@ -11,24 +11,23 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from policygrad.checkpoint.format import Checkpoint
-from policygrad.checkpoint.shards import SavedState, ShardedState
+from policygrad.checkpoint.shards import SavedState
 from policygrad.core.metrics import Mean
 from policygrad.environments import EnvironmentFactory
 from policygrad.errors import CheckpointError, RewardError, RunError
-from policygrad.learners.base import CheckedLearner, CloseableLearner, Learner, ReferenceLearner, SnapshotLearner
+from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.learners.config import SMALL_MODEL_PARAMETERS
 from policygrad.models.adapters import describe_adapters
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rollout import serialization
 from policygrad.rollout.evaluation import EvaluationResult
-from policygrad.rollout.rollouter import Rollouter
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Example
@@ -59,9 +58,6 @@ from policygrad.training.step_log import build_completion_rows, build_step_notes
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
 from policygrad.weight_sync.folder import save_lazy_model
 
-if TYPE_CHECKING:
-    from policygrad.training.distributed import ShardedCheckpointIO
-
 MIB = 2**20
 _REQUIRED_STATE = {
     *("learner", "parts", "algorithm", "position", "tokens", "seconds"),
@@ -85,8 +81,7 @@ def train(
     trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
 ) -> TrainingResult[float | None]:
-    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`. Raises
-    PolicygradError if the run cannot be trained; the message says what to change.
+    """Train as `run` says, or resume the run in the folder `resume`. For the other arguments see `Trainer`.
 
     Args:
         stop_after: Stop, resumably, after this many steps of this call.
@@ -94,6 +89,9 @@ def train(
             those already imported, need no permission.
         time_limit: Stop, resumably, in time to be saved before this much time (23h50m) has passed.
         overwrite: Replace the run that is in the output folder; it is deleted once the new one has started.
+
+    Raises:
+        PolicygradError: The run cannot be trained; the message says what to change.
     """
     if run is None and resume is not None:
         file = check_resumable(Path(resume), "train") / "run.toml"
@@ -124,6 +122,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     kind, file = "train", "run.toml"
     resources: Resources
     learner: Learner
+    eval_problems: EvalProblems
 
     def __init__(
         self,
@@ -144,10 +143,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         arguments = {"sampler": sampler, "environment": environment, "learner": None if is_default else learner}
         self._python_arguments = [name for name, value in arguments.items() if value is not None]
         self._was_pretraining = False  # whether the last step trained the critic alone
-        self.eval_problems = EvalProblems(self.config)
         self._failed_steps = FailedStepTracker(run.rewards.max_failed_fraction, run.rewards.max_failed_steps)
         self._reward_error: str | None = None  # why failing rewards end the run
-        self._sharded_io: ShardedCheckpointIO | None = None
 
     @property
     def name(self) -> str:
@@ -171,16 +168,13 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self.model, self.tokenizer = resources.model, resources.tokenizer
         stack.enter_context(limit_torch_threads(resources.model))
         resolved, device = resolve_config_paths(run), next(resources.model.parameters()).device.type
-        self.learner = build_learner(self._learner, resources.model, resolved)
-        if isinstance(self.learner, CloseableLearner):
-            stack.callback(self.learner.close)
-        if run.learner.world_size > 1:  # torch.distributed takes a while to import
-            from policygrad.training.distributed import distribute_sampling, make_sharded_io
+        self.attach_learner(build_learner(self._learner, resources.model, resolved), stack)
+        if run.learner.world_size > 1:
+            from policygrad.training.distributed import distribute_sampling
 
             self.resources = distribute_sampling(resources, self.learner)
-            self._sharded_io = make_sharded_io(self.learner)
         code = dict(zip(_list_code(run), _list_code(resolved), strict=True))
-        self._fingerprint = fingerprint_run(resolved, device, code)
+        self.fingerprint = fingerprint_run(resolved, device, code)
         check_rollback_lr(self.learner, run.guard)
         problems = run.evaluation.problems if resources.has_rewards else 0
         self.eval_problems = EvalProblems(run, resources.task.eval_examples(problems) if problems else ())
@@ -196,27 +190,13 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             copy_weights_(published.tensors, self.model)
 
     @property
-    def version(self) -> int:
-        return self.learner.version
-
-    @property
     def steps(self) -> int:
         return self.config.steps
 
     def is_finished(self, progress: Progress) -> bool:
         return self.config.is_finished(progress.step, progress.tokens)
 
-    @property
-    def sharded_state(self) -> ShardedState[Progress] | None:
-        io = self._sharded_io
-        if io is None:
-            return None
-        return ShardedState(lambda progress: self._pack(progress, {}, io.state_values), io.start_save, io.is_sharded)
-
-    def pack_state(self, progress: Progress) -> SavedState:
-        return self._pack(progress, *self.learner.state())
-
-    def _pack(self, progress: Progress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
+    def pack(self, progress: Progress, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> SavedState:
         rollout_tensors, rollouts = serialization.pack_rollouts(progress.leftover_groups, progress.queued_rollouts)
         return tensors | rollout_tensors, {
             "learner": values,
@@ -230,7 +210,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             "measured": self.measured,
             "eval_is_binary": self.eval_problems.is_binary,
             "python_arguments": self._python_arguments,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
             "option_changes": self.option_changes,
             "guard": self.guard.history.to_dict(),
         }
@@ -243,14 +223,6 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             raise CheckpointError("its counts are not numbers")
         if isinstance(self.learner, CheckedLearner):
             self.learner.check_state(saved.tensors, state["learner"])
-
-    @property
-    def max_snapshot_bytes(self) -> int:
-        if self.config.guard.action != "warn":  # any step may have to be undone
-            return sys.maxsize
-        return (
-            super().max_snapshot_bytes if isinstance(self.learner, SnapshotLearner) else 0
-        )  # elsewhere it may be costly
 
     def start(self, saved: Checkpoint | None) -> Progress:
         run, algorithm = self.config, self.config.algorithm
@@ -265,10 +237,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
                 f"{self.folder}: the run {had} from Python, and would continue as another one: resume it as it started, with "
                 f"pg.train(run, resume={str(self.folder)!r}, environment=…) or without environment"
             )
-        self.compare_with_checkpoint(saved, self._fingerprint, run)
-        restore = self.learner.restore
-        if self._sharded_io is not None:
-            restore = partial(self._sharded_io.restore, saved.path)
+        self.compare_with_checkpoint(saved)
+        restore = self.learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
         restore_learner(restore, saved, tensors, run, self.folder)
         self.before, self.measured = state["before"], state["measured"]
         self.eval_problems.is_binary = state["eval_is_binary"]
@@ -313,7 +283,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     def run_steps(self, progress: Progress) -> Progress:
         if self.eval_problems.is_due(progress.step):  # the run may have been stopped before it
-            self.evaluate_at(f"evaluating at step {progress.step}", progress.step)
+            self.evaluate_at(f"at step {progress.step}", progress.step)
         progress = run_loop(
             self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.interruptible
         )
@@ -348,7 +318,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         elif self.eval_problems.is_due(step):
             try:  # a step whose parts need the score is incomplete without it
                 interruptible = not self.config.algorithm.init_state()
-                score = self.evaluate_at(f"evaluating at step {step}", step, interruptible=interruptible)
+                score = self.evaluate_at(f"at step {step}", step, interruptible=interruptible)
             except StopRequested:
                 score = None
             if score is not None:
@@ -359,19 +329,22 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     def has_eval(self) -> bool:
         return bool(self.eval_problems)
 
-    def phase_label(self, when: str) -> str:
-        return f"evaluating {when}"
-
     def cached_measurement(self, step: int) -> float | None:
         return dict(self.files.history("eval/reward")).get(step)
 
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[float | None, Mapping[str, float]]:
+        examples, samples = self.eval_problems.examples, self.config.evaluation.samples_per_prompt
         try:
-            result = self.eval_problems.evaluate(self.resources.rollouter, progress)
+            result = self.resources.rollouter.evaluate(examples, samples, self.config.sampling, progress)
         except RewardError as error:
             raise RewardError(f"{error}. {self._resume_hint}") from error
-        for text, kind in self.eval_problems.reward_notes(result):
-            self.note(text, kind)
+        for text in result.messages:
+            self.note(text, text.partition(" (completion ")[0])
+        if result.num_failed:
+            text = (
+                f"{result.num_failed} of {len(examples) * samples} held-out completions have no reward and count as 0"
+            )
+            self.note(text, "held-out completions without a reward")
         if message := self._failed_steps.record_evaluation(not result.has_scores, result.messages):
             raise RewardError(f"{message}. {self._resume_hint}")
         return self.eval_problems.score(result)
@@ -427,7 +400,7 @@ class EvalProblems:
     """The held-out problems of a run; empty if it is not evaluated."""
 
     run: Run
-    examples: Sequence[Example] = ()
+    examples: Sequence[Example]
     is_binary: bool = True
     """Whether every score so far is 0 or 1."""
 
@@ -438,20 +411,6 @@ class EvalProblems:
         """Return whether to evaluate after this step, which is not the last."""
         every = self.run.evaluation.every
         return bool(every and 0 < step < self.run.steps and step % every == 0 and self)
-
-    def evaluate(self, rollouter: Rollouter, progress: Callable[[int, int], None]) -> EvaluationResult:
-        """Evaluate. Raises RewardError as a rollout does."""
-        samples = self.run.evaluation.samples_per_prompt
-        return rollouter.evaluate(self.examples, samples, self.run.sampling, progress)
-
-    def reward_notes(self, result: EvaluationResult) -> Iterator[tuple[str, str]]:
-        """Yield (message, kind) for reward failures."""
-        for message in result.messages:
-            yield message, message.partition(" (completion ")[0]
-        if result.num_failed:
-            count = len(self.examples) * self.run.evaluation.samples_per_prompt
-            text = f"{result.num_failed} of {count} held-out completions have no reward and count as 0"
-            yield text, "held-out completions without a reward"
 
     def score(self, result: EvaluationResult) -> tuple[float | None, Mapping[str, float]]:
         """Return (mean reward, its metrics); None if every reward failed."""
