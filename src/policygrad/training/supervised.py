@@ -32,6 +32,8 @@ from policygrad.learners.local.optimizer import Optimizer, check_moments, set_tr
 from policygrad.learners.local.packing import WorkDivision
 from policygrad.models.adapters import describe_adapters
 from policygrad.models.tokenizer import Tokenizer
+from policygrad.tasks.preferences import TrainEvalSplit, exclude_eval_prompts, split_by_prompt
+from policygrad.tasks.rows import HasPrompt, RowOptions
 from policygrad.tasks.sources import digest_data
 from policygrad.trackers import RunInfo
 from policygrad.training.base_trainer import BaseTrainer, TrackingOptions
@@ -41,6 +43,7 @@ from policygrad.training.config.supervised import SupervisedConfig
 from policygrad.training.config.trust import find_code_references
 from policygrad.training.provenance import fingerprint_run
 from policygrad.training.run_folder import check_resumable, config_file
+from policygrad.training.setup import load_row_options
 from policygrad.training.trainer import describe_model, limit_torch_threads
 from policygrad.weight_sync.base import copy_weights_
 
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from policygrad.learners.fsdp.controller import FsdpController
 
 T = TypeVar("T")
+R = TypeVar("R", bound=HasPrompt)
 AnyConfig = TypeVar("AnyConfig", bound=SupervisedConfig)
 MetricValues = Mapping[str, float]
 NULL_ALGORITHM = Algorithm(name="rows")
@@ -118,8 +122,12 @@ class LocalSupervisedLearner:
 def build_supervised_learner(
     model: nn.Module, config: SupervisedConfig, steps: int, causal: bool
 ) -> LocalSupervisedLearner | FsdpController:
-    """Make the learner, in this process or in `learner.world_size` processes, which `close` ends. Raises ConfigError if the
-    options do not work with several processes, or this is one of several torchrun processes that would each learn alone."""
+    """Make the learner, in this process or in `learner.world_size` processes, which `close` ends.
+
+    Raises:
+        ConfigError: The options do not work with several processes, or this is one of several torchrun processes that would
+            each learn alone.
+    """
     check_not_torchrun(config.learner.world_size)
     if config.learner.world_size == 1:
         return LocalSupervisedLearner(model, config, steps, causal)
@@ -135,8 +143,11 @@ def build_supervised_learner(
 
 
 def step_optimizer(shard: LearnerShard) -> tuple[float | None, float]:
-    """Take the update from the accumulated gradient; return (gradient norm before clipping, learning rate). Raises
-    NumericsError if the gradient is not finite; the weights are unchanged."""
+    """Take the update from the accumulated gradient; return (gradient norm before clipping, learning rate).
+
+    Raises:
+        NumericsError: The gradient is not finite; the weights are unchanged.
+    """
     return shard.optimizer.step()
 
 
@@ -167,6 +178,26 @@ class Objective(Protocol):
     def summarise(self, before: MetricValues, after: MetricValues) -> dict[str, str]:
         """Describe the evaluations before and after training."""
         ...
+
+
+def read_rows(
+    config: SupervisedConfig, read: Callable[[str, RowOptions], list[R]], noun: str
+) -> tuple[list[R], TrainEvalSplit, dict[str, str]]:
+    """Return the training rows followed by those of `eval_data`, which of them are for what, and facts to show about them."""
+    options = load_row_options(config.row_map, config.skip_bad_rows)
+    rows = train_rows = read(config.data, options)
+    eval_rows = read(config.eval_data, options) if config.eval_data else []
+    if eval_rows:
+        train_rows = exclude_eval_prompts(rows, eval_rows, config.data, str(config.eval_data))
+        size = len(train_rows)
+        split = TrainEvalSplit(tuple(range(size)), tuple(range(size, size + len(eval_rows))), eval_on_train=False)
+    else:
+        split = split_by_prompt(rows)
+    on_train = "the training rows, which are too few to hold any out"
+    facts = {"eval data": on_train if split.eval_on_train else f"{len(split.eval)} rows"}
+    if len(train_rows) < len(rows):
+        facts["left out"] = f"{len(rows) - len(train_rows)} {noun} with prompts of the evaluation data"
+    return [*train_rows, *eval_rows], split, facts
 
 
 @dataclass(frozen=True)
@@ -218,16 +249,13 @@ class BatchSchedule(Sequence[list[int]]):
         return self._epoch[1][index - (self._ends[epoch - 1] if epoch else 0)]
 
     def _shuffle(self, epoch: int) -> list[list[int]]:
-        steps: list[list[int]] = []
-        order = list(range(len(self._units)))
+        order = list(self._units)
         Random(f"{self._seed}/{epoch}").shuffle(order)
-        rows: list[int] = []
+        steps: list[list[int]] = [[]]
         for unit in order:
-            if rows and len(rows) + len(self._units[unit]) > self._batch_size:
-                steps.append(rows)
-                rows = []
-            rows = [*rows, *self._units[unit]]
-        steps.append(rows)
+            if steps[-1] and len(steps[-1]) + len(unit) > self._batch_size:
+                steps.append([])
+            steps[-1] += unit
         return steps
 
 
