@@ -29,7 +29,7 @@ from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker
 from policygrad.trackers.services import create_service_trackers
 from policygrad.training.config.paths import check_files_exist, relative_to_folder
 from policygrad.training.config.serialization import dump_config
-from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision, scale_lr
+from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
 from policygrad.training.loop import Undo
 from policygrad.training.model_card import render_model_card
@@ -388,7 +388,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             step = self.progress.step + 1
             self.note(f"step {step}: restored the weights of step {saved.step}, at a lower learning rate")
         if decision.action == "rollback":
-            scale_lr(self.learner, self.config.guard.lr_factor)
+            self.learner.lr *= self.config.guard.lr_factor  # a critic keeps its own
         return Undo(None if saved is None else saved.state.get("parts"))
 
     def should_continue(self, progress: P) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from policygrad.checkpoint.format import Checkpoint
 from policygrad.core.algorithm import Algorithm
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.registry import resolve_environment
@@ -345,34 +344,3 @@ def make_local_learner(model: nn.Module, run: Run, placement: Placement = LOCAL_
         )
     spec = LearnerSpec(run.algorithm, run.lr, run.steps, run.sampling.temperature, run.learner, run.optimizer)
     return make(model, spec, reference=reference)
-
-
-def build_learner(learner: Learner | LearnerFactory, model: nn.Module, run: Run) -> Learner:
-    """Return a learner, or call the factory for one. Raises ConfigError if the result is no learner."""
-    built = call_factory(learner, Learner, model, run)
-    if not isinstance(built, Learner):
-        raise ConfigError(
-            f"learner is {built!r}: pass a function of (model, run) that returns what policygrad.Learner describes "
-            "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
-        )
-    return built
-
-
-def restore_learner(
-    restore: Callable[[Mapping[str, Tensor], Mapping[str, Any]], None],
-    saved: Checkpoint,
-    tensors: Mapping[str, Tensor],
-    run: Run,
-    folder: Path,
-) -> None:
-    """Restore the learner from a checkpoint. Raises RunError if the checkpoint belongs to another algorithm or model.
-    `restore`: the learner's method; `tensors`: those of the learner in the checkpoint."""
-    try:
-        restore(tensors, saved.state["learner"])
-    except KeyError as error:
-        raise RunError(
-            f"{saved.path} has no {error}, which {run.algorithm.name} needs: resume with the algorithm that the run started with, "
-            f"or start a new run from its model, --model {folder}"
-        ) from error
-    except RuntimeError as error:
-        raise RunError(f"{saved.path} does not fit the model {run.describe_option('model')!r}: {error}") from error

@@ -304,7 +304,7 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
             "data": self.data_digest,
             "fingerprint": self.fingerprint,
             "option_changes": self.option_changes,
-            "guard": self.guard.history.to_dict(),
+            "guard": asdict(self.guard.history),
         }
 
     def check_checkpoint(self, saved: Checkpoint) -> None:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -20,14 +20,13 @@ from policygrad.checkpoint.format import Checkpoint
 from policygrad.checkpoint.shards import SavedState
 from policygrad.core.metrics import Mean
 from policygrad.environments import EnvironmentFactory
-from policygrad.errors import CheckpointError, RewardError, RunError
+from policygrad.errors import CheckpointError, ConfigError, RewardError, RunError
 from policygrad.learners.base import CheckedLearner, Learner, ReferenceLearner
 from policygrad.learners.config import SMALL_MODEL_PARAMETERS
 from policygrad.models.adapters import describe_adapters
 from policygrad.rewards.resolve import find_rubrics
 from policygrad.rewards.workers.failures import FailedStepTracker
 from policygrad.rollout import serialization
-from policygrad.rollout.evaluation import EvaluationResult
 from policygrad.samplers.base import Sampler
 from policygrad.samplers.config import LOCAL
 from policygrad.tasks.base import Example
@@ -49,10 +48,9 @@ from policygrad.training.setup import (
     Placement,
     Resources,
     SamplerFactory,
-    build_learner,
+    call_factory,
     load_resources,
     make_local_learner,
-    restore_learner,
 )
 from policygrad.training.step_log import build_completion_rows, build_step_notes, compute_step_metrics
 from policygrad.weight_sync.base import LazyStateDict, copy_weights_
@@ -122,7 +120,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
     kind, file = "train", "run.toml"
     resources: Resources
     learner: Learner
-    eval_problems: EvalProblems
+    eval_examples: Sequence[Example] = ()
+    """The held-out problems; none if the run is not evaluated."""
+    eval_is_binary = True
+    """Whether every score so far is 0 or 1."""
 
     def __init__(
         self,
@@ -168,7 +169,13 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self.model, self.tokenizer = resources.model, resources.tokenizer
         stack.enter_context(limit_torch_threads(resources.model))
         resolved, device = resolve_config_paths(run), next(resources.model.parameters()).device.type
-        self.attach_learner(build_learner(self._learner, resources.model, resolved), stack)
+        learner = call_factory(self._learner, Learner, resources.model, resolved)
+        if not isinstance(learner, Learner):
+            raise ConfigError(
+                f"learner is {learner!r}: pass a function of (model, run) that returns what policygrad.Learner describes "
+                "(evaluate, update, publish, version, state, restore), such as pg.make_local_learner"
+            )
+        self.attach_learner(learner, stack)
         if run.learner.world_size > 1:
             from policygrad.training.distributed import distribute_sampling
 
@@ -176,9 +183,9 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         code = dict(zip(_list_code(run), _list_code(resolved), strict=True))
         self.fingerprint = fingerprint_run(resolved, device, code)
         check_rollback_lr(self.learner, run.guard)
-        problems = run.evaluation.problems if resources.has_rewards else 0
-        self.eval_problems = EvalProblems(run, resources.task.eval_examples(problems) if problems else ())
-        for example in self.eval_problems.examples:  # refuse a prompt that leaves no room for a completion now
+        if resources.has_rewards and run.evaluation.problems:
+            self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
+        for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now
             resources.tokenizer.encode(example.prompt, run.sampling.max_tokens, example.source or "a held-out prompt")
 
     def _publish(self) -> None:
@@ -208,11 +215,11 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             **rollouts,
             "before": self.before,
             "measured": self.measured,
-            "eval_is_binary": self.eval_problems.is_binary,
+            "eval_is_binary": self.eval_is_binary,
             "python_arguments": self._python_arguments,
             "fingerprint": self.fingerprint,
             "option_changes": self.option_changes,
-            "guard": self.guard.history.to_dict(),
+            "guard": asdict(self.guard.history),
         }
 
     def check_checkpoint(self, saved: Checkpoint) -> None:
@@ -239,9 +246,17 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             )
         self.compare_with_checkpoint(saved)
         restore = self.learner.restore if self.sharded_io is None else partial(self.sharded_io.restore, saved.path)
-        restore_learner(restore, saved, tensors, run, self.folder)
+        try:
+            restore(tensors, state["learner"])
+        except KeyError as error:
+            raise RunError(
+                f"{saved.path} has no {error}, which {algorithm.name} needs: resume with the algorithm that the run started with, "
+                f"or start a new run from its model, --model {self.folder}"
+            ) from error
+        except RuntimeError as error:
+            raise RunError(f"{saved.path} does not fit the model {run.describe_option('model')!r}: {error}") from error
         self.before, self.measured = state["before"], state["measured"]
-        self.eval_problems.is_binary = state["eval_is_binary"]
+        self.eval_is_binary = state["eval_is_binary"]
         parts = state["parts"]
         groups, rollouts = serialization.unpack_rollouts(rollout_tensors, state, self.resources.task.train_example)
         if state["algorithm"] != algorithm_to_dict(algorithm):
@@ -256,7 +271,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._publish()
 
     def make_run_info(self, progress: Progress) -> RunInfo:
-        run = self.config
+        run, resources = self.config, self.resources
         for text in describe_idle_schedules(run):
             self.trackers.note(text)
         if objects := [*run.object_options, *self._python_arguments]:
@@ -266,9 +281,29 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             )
         if self._minibatch_warning:
             self.trackers.note(self._minibatch_warning)
+        batch = f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {run.steps} steps"
+        batch += "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
+        batch += f", sampled up to {run.max_staleness} steps ahead" if run.max_staleness else ""
+        facts = {"model": describe_model(run.describe_option("model"), self.model, run.learner.dtype)}
+        if adapters := describe_adapters(self.model):
+            facts["adapters"] = adapters
+        facts |= {"batch": batch, "reward": ", ".join(resources.reward_names), "run": str(self.folder)}
+        if run.learner.world_size > 1:
+            size = run.learner.tensor_parallel
+            shared = f", each layer shared by {size}" if size > 1 else ""
+            facts["learner"] = f"{run.learner.world_size} processes{shared}"
+        if run.sampler.engine != LOCAL:
+            facts["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
+        reference = run.algorithm.reference
+        if isinstance(self.learner, ReferenceLearner) and reference and reference.model:
+            facts["reference"] = f"{reference.model} ({self.learner.reference_parameters / 1e6:.2f}M parameters)"
+        if not resources.has_rewards:
+            facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
+        elif self.eval_examples and resources.task.eval_on_train:
+            facts["eval data"] = "the training prompts, which are too few to hold any out"
         return RunInfo(
             f"policygrad · {self._run_name.title} on {run.describe_option('task')}",
-            collect_run_facts(run, self.resources, self.learner, self.folder, bool(self.eval_problems)),
+            facts,
             run.steps,
             first_step=progress.step + 1,
             history=self.files.history("reward"),
@@ -282,7 +317,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         )
 
     def run_steps(self, progress: Progress) -> Progress:
-        if self.eval_problems.is_due(progress.step):  # the run may have been stopped before it
+        if self._is_eval_due(progress.step):  # the run may have been stopped before it
             self.evaluate_at(f"at step {progress.step}", progress.step)
         progress = run_loop(
             self.config, self.resources.rollouter, self.learner, progress, self, self.stopping.interruptible
@@ -315,7 +350,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         self._reward_error = self._failed_steps.record_step(failed, result.rollout.messages)
         if self._reward_error:
             self.stop()
-        elif self.eval_problems.is_due(step):
+        elif self._is_eval_due(step):
             try:  # a step whose parts need the score is incomplete without it
                 interruptible = not self.config.algorithm.init_state()
                 score = self.evaluate_at(f"at step {step}", step, interruptible=interruptible)
@@ -327,13 +362,18 @@ class Trainer(BaseTrainer[Run, Progress, float]):
 
     @property
     def has_eval(self) -> bool:
-        return bool(self.eval_problems)
+        return bool(self.eval_examples)
+
+    def _is_eval_due(self, step: int) -> bool:
+        """Return whether to evaluate after this step, which is not the last."""
+        every = self.config.evaluation.every
+        return self.has_eval and every > 0 and 0 < step < self.steps and step % every == 0
 
     def cached_measurement(self, step: int) -> float | None:
         return dict(self.files.history("eval/reward")).get(step)
 
     def evaluate(self, progress: Callable[[int, int], None]) -> tuple[float | None, Mapping[str, float]]:
-        examples, samples = self.eval_problems.examples, self.config.evaluation.samples_per_prompt
+        examples, samples = self.eval_examples, self.config.evaluation.samples_per_prompt
         try:
             result = self.resources.rollouter.evaluate(examples, samples, self.config.sampling, progress)
         except RewardError as error:
@@ -347,7 +387,15 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             self.note(text, "held-out completions without a reward")
         if message := self._failed_steps.record_evaluation(not result.has_scores, result.messages):
             raise RewardError(f"{message}. {self._resume_hint}")
-        return self.eval_problems.score(result)
+        if not result.has_scores:
+            return None, {}
+        self.eval_is_binary = self.eval_is_binary and result.is_binary
+        by_part = dict[str, list[float]]()  # of a mix of data
+        for example, mean in zip(examples, result.mean_per_problem, strict=True):
+            if part := getattr(example, "part", ""):
+                by_part.setdefault(part, []).append(mean)
+        metrics = {"eval/reward": result.mean, "eval/reward_stderr": result.standard_error()}
+        return result.mean, metrics | {f"eval/from/{part}": fmean(means) for part, means in by_part.items()}
 
     def check_end(self) -> None:
         super().check_end()
@@ -359,7 +407,16 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         return f"{self.resume_command} resumes once the reward works, or in any case with --rewards.max-failed-steps 0"
 
     def summarise(self, after: float | None) -> dict[str, str]:
-        return self.eval_problems.summarise(self.before, after)
+        if not self.has_eval:
+            return {}
+        before = self.before
+        if before is None and after is None:
+            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
+        name = f"held-out {'accuracy' if self.eval_is_binary else 'reward'}"
+        if before is None or after is None:
+            first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
+            return {name: f"{first} -> {last}"}
+        return {name: format_change(before, after)}
 
     def result_values(self, progress: Progress, after: float | None) -> dict[str, Any]:
         return {
@@ -393,79 +450,6 @@ def _list_code(run: Run) -> list[str]:
     """Return a run's modules and files of custom code, and its judges' rubrics."""
     rubrics = (file for name in run.reward if isinstance(name, str) for file in find_rubrics(name))
     return [*find_code_references(_code_options(run)), *rubrics]
-
-
-@dataclass
-class EvalProblems:
-    """The held-out problems of a run; empty if it is not evaluated."""
-
-    run: Run
-    examples: Sequence[Example]
-    is_binary: bool = True
-    """Whether every score so far is 0 or 1."""
-
-    def __bool__(self) -> bool:
-        return bool(self.examples)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether to evaluate after this step, which is not the last."""
-        every = self.run.evaluation.every
-        return bool(every and 0 < step < self.run.steps and step % every == 0 and self)
-
-    def score(self, result: EvaluationResult) -> tuple[float | None, Mapping[str, float]]:
-        """Return (mean reward, its metrics); None if every reward failed."""
-        if not result.has_scores:
-            return None, {}
-        self.is_binary = self.is_binary and result.is_binary
-        by_part = dict[str, list[float]]()  # of a mix of data
-        for example, mean in zip(self.examples, result.mean_per_problem, strict=True):
-            if part := getattr(example, "part", ""):
-                by_part.setdefault(part, []).append(mean)
-        metrics = {"eval/reward": result.mean, "eval/reward_stderr": result.standard_error()}
-        return result.mean, metrics | {f"eval/from/{part}": fmean(means) for part, means in by_part.items()}
-
-    def summarise(self, before: float | None, after: float | None) -> dict[str, str]:
-        """Describe the scores before and after training."""
-        if not self:
-            return {}
-        if before is None and after is None:
-            return {"held-out": "nothing could be scored, before or after: see the notes about the reward functions"}
-        name = f"held-out {'accuracy' if self.is_binary else 'reward'}"
-        if before is None or after is None:
-            first, last = ("not scored" if score is None else f"{score:.2f}" for score in (before, after))
-            return {name: f"{first} -> {last}"}
-        return {name: format_change(before, after)}
-
-
-def collect_run_facts(
-    run: Run, resources: Resources, learner: Learner, folder: Path, is_evaluated: bool
-) -> dict[str, str]:
-    """Return what to show of a run before its first step, by name: model, batch, rewards, folder."""
-    batch = f"{run.prompts_per_step} prompts × {run.effective_samples_per_prompt} samples, {run.steps} steps"
-    budget = "" if run.tokens is None else f" or {run.tokens:,} tokens, whichever is first"
-    ahead = f", sampled up to {run.max_staleness} steps ahead" if run.max_staleness else ""
-    adapters = describe_adapters(resources.model)
-    facts = {
-        "model": describe_model(run.describe_option("model"), resources.model, run.learner.dtype),
-        **({"adapters": adapters} if adapters else {}),
-        "batch": batch + budget + ahead,
-        "reward": ", ".join(resources.reward_names),
-        "run": str(folder),
-    }
-    if run.learner.world_size > 1:
-        size = run.learner.tensor_parallel
-        shared = f", each layer shared by {size}" if size > 1 else ""
-        facts["learner"] = f"{run.learner.world_size} processes{shared}"
-    if run.sampler.engine != LOCAL:
-        facts["sampler"] = f"{run.sampler.engine} at {', '.join(run.sampler.urls) or 'a server started here'}"
-    reference = run.algorithm.reference
-    if isinstance(learner, ReferenceLearner) and reference and reference.model:
-        facts["reference"] = f"{reference.model} ({learner.reference_parameters / 1e6:.2f}M parameters)"
-    if not resources.has_rewards:
-        facts["eval data"] = "none: the task has no reward, and the algorithm needs none (--reward NAME gives one)"
-    if is_evaluated and resources.task.eval_on_train:
-        facts["eval data"] = "the training prompts, which are too few to hold any out"
-    return facts
 
 
 def describe_model(name: str, model: nn.Module, dtype: str) -> str:
