@@ -31,7 +31,7 @@ from policygrad.training.config.paths import check_files_exist, relative_to_fold
 from policygrad.training.config.serialization import dump_config
 from policygrad.training.divergence_guard import DivergenceGuard, GuardDecision
 from policygrad.training.interrupts import StopController, StopRequested, parse_duration
-from policygrad.training.loop import Undo
+from policygrad.training.loop import StepOutcome
 from policygrad.training.model_card import render_model_card
 from policygrad.training.provenance import Fingerprint, compare_fingerprints, list_changed_options
 from policygrad.training.run_folder import create_run_folder, open_run_folder, with_end_marker
@@ -363,11 +363,8 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self._noted_kinds.add(kind)
             self.trackers.note(text)
 
-    def apply(self, decision: GuardDecision) -> Undo | None:
-        """Carry out the guard's decision on the step that was just logged.
-
-        Returns:
-            The undo, or None where the step stands.
+    def apply(self, decision: GuardDecision) -> StepOutcome:
+        """Carry out the guard's decision on the step that was just logged; return whether the step was undone.
 
         Raises:
             CheckpointError: A rollback found no intact checkpoint.
@@ -375,7 +372,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         if decision.stop_reason:
             self.stop()
         if decision.action == "warn":
-            return None
+            return StepOutcome()
         saved = None
         if decision.action == "rollback":
             self.checkpointer.wait_for_save()
@@ -389,7 +386,7 @@ class BaseTrainer(ABC, Generic[C, P, M]):
             self.note(f"step {step}: restored the weights of step {saved.step}, at a lower learning rate")
         if decision.action == "rollback":
             self.learner.lr *= self.config.guard.lr_factor  # a critic keeps its own
-        return Undo(None if saved is None else saved.state.get("parts"))
+        return StepOutcome(undone=True, restored_state=None if saved is None else saved.state.get("parts"))
 
     def should_continue(self, progress: P) -> bool:
         """Save a checkpoint when one is due; return whether to take another step."""

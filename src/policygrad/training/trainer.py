@@ -345,7 +345,7 @@ class Trainer(BaseTrainer[Run, Progress, float]):
         decision = self.guard.assess(step, values, has_constant_rewards(result, values))
         rows = build_completion_rows(result, self.resources.tokenizer.decode, has_rewards)
         self.log(step, values | decision.metrics, rows)
-        undo = self.apply(decision)
+        outcome = self.apply(decision)
         failed = values.get("completions/failed_ratio", 0.0)
         self._reward_error = self._failed_steps.record_step(failed, result.rollout.messages)
         if self._reward_error:
@@ -357,8 +357,8 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             except StopRequested:
                 score = None
             if score is not None:
-                return StepOutcome({"eval/reward": Mean(score)}, undo)
-        return StepOutcome({}, undo)
+                return replace(outcome, metrics={"eval/reward": Mean(score)})
+        return outcome
 
     @property
     def has_eval(self) -> bool:
