@@ -13,8 +13,8 @@ from policygrad.lab import report
 from policygrad.lab.findings.ratios import Chain
 from policygrad.lab.measurement import Finding
 from policygrad.lab.plots import choose_plot
-from policygrad.lab.policies import sample_normal
 from policygrad.lab.report import CLAIMS, THEORY, single_threaded  # DYNAMICS: test_dynamics.py
+from policygrad.lab.sequences import sample_normal
 
 THEOREMS = [
     "leave_one_out",
