@@ -30,6 +30,9 @@ from policygrad.lab.sequences import PrefixTree, World, sample_normal
 from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt
 
+TrackedQuantities = Mapping[str, Callable[[Tensor], Tensor]]
+"""Quantities of θ by name."""
+
 
 def train_in_expectation(
     algorithm: Algorithm,
@@ -37,7 +40,7 @@ def train_in_expectation(
     size: int,
     lr: float,
     rollouts: int,
-    track: Mapping[str, Callable[[Tensor], Tensor]],
+    track: TrackedQuantities,
 ) -> dict[str, tuple[float, ...]]:
     """Take `rollouts` expected steps of plain gradient ascent from `setting.theta`.
 
@@ -122,7 +125,11 @@ def entropy_collapse(seed: int = 0) -> Finding:
     right = torch.tensor([float(word[:1] == (1,)) for word in tree.completions]).double()
     setting = _make_setting(tree, right, [[0.1, 0.1, 0.5, 0.3], *[[0.5, 0.3, 0.15, 0.05]] * 3], seed)
     world = setting.world
-    track = {"J": world.objective, "decides": partial(_entropy, world, 0), "idle": partial(_entropy, world, 1)}
+    track: TrackedQuantities = {
+        "J": world.objective,
+        "decides": partial(_entropy, world, 0),
+        "idle": partial(_entropy, world, 1),
+    }
     step, highs = GradientSteps(epochs=16), {"0.2": 0.2, "0.28": 0.28, "none": 1e6}
     runs = {
         name: train_in_expectation(

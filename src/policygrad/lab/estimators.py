@@ -264,7 +264,7 @@ def estimate_gradients(
     gradients, per_completion = [], []
     forward = setting.forward(algorithm)
     outputs = {name: x.detach() for name in ("logp", *EXACT) if (x := getattr(forward, name)) is not None}
-    for part in torch.arange(len(steps.rows)).split(max(1, CHUNK // size)):
+    for part in torch.split(torch.arange(len(steps.rows)), max(1, CHUNK // size)):
         rows = steps.rows[part]
         mask, psi, coef = decisions.at(part)
         batch = full.select(rows.flatten())
@@ -299,7 +299,7 @@ def select_step_tokens(out: Forward, batch: Batch, psi: Tensor, algorithm: Algor
         return batch
     steps = [
         with_selected_tokens(select_forward(out, rows), batch.select(rows), psi[rows], algorithm).selected
-        for rows in torch.arange(len(batch.mask)).split(size)
+        for rows in torch.split(torch.arange(len(batch.mask)), size)
     ]
     return replace(batch, selected=torch.cat([x for x in steps if x is not None]))
 

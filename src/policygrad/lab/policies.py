@@ -12,7 +12,7 @@ from policygrad.lab.sequences import PrefixTree, sample_normal
 
 
 def _split_parameters(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    pieces = theta.split([math.prod(shape) for shape in shapes])
+    pieces = torch.split(theta, [math.prod(shape) for shape in shapes])
     return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 

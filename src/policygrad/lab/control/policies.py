@@ -36,7 +36,8 @@ class Categorical:
 
     def kl(self, other: Any) -> Tensor:
         """KL(self‖other), exact."""
-        logp, other_logp = self.logits.log_softmax(-1), other.logits.log_softmax(-1)
+        logp = self.logits.log_softmax(-1)
+        other_logp: Tensor = other.logits.log_softmax(-1)
         return (logp.exp() * (logp - other_logp)).sum(-1)
 
     def at(self, rows: Tensor) -> Categorical:
@@ -70,7 +71,8 @@ class Gaussian:
     def kl(self, other: Any) -> Tensor:
         spread = (2 * (self.log_std - other.log_std)).exp()
         shift = (self.mean - other.mean) * (-other.log_std).exp()
-        return (other.log_std - self.log_std + (spread + shift * shift - 1) / 2).sum(-1)
+        kl: Tensor = (other.log_std - self.log_std + (spread + shift * shift - 1) / 2).sum(-1)
+        return kl
 
     def at(self, rows: Tensor) -> Gaussian:
         return Gaussian(self.mean.detach()[rows], self.log_std.detach()[rows])
