@@ -218,20 +218,17 @@ class Connection:
         return self._encode_object(value)
 
     def _decode_reference(self, reference: Any) -> Any:
+        """Return an object of this side, or what represents one of the other side."""
         match reference:
             case int() if reference in self._objects:
                 return self._objects[reference]
             case {"classes": classes}:
                 return self._decode_classes(classes)
-        return self._create_proxy(reference)
+        raise PeerClosedError("malformed object")
 
     def _encode_object(self, value: Any) -> Any:
         """Return the reference to an object that is neither plain data nor a class of exceptions."""
         return self._number(value)
-
-    def _create_proxy(self, reference: Any) -> Any:
-        """Return what represents an object of the other side."""
-        raise PeerClosedError("malformed object")
 
     def _number(self, value: Any) -> int:
         """Return the number of an object, which stays alive from now on."""
@@ -404,10 +401,10 @@ class _Channel(Connection):
             self._callback_depth -= 1
         self.send(*answer)
 
-    def _create_proxy(self, reference: Any) -> _RemoteObject:
-        if not isinstance(reference, int) or reference < 0:
-            raise PeerClosedError("malformed object")
-        return self._remotes.setdefault(reference, _RemoteObject(self, reference))
+    def _decode_reference(self, reference: Any) -> Any:
+        if isinstance(reference, int) and reference >= 0:
+            return self._remotes.setdefault(reference, _RemoteObject(self, reference))
+        return super()._decode_reference(reference)
 
     def _encode_object(self, value: Any) -> Any:
         if isinstance(value, _RemoteObject):
@@ -520,7 +517,7 @@ class _Candidate(Connection):
                 case request:
                     self._answer(request)
 
-    def _create_proxy(self, reference: Any) -> Any:
+    def _decode_reference(self, reference: Any) -> Any:
         match reference:
             case [str() as module, str() as name]:  # of the standard library
                 return operator.attrgetter(name)(importlib.import_module(module))
@@ -534,7 +531,7 @@ class _Candidate(Connection):
             case {"iterator": int() as number}:
                 proxy = self._iterate(number)
             case _:
-                raise PeerClosedError("malformed object")
+                return super()._decode_reference(reference)
         proxy = self._proxies.setdefault(number, proxy)
         self._numbers[id(proxy)] = number
         return proxy
@@ -675,7 +672,7 @@ def decode_value(packed: Any, get_object: Callable[[Any], Any]) -> Any:
             case ["l" | "t" | "s" | "z" as letter, list() as values]:
                 return _COLLECTIONS[letter](map(decode, values))
             case ["d", list() as pairs]:
-                return dict(map(decode, pair) for pair in pairs)
+                return {decode(key): decode(value) for key, value in pairs}
             case ["v", str() as name, list() as arguments] if name in _ARGUMENTS:
                 module, _, kind = name.rpartition(".")
                 return getattr(importlib.import_module(module), kind)(*map(decode, arguments))
