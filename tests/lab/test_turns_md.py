@@ -42,4 +42,4 @@ def test_the_figures_are_current(name: str, psi: tuple[Advantage, ...]) -> None:
     setting = ERRING if "lam" in name else SETTING
     f = exact_figures(with_advantage(*psi), setting, 3)
     now = [f.scale, f.bias, f.cosine, f.variance, f.mse, f.snr, f.best_mse]
-    assert WRITTEN[name] == pytest.approx(now, abs=6e-4), "python scripts/make_turns.py"
+    assert WRITTEN[name] == pytest.approx(now, abs=6e-4), "python scripts/make_lab.py turns"
