@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from policygrad.commands.options import check_writable, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_paragraphs, wrap_styled
+from policygrad.commands.options import check_writable, parse_arguments, write_text_file
+from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_styled
 from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import DTYPE_BYTES, MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
 from policygrad.planning.hardware import Efficiency, load_calibration, parse_devices
@@ -27,7 +27,7 @@ from policygrad.planning.planner import (
     plan_device_counts,
     suggest_changes,
 )
-from policygrad.planning.render import PlanTable, list_assumptions, plan_summary, plan_tables, plan_title
+from policygrad.planning.render import list_assumptions, plan_summary, plan_tables, plan_title
 from policygrad.training.config.run import optional_arg
 
 HELP = (
@@ -111,10 +111,7 @@ def plan(args: list[str]) -> int:
         if any(arg.partition("=")[0] == "--algorithm" for arg in args):
             raise ConfigError(f"the algorithm is given twice, as {name!r} and by --algorithm; give it once")
         args = ["--algorithm", name, *args]
-    config = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(
-        PlanOptions, args=args, prog="policygrad plan", description=wrap_paragraphs(*HELP), config=config
-    )
+    options = parse_arguments(PlanOptions, args, "plan", *HELP)
     if options.calibrate:
         import torch
 
@@ -232,29 +229,24 @@ def format_plan(
         (),
     ]
     for table in plan_tables(plan, alternatives, changes, steps, price):
-        lines += [*_format_table(table, text), ()]
+        # Names and texts are aligned to the left, figures to the right.
+        lines.append(((table.title, HEAD),))
+        has_head = any(table.head)
+        cells = [table.head, *table.rows] if has_head else list(table.rows)
+        widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
+        is_text = [  # columns without a heading and without figures in the first row
+            i == 0 or not (title or any(c.isdigit() or c == "–" for c in table.rows[0][i]))
+            for i, title in enumerate(table.head)
+        ]
+        for number, row in enumerate(cells):
+            style = QUIET if has_head and number == 0 else ""
+            columns = zip(row, widths, is_text, strict=True)
+            first, *figures = [cell.ljust(w) if left else cell.rjust(w) for cell, w, left in columns]
+            lines.append(((f"  {first}", style or NAME), ("  " + "  ".join(figures), style)))
+        if table.note:
+            lines += wrap_styled((("  ", ""),), table.note, text, QUIET)
+        lines.append(())
     lines.append((("Assumptions", HEAD),))
     for sentence in list_assumptions(plan):
         lines += wrap_styled((("  · ", QUIET),), sentence, text)
     return lines
-
-
-def _format_table(table: PlanTable, width: int) -> Iterator[StyledLine]:
-    """Align names and texts to the left, figures to the right."""
-    yield ((table.title, HEAD),)
-    has_head = any(table.head)
-    cells = [table.head, *table.rows] if has_head else list(table.rows)
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
-    is_text = [  # columns without a heading and without figures in the first row
-        bool(table.rows) and not title and not any(c.isdigit() or c == "–" for c in table.rows[0][i])
-        for i, title in enumerate(table.head)
-    ]
-    for number, row in enumerate(cells):
-        style = QUIET if has_head and number == 0 else ""
-        first, *figures = [
-            cell.ljust(w) if i == 0 or is_text[i] else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ((f"  {first}", style or NAME), ("  " + "  ".join(figures), style))
-    if table.note:
-        yield from wrap_styled((("  ", ""),), table.note, width, QUIET)
