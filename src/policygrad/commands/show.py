@@ -129,7 +129,7 @@ def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -
             # A cell longer than a line is broken between parts, and a part longer than a line between its settings.
             cells = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
             text = "   ".join(
-                tie(" ".join([tie(f"{symbol} {first}"), *map(tie, more)])) for symbol, (first, *more) in cells
+                tie(" ".join([tie(f"{symbol}{_TIED}{first}"), *map(tie, more)])) for symbol, (first, *more) in cells
             )
             head = name.ljust(max(lead, len(name) + 2))
             wrapped = textwrap.wrap(
