@@ -6,18 +6,33 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands.options import parse_arguments, reject_cluster_flags, reject_empty_values, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_styled
+from policygrad.commands.options import (
+    check_at_least_1,
+    parse_arguments,
+    reject_cluster_flags,
+    reject_empty_values,
+    write_text_file,
+)
+from policygrad.commands.render import (
+    HEAD,
+    QUIET,
+    Column,
+    StyledLine,
+    align_columns,
+    get_terminal_width,
+    print_lines,
+    wrap_styled,
+)
+from policygrad.compare.page import format_short
 from policygrad.compare.plan import (
     FIRST_TUNING_SEED,
     LABEL_PATTERN,
@@ -37,7 +52,6 @@ from policygrad.compare.plan import (
 )
 from policygrad.compare.report import ComparisonReport, RowReport, format_learning_rate, pluralise
 from policygrad.compare.runner import AXES
-from policygrad.compare.statistics import Estimate
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.models.loading import TRUST_FLAG
@@ -58,15 +72,8 @@ RESERVED_OPTIONS = ("--seed", "--output", "--resume", "--tokens", "--stop-after"
 PROBLEMS, SAMPLES = 256, 2
 EVAL_FRACTION = 0.25
 """Maximum number of completions for evaluation, as a fraction of those for training: about a tenth of a run's time."""
-DEFAULT_OPTIONS = (
-    "--evaluation.problems",
-    f"{PROBLEMS}",
-    "--evaluation.samples-per-prompt",
-    f"{SAMPLES}",
-    "--checkpoint.every",
-    "10",
-    "--checkpoint.keep",
-    "1",
+DEFAULT_OPTIONS = shlex.split(
+    f"--evaluation.problems {PROBLEMS} --evaluation.samples-per-prompt {SAMPLES} --checkpoint.every 10 --checkpoint.keep 1"
 )
 MIN_STEPS = 1000
 ALLOW = "--allow-code"
@@ -163,14 +170,30 @@ def _row(
     if knob in option_names(argv):
         knob, grid = "", ()
     tried = resolve_row(request.label, (*argv, knob, f"{grid[0]:g}") if grid else argv)
+    measure = {
+        "model": tried.model,
+        "task": tried.task,
+        "eval_data": tried.eval_data or "",
+        "reward": ", ".join(tried.reward),
+        "max_tokens": tried.sampling.max_tokens,
+        "temperature": tried.sampling.temperature,
+        "problems": tried.evaluation.problems,
+        "samples": tried.evaluation.samples_per_prompt,
+    }
+    settings = {
+        "updates_per_rollout": tried.algorithm.update_rule.updates,
+        "samples_per_prompt": tried.effective_samples_per_prompt,
+        "prompts_per_step": tried.prompts_per_step,
+        "evaluated_every": tried.evaluation.every,
+    }
     return ComparisonRow(
         label=request.label,
         argv=argv,
         algorithm=run.algorithm.name,
         tuned_option=knob,
         grid=grid,
-        measure=describe_measurement(tried),
-        settings={name: value for name, value in describe_settings(tried).items() if f"--{name}" != knob},
+        measure=measure,
+        settings=settings if knob == lr else {**settings, "lr": tried.lr},
         change=request.change,
         reason=reason,
     )
@@ -185,31 +208,6 @@ def resolve_row(label: str, argv: Sequence[str]) -> Run:
     except ConfigError as error:
         raise ConfigError(f"the row {label}: {error}") from error
     return run.resolve()
-
-
-def describe_measurement(run: Run) -> dict[str, Any]:
-    """Return the settings that define a run's evaluation score."""
-    return {
-        "model": run.model,
-        "task": run.task,
-        "eval_data": run.eval_data or "",
-        "reward": ", ".join(run.reward),
-        "max_tokens": run.sampling.max_tokens,
-        "temperature": run.sampling.temperature,
-        "problems": run.evaluation.problems,
-        "samples": run.evaluation.samples_per_prompt,
-    }
-
-
-def describe_settings(run: Run) -> dict[str, Any]:
-    """Return the settings of a run that matter besides its equation."""
-    return {
-        "updates_per_rollout": run.algorithm.update_rule.updates,
-        "samples_per_prompt": run.effective_samples_per_prompt,
-        "prompts_per_step": run.prompts_per_step,
-        "evaluated_every": run.evaluation.every,
-        "lr": run.lr,
-    }
 
 
 def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> None:
@@ -329,11 +327,7 @@ class CompareOptions:
     """Print every run's command without running it."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "seeds", "jobs", "tuning_seeds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"--threads must be at least 1, not {self.threads}")
+        check_at_least_1(self, "tokens", "seeds", "jobs", "tuning_seeds", "threads")
         if self.seeds > FIRST_TUNING_SEED:
             raise ConfigError(f"--seeds must be at most {FIRST_TUNING_SEED}; higher seeds are for tuning")
         if not 0 < self.threshold <= 1:
@@ -386,7 +380,7 @@ def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) 
     if options.json:
         print(text, end="")
     else:
-        print_lines(format_comparison(report, shutil.get_terminal_size((100, 24)).columns))
+        print_lines(format_comparison(report, get_terminal_width()))
     _say(f"{folder / 'comparison.html'}")
     for job, error in results.failures.items():
         _say(f"failed: {job}: {error.splitlines()[-1]}")
@@ -476,8 +470,6 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-Column = tuple[str, Sequence[str]]
-"""Heading and cells."""
 MISSING = "–"
 LEGEND = (
     "interquartile mean of evaluation scores [95 % bootstrap interval over seeds]; * = at the edge of its grid; entropy and KL to "
@@ -494,7 +486,7 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
         head = f"{kind.measure.get('task', '')}, {kind.measure.get('model', '')}: {report.tokens:,} tokens a run, "
         lines += wrap_styled((), head + pluralise(len(report.seeds), "seeds"), width, HEAD)
         lines += wrap_styled((), LEGEND, width, QUIET)
-        lines += [*_align(_list_scores(rows), width), ()]
+        lines += [*align_columns(_list_scores(rows), width), ()]
         # Tokens, updates and seconds to the threshold.
         summaries = [row.summary for row in rows]
         if any(summaries) and kind.threshold is None:
@@ -504,14 +496,15 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
             for axis in AXES:
                 reach = [s.reach[axis] if s else None for s in summaries]
                 medians = [
-                    MISSING if r is None else "not reached" if r.median is None else _short(r.median) for r in reach
+                    MISSING if r is None else format_short(r.median) if r.median is not None else "not reached"
+                    for r in reach
                 ]
                 columns.append((axis, medians))
             reach = [s.reach["tokens"] if s else None for s in summaries]
             counts = [MISSING if r is None else f"{r.num_reached} of {len(r.each)}" for r in reach]
             head = f"To a score of {kind.threshold:.3f}, {report.share:.0%} of the way: median over seeds"
             lines += wrap_styled((), head, width, HEAD)
-            lines += [*_align([*columns, ("runs that reach it", counts)], width), ()]
+            lines += [*align_columns([*columns, ("runs that reach it", counts)], width), ()]
         # P(row above column), with a star if the interval excludes ½.
         labels = [row.label for row in rows if row.summary]
         if len(labels) > 1:
@@ -522,7 +515,7 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
                 above[pair.second, pair.first] = f"{1 - p.value:.2f}{star}"
             columns = [(label, [above.get((row, label), MISSING) for row in labels]) for label in labels]
             head = "P(row above column) at equal tokens; * = separated, the 95 % interval excludes ½"
-            lines += [*wrap_styled((), head, width, HEAD), *_align([("", labels), *columns], width), ()]
+            lines += [*wrap_styled((), head, width, HEAD), *align_columns([("", labels), *columns], width), ()]
     # The mean final score of every value on the tuning seeds.
     if tuned := [row for row in report.rows if row.tuning]:
         columns = [("", [row.label for row in tuned])]
@@ -532,7 +525,7 @@ def format_comparison(report: ComparisonReport, width: int) -> list[StyledLine]:
             cells = [MISSING if m is None else f"{m:.3f}{mark}" for m, mark in zip(means, marks, strict=True)]
             columns.append((f"{value:g}", cells))
         head = f"Mean final score by value, seeds {', '.join(map(str, report.tuning_seeds))}; * = chosen"
-        lines += [*wrap_styled((), head, width, HEAD), *_align(columns, width), ()]
+        lines += [*wrap_styled((), head, width, HEAD), *align_columns(columns, width), ()]
     for title, sentences in (
         ("What it says", report.ranking),
         ("What differs besides the algorithm", report.differences),
@@ -561,39 +554,11 @@ def _list_scores(rows: Sequence[RowReport]) -> list[Column]:
             MISSING if r.option_value is None else f"{r.option_value:g}" + e for r, e in zip(rows, edges, strict=True)
         ]
         columns.append(("tuned", values))
-    columns += [(f"equal {axis}", [_estimate(s.equal[axis]) if s else MISSING for s in summaries]) for axis in AXES]
-    columns.append(("area", [_estimate(s.area) if s else MISSING for s in summaries]))
-    formats = {"entropy": "{:.2g}".format, "kl": "{:.2g}".format, "length": _short, "truncated": "{:.0%}".format}
+    columns += [(f"equal {axis}", [str(s.equal[axis]) if s else MISSING for s in summaries]) for axis in AXES]
+    columns.append(("area", [str(s.area) if s else MISSING for s in summaries]))
+    formats = {"entropy": "{:.2g}".format, "kl": "{:.2g}".format, "length": format_short, "truncated": "{:.0%}".format}
     for name in (*formats, "updates", "tokens", "seconds"):
-        cell = formats.get(name, _short)
+        cell = formats.get(name, format_short)
         means = [cell(s.means[name]) if s and name in s.means else MISSING for s in summaries]
         columns.append(("KL" if name == "kl" else name, means))
     return [*columns, ("seeds", [str(len(row.runs)) for row in rows])]
-
-
-def _align(columns: Sequence[Column], width: int) -> list[StyledLine]:
-    """Align columns; those that do not fit follow below, each block with the labels."""
-    widths = [max(map(len, [head, *cells])) for head, cells in columns]
-    lines: list[StyledLine] = []
-    remaining = list(range(1, len(columns)))
-    while remaining:
-        block = [remaining.pop(0)]
-        while remaining and widths[0] + sum(widths[i] + 2 for i in [*block, remaining[0]]) <= width:
-            block.append(remaining.pop(0))
-        head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
-        lines.append(((head, HEAD),))
-        for number, label in enumerate(columns[0][1]):
-            cells = "".join("  " + columns[i][1][number].rjust(widths[i]) for i in block)
-            lines.append(((label.ljust(widths[0]), NAME), (cells, "")))
-    return lines
-
-
-def _estimate(x: Estimate) -> str:
-    return f"{x.value:.3f} [{x.low:.3f} {x.high:.3f}]"
-
-
-def _short(x: float) -> str:
-    """Format a count as 38, 1.2k or 250k."""
-    if x < 1000:
-        return f"{x:.0f}" if x >= 10 else f"{x:.1f}"
-    return f"{x / 1000:.3g}k" if x < 1e6 else f"{x / 1e6:.3g}M"

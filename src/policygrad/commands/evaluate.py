@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.commands.options import (
+    check_at_least_1,
     drop_trust_flag,
     list_help_flags,
     parse_arguments,
@@ -111,9 +112,7 @@ class EvalOptions:
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
     def __post_init__(self) -> None:
-        for name in ("problems", "samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least_1(self, "problems", "samples")
         check_completion_count("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.reward_timeout < math.inf:
             raise ConfigError(f"--timeout must be above 0 seconds and finite, not {self.reward_timeout}")

@@ -37,6 +37,8 @@ def find_source(part: Any) -> str:
 
 StyledLine = tuple[tuple[str, str], ...]
 """Pieces (text, rich style) of one line."""
+Column = tuple[str, Sequence[str]]
+"""Heading and cells."""
 HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
 EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "filters": ("", "filters"),
@@ -79,6 +81,11 @@ def wrap_paragraphs(*texts: str) -> str:
 def get_page_width() -> int:
     """Return the columns for running text: the terminal's, at most 100; 80 in a pipe."""
     return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+
+
+def get_terminal_width() -> int:
+    """Return the columns for tables: the terminal's; 100 in a pipe."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def shorten_number(value: Any) -> str:
@@ -136,6 +143,23 @@ def wrap_styled(lead: StyledLine, text: str, width: int, style: str = "") -> Ite
     yield (*lead, (rows[0], style))
     for row in rows[1:]:
         yield ((" " * indent, ""), (row, style))
+
+
+def align_columns(columns: Sequence[Column], width: int) -> list[StyledLine]:
+    """Align columns; those that do not fit follow below, each block with the labels."""
+    widths = [max(map(len, [head, *cells])) for head, cells in columns]
+    lines: list[StyledLine] = []
+    remaining = list(range(1, len(columns)))
+    while remaining:
+        block = [remaining.pop(0)]
+        while remaining and widths[0] + sum(widths[i] + 2 for i in [*block, remaining[0]]) <= width:
+            block.append(remaining.pop(0))
+        head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
+        lines.append(((head, HEAD),))
+        for number, label in enumerate(columns[0][1]):
+            cells = "".join("  " + columns[i][1][number].rjust(widths[i]) for i in block)
+            lines.append(((label.ljust(widths[0]), NAME), (cells, "")))
+    return lines
 
 
 def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None) -> list[StyledLine]:

@@ -9,9 +9,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Annotated, Any
 
 import tyro
@@ -107,9 +107,9 @@ def format_matrix(width: int | None) -> list[StyledLine]:
     if width is None:
         return _table(_joined(full), {})
     for rows in (_joined(full), _joined(short), short):
-        widths = _widths(rows)
-        if sum(widths) + 2 * (len(widths) - 1) <= width:
-            return _table(rows, grouped)
+        lines = _table(rows, grouped)
+        if max(sum(len(text) for text, _ in line) for line in lines) <= width:
+            return lines
     return _blocks(short, grouped, width)
 
 
@@ -151,30 +151,26 @@ def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:
     return {name: {k: (" ".join(v),) if v else () for k, v in row.items()} for name, row in rows.items()}
 
 
-def _widths(rows: dict[str, Cells]) -> list[int]:
-    columns = next(iter(rows.values()))
-    parts = [[len(part) for row in rows.values() for part in row[column]] for column in columns]
-    return [max(map(len, rows)), *(max([len(column), *sizes]) for column, sizes in zip(columns, parts, strict=True))]
-
-
 def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[StyledLine]:
     """Format aligned columns, with a family's name above its first row."""
-    widths = _widths(rows)
     columns = ["", *next(iter(rows.values()))]
+    table = {name: [(name,), *(parts or ("–",) for parts in row.values())] for name, row in rows.items()}
+    widths = [
+        max(len(text) for cell in [(column,), *cells] for text in cell)
+        for column, *cells in zip(columns, *table.values(), strict=True)
+    ]
+
+    def format_row(cells: Iterable[str], style: str) -> StyledLine:
+        first, *others = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        return ((first, style or NAME), ("  " + "  ".join(others).rstrip(), style))
+
+    lines: list[StyledLine] = [format_row(columns, HEAD)]
     heads = {names[0]: family for family, names in grouped.items()}
-    lines: list[StyledLine] = [_row(columns, widths, HEAD)]
-    for name, row in rows.items():
+    for name, cells in table.items():
         if name in heads:
             lines += [(), ((heads[name], HEAD),)]
-        cells = [(name,), *(parts or ("–",) for parts in row.values())]
-        for i in range(max(map(len, cells))):
-            lines.append(_row([cell[i] if i < len(cell) else "" for cell in cells], widths, ""))
+        lines += [format_row(texts, "") for texts in zip_longest(*cells, fillvalue="")]
     return lines
-
-
-def _row(cells: list[str], widths: list[int], style: str) -> StyledLine:
-    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-    return ((padded[0], style or NAME), ("  " + "  ".join(padded[1:]).rstrip(), style))
 
 
 _SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}
