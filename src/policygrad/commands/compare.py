@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +32,7 @@ from policygrad.commands.render import (
     print_lines,
     wrap_styled,
 )
-from policygrad.compare.page import format_short
+from policygrad.compare.page import format_short, render_comparison
 from policygrad.compare.plan import (
     FIRST_TUNING_SEED,
     LABEL_PATTERN,
@@ -50,13 +50,20 @@ from policygrad.compare.plan import (
     option_values,
     read_plan,
 )
-from policygrad.compare.report import ComparisonReport, RowReport, format_learning_rate, pluralise
-from policygrad.compare.runner import AXES
+from policygrad.compare.report import (
+    ComparisonReport,
+    RowReport,
+    build_report,
+    format_learning_rate,
+    pluralise,
+    too_few_seeds,
+)
+from policygrad.compare.runner import AXES, ComparisonRun, SubprocessRunner
 from policygrad.core.trust_region import TrustRegion
 from policygrad.errors import ConfigError
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.samplers.base import SamplingParams
-from policygrad.training.config.run import Run, RunOptions, optional_arg
+from policygrad.training.config.run import Run, RunOptions, check_folders, optional_arg
 from policygrad.training.config.trust import (
     CodePermissions,
     code_in_argv,
@@ -64,6 +71,7 @@ from policygrad.training.config.trust import (
     find_remote_targets,
     require_permissions,
 )
+from policygrad.utils.filesystem import hold_lock
 
 # Rows: merge the arguments of each, check them by a dry run, and note its settings.
 
@@ -127,7 +135,7 @@ def build_rows(
     setting = ladder.setting if ladder else ()
     if "--lr" in option_names(common) and lr_grid:
         raise ConfigError("--lr for all rows leaves nothing for --lr-grid to choose; give only one of them")
-    rows = []
+    rows, grids = [], dict(zip(TUNABLE_OPTIONS, (lr_grid, delta_grid), strict=True))
     for row in request:
         adapts = overrides and not {"--task", "--model"} & option_names([*common, *setting])
         override = OVERRIDES.get(row.argv[0]) if adapts else None
@@ -139,17 +147,12 @@ def build_rows(
                 )
         argv = merge_argv(row.argv[:1], *layers)
         _check(row.label, argv)
-        rows.append(_row(row, argv, override.reason if override else "", lr_grid, delta_grid, tokens))
+        rows.append(_row(row, argv, override.reason if override else "", grids, tokens))
     return tuple(rows)
 
 
 def _row(
-    request: RowRequest,
-    argv: tuple[str, ...],
-    reason: str,
-    lr_grid: tuple[float, ...],
-    delta_grid: tuple[float, ...],
-    tokens: int,
+    request: RowRequest, argv: tuple[str, ...], reason: str, grids: Mapping[str, tuple[float, ...]], tokens: int
 ) -> ComparisonRow:
     """Return the row with its tuned option, its evaluation interval and its settings."""
     argv = merge_argv(argv[:1], DEFAULT_OPTIONS, argv[1:])
@@ -162,13 +165,10 @@ def _row(
     argv = merge_argv(argv[:1], ("--evaluation.every", str(every), "--steps", str(steps)), argv[1:])
     # Tune the learning rate, or the radius of a trust region, unless the row sets it.
     lr, delta = TUNABLE_OPTIONS
-    knob, grid = "", tuple[float, ...]()
-    if run.algorithm.update_rule.uses_lr:
-        knob, grid = lr, lr_grid
-    elif isinstance(run.algorithm.update_rule, TrustRegion):
-        knob, grid = delta, delta_grid
-    if knob in option_names(argv):
-        knob, grid = "", ()
+    rule = run.algorithm.update_rule
+    knob = lr if rule.uses_lr else delta if isinstance(rule, TrustRegion) else ""
+    knob = "" if knob in option_names(argv) else knob
+    grid = grids.get(knob, ())
     tried = resolve_row(request.label, (*argv, knob, f"{grid[0]:g}") if grid else argv)
     measure = {
         "model": tried.model,
@@ -230,13 +230,6 @@ def check_plan(plan: ComparisonPlan, folder: Path, allowed: CodePermissions) -> 
             raise ConfigError(f"{folder / job.folder} is a link that leads out of {folder}; remove it")
     argv = [word for row in plan.rows for word in row.argv]
     require_permissions(_missing(plan, folder, allowed), TRUST_FLAG in option_names(argv), folder / PLAN_FILE, allowed)
-
-
-def list_permission_flags(plan: ComparisonPlan, folder: Path) -> list[str]:
-    """Return the flags with which `policygrad compare --resume` may run a plan in `folder`; empty if it needs none."""
-    missing = _missing(plan, folder, CodePermissions(), new_process=True)
-    asks = any(TRUST_FLAG in option_names(row.argv) for row in plan.rows)
-    return [*([ALLOW, *missing] if missing else []), *([TRUST_FLAG] if asks else [])]
 
 
 def _missing(plan: ComparisonPlan, folder: Path, allowed: CodePermissions, *, new_process: bool = False) -> list[str]:
@@ -341,76 +334,13 @@ class CompareOptions:
 
 def compare(args: list[str]) -> int:
     """Run `policygrad compare ROW … [options] [-- options of train]`; 1 = a run failed."""
+    from policygrad import __version__
+
     reject_cluster_flags(args, "compare", "runs on this machine, several at a time with --jobs N")
     at = args.index("--") if "--" in args else len(args)
     mine, common = args[:at], args[at + 1 :]
     reject_empty_values(mine, "--allow-code")
     options = parse_arguments(CompareOptions, mine, "compare", *HELP)
-    plan, folder = _make_plan(options, common, shlex.join(["policygrad", "compare", *args]))
-    if options.dry_run:
-        print(format_commands(plan))
-        return 0
-    return run_comparison(plan, folder, options)
-
-
-def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) -> int:
-    """Run the missing jobs, and report."""
-    from policygrad.compare.page import render_comparison
-    from policygrad.compare.report import build_report, too_few_seeds
-    from policygrad.compare.runner import ComparisonRun, SubprocessRunner
-    from policygrad.utils.filesystem import hold_lock
-
-    plan = open_comparison(folder, plan)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = options.threads or max(1, cores // options.jobs)
-    with hold_lock(folder / "lock"):
-        print(
-            f"{folder}: {pluralise(options.jobs, 'runs')} at a time, {pluralise(threads, 'threads')} each",
-            file=sys.stderr,
-        )
-        if few := too_few_seeds(plan):
-            _say(few)
-        results = ComparisonRun(
-            plan, folder, SubprocessRunner(threads, allow=options.allow_code), options.jobs, _say
-        ).run()
-        report = build_report(plan, results, options.threshold)
-        text = json.dumps(report.to_dict(), ensure_ascii=False) + "\n"
-        write_text_file(folder / "comparison.json", text, "--output")
-        write_text_file(folder / "comparison.html", render_comparison(report), "--output")
-    if options.json:
-        print(text, end="")
-    else:
-        print_lines(format_comparison(report, get_terminal_width()))
-    _say(f"{folder / 'comparison.html'}")
-    for job, error in results.failures.items():
-        _say(f"failed: {job}: {error.splitlines()[-1]}")
-    if results.stopped:
-        resume = ["policygrad", "compare", "--resume", str(folder), *list_permission_flags(plan, folder)]
-        _say(f"stopped; continue with: {shlex.join(resume)}")
-        return STOPPED
-    return 1 if results.failures else 0
-
-
-def format_commands(plan: ComparisonPlan) -> str:
-    """Return every run's command; reported runs of tuned rows show the grid instead of the chosen value."""
-    from policygrad.compare.report import too_few_seeds
-
-    lines, tuning = list[str](), plan.tuning_jobs()
-    if tuning:
-        lines.append(f"# {len(tuning)} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report")
-    if few := too_few_seeds(plan):
-        lines.append(f"# {few}")
-    lines += [shlex.join(["policygrad", *plan.train_argv(job)]) for job in tuning]
-    for job in plan.reported_jobs({row.label: row.grid[0] if row.grid else None for row in plan.rows}):
-        row = plan.row(job.row)
-        line = shlex.join(["policygrad", *plan.train_argv(job)])
-        best = f"  # {row.tuned_option}: the best of {', '.join(f'{x:g}' for x in row.grid)}"
-        lines.append(line + best if row.is_tuned else line)
-    return "\n".join(lines)
-
-
-def _make_plan(options: CompareOptions, common: Sequence[str], command: str) -> tuple[ComparisonPlan, Path]:
-    """Return the plan and its folder: those of --resume, or new ones."""
     if options.resume is not None:
         if options.rows or options.ladder or common or options.output:
             raise ConfigError("--resume continues plan.json in the folder; omit rows, --output and options of train")
@@ -423,36 +353,83 @@ def _make_plan(options: CompareOptions, common: Sequence[str], command: str) -> 
             )
         plan, folder = read_plan(Path(options.resume)), Path(options.resume)
         check_plan(plan, folder, CodePermissions(options.allow_code, options.trust_remote_code))
-        return plan, folder
-    ladder = LADDERS[options.ladder] if options.ladder else None
-    if not options.rows and ladder is None:
-        raise ConfigError(
-            "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
-        )
-    from policygrad import __version__
-    from policygrad.training.config.run import check_folders
-
-    plan = ComparisonPlan(
-        rows=build_rows(
-            options.rows,
-            ladder,
-            common,
-            options.options,
-            lr_grid=_grid(options.lr_grid, "--lr-grid"),
-            delta_grid=_grid(options.delta_grid, "--delta-grid"),
+    else:
+        ladder = LADDERS[options.ladder] if options.ladder else None
+        if not options.rows and ladder is None:
+            raise ConfigError(
+                "nothing to compare. Name algorithms, as in `policygrad compare grpo dr_grpo dapo`, or use --ladder dapo."
+            )
+        plan = ComparisonPlan(
+            rows=build_rows(
+                options.rows,
+                ladder,
+                common,
+                options.options,
+                lr_grid=_grid(options.lr_grid, "--lr-grid"),
+                delta_grid=_grid(options.delta_grid, "--delta-grid"),
+                tokens=options.tokens,
+                overrides=not options.no_overrides,
+            ),
             tokens=options.tokens,
-            overrides=not options.no_overrides,
-        ),
-        tokens=options.tokens,
-        seeds=tuple(range(options.seeds)),
-        tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)),
-        command=command,
-        version=__version__,
-        ladder=ladder.to_dict() if ladder else {},
-    )
-    check_folders(options.output)
-    named = None if options.output is None else Path(options.output)
-    return plan, named or next_comparison_folder([row.label for row in plan.rows], options.ladder)
+            seeds=tuple(range(options.seeds)),
+            tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)),
+            command=shlex.join(["policygrad", "compare", *args]),
+            version=__version__,
+            ladder=ladder.to_dict() if ladder else {},
+        )
+        check_folders(options.output)
+        labels = [row.label for row in plan.rows]
+        folder = Path(options.output) if options.output else next_comparison_folder(labels, options.ladder)
+    if options.dry_run:
+        print(format_commands(plan))
+        return 0
+    return run_comparison(plan, folder, options)
+
+
+def run_comparison(plan: ComparisonPlan, folder: Path, options: CompareOptions) -> int:
+    """Run the missing jobs, and report."""
+    plan = open_comparison(folder, plan)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = options.threads or max(1, cores // options.jobs)
+    with hold_lock(folder / "lock"):
+        _say(f"{folder}: {pluralise(options.jobs, 'runs')} at a time, {pluralise(threads, 'threads')} each")
+        if few := too_few_seeds(plan):
+            _say(few)
+        runner = SubprocessRunner(threads, allow=options.allow_code)
+        results = ComparisonRun(plan, folder, runner, options.jobs, _say).run()
+        report = build_report(plan, results, options.threshold)
+        text = json.dumps(report.to_dict(), ensure_ascii=False) + "\n"
+        write_text_file(folder / "comparison.json", text, "--output")
+        write_text_file(folder / "comparison.html", render_comparison(report), "--output")
+    if options.json:
+        print(text, end="")
+    else:
+        print_lines(format_comparison(report, get_terminal_width()))
+    _say(f"{folder / 'comparison.html'}")
+    for job, error in results.failures.items():
+        _say(f"failed: {job}: {error.splitlines()[-1]}")
+    if results.stopped:
+        missing = _missing(plan, folder, CodePermissions(), new_process=True)
+        resume = ["policygrad", "compare", "--resume", str(folder), *([ALLOW, *missing] if missing else [])]
+        resume += [TRUST_FLAG] if any(TRUST_FLAG in option_names(row.argv) for row in plan.rows) else []
+        _say(f"stopped; continue with: {shlex.join(resume)}")
+        return STOPPED
+    return 1 if results.failures else 0
+
+
+def format_commands(plan: ComparisonPlan) -> str:
+    """Return every run's command; reported runs of tuned rows show the grid instead of the chosen value."""
+    lines, tuning = list[str](), plan.tuning_jobs()
+    if tuning:
+        lines.append(f"# {len(tuning)} runs for tuning, {len(plan.rows) * len(plan.seeds)} to report")
+    if few := too_few_seeds(plan):
+        lines.append(f"# {few}")
+    lines += [shlex.join(["policygrad", *plan.train_argv(job)]) for job in tuning]
+    for job in plan.reported_jobs({row.label: row.grid[0] if row.grid else None for row in plan.rows}):
+        row = plan.row(job.row)
+        best = f"  # {row.tuned_option}: the best of {', '.join(f'{x:g}' for x in row.grid)}" if row.is_tuned else ""
+        lines.append(shlex.join(["policygrad", *plan.train_argv(job)]) + best)
+    return "\n".join(lines)
 
 
 def _grid(text: str, option: str) -> tuple[float, ...]:

@@ -260,22 +260,22 @@ def build_report(
         )
     if len(rows) == 1:
         return rows[0]
-    first, *remaining = outcomes
-    a, differences = outcomes[first], []
-    for other in remaining:
-        b = outcomes[other]
-        pairs = {
-            k: (a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)
+    (first, a), *others = outcomes.items()
+    differences = [
+        {
+            "model": first,
+            "less": other,
+            "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
+            "pass": {
+                str(k): asdict(
+                    paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold))
+                )
+                for k in _list_ks(samples)
+            },
+            "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
         }
-        differences.append(
-            {
-                "model": first,
-                "less": other,
-                "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
-                "pass": {str(k): asdict(paired_difference(*pair)) for k, pair in pairs.items()},
-                "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
-            }
-        )
+        for other, b in others
+    ]
     return {"models": rows, "differences": differences, "level": LEVEL}
 
 

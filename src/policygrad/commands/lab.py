@@ -474,9 +474,7 @@ def control(args: list[str]) -> int:
     environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
     title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
     with CompositeTracker([] if options.json else [ControlLines()]) as trackers:
-        trackers.start(
-            RunInfo(title, algorithm.equation(), options.steps, step_unit="environment step", config=asdict(settings))
-        )
+        trackers.start(RunInfo(title, algorithm.equation(), options.steps))
         watch = lambda update: trackers.log(update.steps, update_metrics(update))  # noqa: E731
         trained = train_control(
             environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=watch
@@ -548,9 +546,6 @@ class ControlLines(Tracker):
             line += f"  explained {metrics['explained_variance']:6.3f}"
         refused = "  no step taken" * (metrics.get("updates/taken") == 0)
         print(f"{line}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
-
-    def note(self, text: str) -> None:
-        print(f"note: {text}", flush=True)
 
     def finish(self, summary: Mapping[str, str]) -> None:
         for name, value in summary.items():

@@ -247,7 +247,10 @@ def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:
 
 
 def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:
-    """Return one row of the matrix: the algorithm's parts by column, in the order of the equation."""
+    """Return one row of the matrix: the algorithm's parts by column, in the order of the equation.
+
+    The last column has the update rule, reference, group size and old policy where they differ from the defaults.
+    """
     row: dict[str, tuple[str, ...]] = {}
     for name in ("advantage", "ratio", "gate", "aggregation", "critic", "terms", "shaping", "filters"):
         value = getattr(a, name)
@@ -258,17 +261,13 @@ def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[
             parts += (a.reward_model,)  # a second trained model, like V
         symbol, label = EQUATION_COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(format_part(p, changed=changed) for p in parts)
-    return {**row, "also": list_other_changes(a)}
-
-
-def list_other_changes(a: Algorithm) -> tuple[str, ...]:
-    """Return the update rule, reference, group size and old policy where they differ from the defaults."""
     usual = Algorithm()
-    changes = [format_changed_part(a.update_rule)] if a.update_rule != usual.update_rule else []
+    also = [format_changed_part(a.update_rule)] if a.update_rule != usual.update_rule else []
     if a.reference is not None and a.reference != usual.reference and "logp_ref" in a.needs:
-        changes.append(format_changed_part(a.reference))
-    changes += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
-    return (*changes, *(["π_old = μ"] if a.old_policy != usual.old_policy else []))
+        also.append(format_changed_part(a.reference))
+    also += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
+    also += ["π_old = μ"] if a.old_policy != usual.old_policy else []
+    return {**row, "also": tuple(also)}
 
 
 def diff_algorithms(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:

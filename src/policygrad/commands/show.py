@@ -110,24 +110,20 @@ def format_matrix(width: int | None) -> list[StyledLine]:
         lines = _table(rows, grouped)
         if max(sum(len(text) for text, _ in line) for line in lines) <= width:
             return lines
-    return _blocks(short, grouped, width)
-
-
-def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[StyledLine]:
-    """Format lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells."""
-    lead = max(map(len, rows)) + 2 if width >= 72 else 4
+    # Lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells.
+    lead = max(map(len, names)) + 2 if width >= 72 else 4
 
     def tie(text: str) -> str:
         return text.replace(" ", _TIED) if len(text) <= width - lead else text
 
-    labels = [column.split() for column in next(iter(rows.values()))]
+    labels = [column.split() for column in next(iter(short.values()))]
     legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
     lines = [*wrap_styled((), legend, width, QUIET)]
-    for family, names in grouped.items():
+    for family, members in grouped.items():
         lines += [(), *wrap_styled((), family, width, HEAD)]
-        for name in names:
+        for name in members:
             # A cell longer than a line is broken between parts, and a part longer than a line between its settings.
-            cells = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
+            cells = [(column.split()[0], parts) for column, parts in short[name].items() if parts]
             text = "   ".join(
                 tie(" ".join([tie(f"{symbol}{_TIED}{first}"), *map(tie, more)])) for symbol, (first, *more) in cells
             )
