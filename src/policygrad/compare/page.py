@@ -28,6 +28,8 @@ DIAGNOSTIC_COLUMNS = {
 
 def render_comparison(report: ComparisonReport) -> str:
     """Render the page."""
+    labels = [row.label for row in report.rows]
+    names = f"{', '.join(labels[:-1])} and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
     web = files("policygrad.compare") / "web"
     return render_page(
         web / "compare.html",
@@ -40,7 +42,7 @@ def render_comparison(report: ComparisonReport) -> str:
             "share": lambda x: f"{x:.0%}",
         },
         found=report,
-        title=comparison_title(report),
+        title=f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured",
         axes=AXES,
         measures=MEASURES,
         signs={
@@ -51,13 +53,6 @@ def render_comparison(report: ComparisonReport) -> str:
         tuned=[row for row in report.rows if row.tuning],
         rate=format_learning_rate,
     )
-
-
-def comparison_title(report: ComparisonReport) -> str:
-    """Return a heading with the compared rows."""
-    labels = [row.label for row in report.rows]
-    names = ", ".join(labels[:-1]) + f" and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
-    return f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured"
 
 
 def comparison_data(report: ComparisonReport) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from policygrad.compare import summary
 from policygrad.compare.plan import ComparisonPlan, ComparisonRow, Job
-from policygrad.compare.runner import AXES, Results, RunOutcome
+from policygrad.compare.runner import AXES, Results, RunOutcome, mean_final_score
 from policygrad.compare.statistics import (
     LEVEL,
     Estimate,
@@ -253,9 +253,6 @@ class ComparisonReport:
     """Sentences about what cannot be concluded."""
     format: int = 1
 
-    def row(self, label: str) -> RowReport:
-        return next(row for row in self.rows if row.label == label)
-
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""
         return json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[no-any-return]
@@ -339,6 +336,11 @@ def _row(
         for job, error in results.failures.items()
         if job.row == row.label
     ]
+    tuning = []
+    for tried in row.grid if row.is_tuned else ():
+        jobs = [Job(row.label, tried, seed) for seed in plan.tuning_seeds]
+        scores = tuple(results.outcomes[job].after for job in jobs if job in results.outcomes)
+        tuning.append(TunedValue(tried, scores, mean_final_score(plan, row.label, tried, results.outcomes)))
     return RowReport(
         label=row.label,
         algorithm=row.algorithm,
@@ -349,7 +351,7 @@ def _row(
         tuned_option=row.tuned_option,
         option_value=value,
         edge=edges.get(value, "") if value is not None else "",
-        tuning=summary.list_tuned_values(plan, row, results),
+        tuning=tuple(tuning),
         kind=number,
         runs=tuple(
             summary.describe_run(job, o, shlex.join(["policygrad", *plan.train_argv(job)])) for job, o in runs.items()

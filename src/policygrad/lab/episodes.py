@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from policygrad.errors import ConfigError
-from policygrad.lab.sequences import EOS, Policy, PrefixTree, World
+from policygrad.lab.sequences import EOS, PrefixTree, World
 from policygrad.lab.setting import LabSetting
 
 
@@ -203,11 +203,6 @@ class ConversationWorld(World):
     """A world whose completions are episodes; `reward` is an episode's total, as in a rollout without parts that read turns."""
 
     tree: EpisodeTree
-
-    @classmethod
-    def from_tree(cls, tree: EpisodeTree, policy: Policy, gamma: float = 1.0) -> ConversationWorld:
-        """Create a world with one prompt; γ < 1 discounts J per turn."""
-        return cls(tree, tree.total(gamma)[None], policy)
 
     def logp(self, theta: Tensor) -> Tensor:
         """[X, N] log-probability of each episode, of the policy and the world together."""

@@ -241,13 +241,6 @@ class Estimates:
         """[P] E g."""
         return self.weight @ self.gradient
 
-    @property
-    def variance(self) -> float:
-        """tr Cov g, unbiased for a sample."""
-        spread = float(self.weight @ (self.gradient - self.mean).square().sum(1))
-        size = int((self.weight > 0).sum())
-        return spread if self.exact else spread * size / max(1, size - 1)
-
 
 def estimate_gradients(
     algorithm: Algorithm, setting: LabSetting, steps: WeightedSteps, decisions: StepDecisions | None = None

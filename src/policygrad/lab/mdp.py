@@ -208,11 +208,6 @@ def state_kl(old: Tensor, new: Tensor) -> Tensor:
     return (old * (old.log() - new.log())).sum(-1)
 
 
-def total_variation(old: Tensor, new: Tensor) -> Tensor:
-    """[S] ½‖old − new‖₁."""
-    return (old - new).abs().sum(-1) / 2
-
-
 def surrogate_value(mdp: TabularMDP, old: Tensor, new: Tensor) -> Tensor:
     """[] L_old(new) = J(old) + Σ_s d_old(s) Σ_a new(a|s) A_old(s, a). Source: Schulman et al. 2015, eq. 3."""
     exact = solve(mdp, old)
@@ -226,7 +221,7 @@ def improvement_bound(mdp: TabularMDP, old: Tensor, new: Tensor) -> tuple[float,
     """
     level = float(surrogate_value(mdp, old, new))
     constant = penalty_constant(mdp, old)
-    kl, tv = float(state_kl(old, new).max()), float(total_variation(old, new).max())
+    kl, tv = float(state_kl(old, new).max()), float(((old - new).abs().sum(-1) / 2).max())  # TV = ½‖old − new‖₁
     return level - constant * kl, level - constant * tv**2
 
 

@@ -76,7 +76,16 @@ def render_lab_page(
         algorithms: The measured algorithms, by their names in the report.
         matrix: The description of each algorithm's parts, by column.
     """
-    findings = [add_custom_gates(f, algorithms) if f.name == "gate_weights" else f for f in report.findings]
+    library_gates = [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())]  # a list: not all are hashable
+    custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
+    findings = []
+    for finding in report.findings:
+        curves = dict(finding.curves)
+        for name, gate in custom_gates.items() if finding.name == "gate_weights" else ():
+            curves |= {
+                f"{name} {way}": gate_curve(gate, curves["ratio"], sign) for way, sign in (("up", 1), ("down", -1))
+            }
+        findings.append(replace(finding, curves=curves))
     web = files("policygrad.lab") / "web"
     sides = ("on_policy", "off_policy")
     rows = [
@@ -104,19 +113,6 @@ def render_lab_page(
         held=sum(f.holds for f in report.findings),
         sampled=not all(m.exact for pair in report.rows for m in pair),
     )
-
-
-def add_custom_gates(finding: Finding, algorithms: Mapping[str, Algorithm]) -> Finding:
-    """Add the curves of gates that are not in the library."""
-    library_gates = [*SHAPE_GATES.values(), *(a.gate for a in ALGORITHMS.values())]  # a list: not all are hashable
-    ratios = finding.curves["ratio"]
-    custom_gates = {name: a.gate for name, a in algorithms.items() if a.gate not in library_gates}
-    curves = {
-        f"{name} {direction}": gate_curve(gate, ratios, sign)
-        for name, gate in custom_gates.items()
-        for direction, sign in (("up", 1), ("down", -1))
-    }
-    return replace(finding, curves={**finding.curves, **curves})
 
 
 def classify_algorithm(name: str, algorithm: Algorithm) -> int:

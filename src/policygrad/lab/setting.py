@@ -156,17 +156,17 @@ class LabSetting:
         after = torch.where(last, reward[:, None], torch.cat([value[:, 1:], value[:, :1]], 1))
         return torch.where(world.mask, after - value, 0)
 
-    def true_gradient(self, algorithm: Algorithm) -> Tensor:
+    def true_gradient(self, algorithm: Algorithm, prompt: int | None = None) -> Tensor:
         """[P] ∇J of the algorithm's objective: the expected shaped reward less β·KL(π_θ‖π_ref) of complete completions.
 
         A KL to the reference in the loss counts as that KL, and so does learning from a teacher, then without a reward. Other terms
         (entropy, self-imitation, the KL to π_old) are not part of J, so their contribution is bias.
-        """
-        return self.world.gradient(self.theta, self._objective_reward(algorithm))
 
-    def true_gradient_at(self, algorithm: Algorithm, prompt: int) -> Tensor:
-        """[P] ∇J of one prompt."""
+        prompt: Only of this prompt; by default J is the mean over prompts.
+        """
         reward = self._objective_reward(algorithm)
+        if prompt is None:
+            return self.world.gradient(self.theta, reward)
         return derivative(lambda theta: self.world.success(theta, reward)[prompt], self.theta)
 
     def _objective_reward(self, algorithm: Algorithm) -> Tensor:

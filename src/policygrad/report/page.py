@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -59,17 +59,6 @@ FULL_DETAIL_SERIES = 4
 """Number of series beyond which curves get fewer points, to limit the size of the page."""
 
 
-@dataclass(frozen=True)
-class Card:
-    """Description of a series."""
-
-    label: str
-    facts: dict[str, str]
-    parts: dict[str, str]
-    about: str
-    """Title and source of the algorithm; "" for a custom one."""
-
-
 def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
     """Render the page. live: The page polls its server for changes.
 
@@ -94,7 +83,7 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
         scripts=(BANDS, web / "curves.js", web / "diff.js", web / "completions.js", web / "report.js"),
         live=live,
         title=title,
-        cards=[_card(group) for group in series],
+        cards=[_describe_series(group) for group in series],
         several=any(len(group.runs) > 1 for group in series),
         running=[str(run.folder) for run in ordered if not run.result],
         cost=[compute_cost(group) for group in series],
@@ -136,8 +125,8 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
     }
 
 
-def _card(group: Series) -> Card:
-    """Describe a series."""
+def _describe_series(group: Series) -> dict[str, Any]:
+    """Return the label, facts, parts and origin (title and source of the algorithm; "" for a custom one) for its card."""
     config, runs = group.config, group.runs
     algorithm = config.get("algorithm", {})
     name = str(algorithm.get("name", ""))
@@ -155,7 +144,7 @@ def _card(group: Series) -> Card:
     facts["folders" if len(runs) > 1 else "folder"] = ", ".join(str(run.folder) for run in runs)
     about = CATALOG.get(name)
     origin = f"{about.title}. {about.source.partition(';')[0]}." if about else ""
-    return Card(group.label, facts, format_parts(algorithm), origin)
+    return {"label": group.label, "facts": facts, "parts": format_parts(algorithm), "about": origin}
 
 
 def _steps(runs: Sequence[RunRecord]) -> str:

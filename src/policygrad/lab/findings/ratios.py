@@ -101,9 +101,8 @@ def product_ratio(seed: int = 0) -> Finding:
         "product_ratio",
         "The product of the token ratios is the unbiased one, at a high variance.",
         holds,
-        f"Its bias {'alone is zero' if holds else 'is zero, but not its alone'} ({bias:.0e}): at "
-        f"{join_numbers(distances, 'g')} nats per completion the token ratio's is "
-        f"{join_numbers(f.bias for f in figures['token'])} and the sequence ratio's "
+        f"Its bias {'alone is zero' if holds else 'is zero, but not its alone'} ({bias:.0e}): at {join_numbers(distances, 'g')} "
+        f"nats per completion the token ratio's is {join_numbers(f.bias for f in figures['token'])} and the sequence ratio's "
         f"{join_numbers(f.bias for f in figures['sequence'])} of ‖∇J‖. The product's variance is {join_numbers(price)} times the "
         "token ratio's.",
         {"bias": bias, **{f"price_{kl:g}": x for kl, x in zip(distances, price, strict=True)}},
@@ -399,11 +398,10 @@ def gate_weights(seed: int = 0) -> Finding:
         "gate_weights",
         "Every gate weighs 1 at r = 1; they differ in what they let through away from it.",
         off < 1e-12,
-        f"They do, {'exactly' if off == 0 else f'to {off:.0e}'}. A token of a good answer that is already twice "
-        f"as likely (r = {FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SigmoidGate']:.2f} under SAPO's "
-        f"soft gate, {far['ClippedImportance(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, "
-        f"{far['OnPolicy']:.0f} with none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual "
-        "clip.",
+        f"They do, {'exactly' if off == 0 else f'to {off:.0e}'}. A token of a good answer that is already twice as likely (r = "
+        f"{FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SigmoidGate']:.2f} under SAPO's soft gate, "
+        f"{far['ClippedImportance(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, {far['OnPolicy']:.0f} with "
+        "none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual clip.",
         {f"at_{FAR:g} {name}": x for name, x in far.items()},
         curves={"ratio": ratios, **curves},
     )
