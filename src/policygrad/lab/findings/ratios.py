@@ -1,4 +1,4 @@
-"""Ratios and gates off-policy, trust-region bounds and the shapes of gates. Exact unless an error is given."""
+"""Ratios and gates off-policy, and the shapes of gates. Exact unless an error is given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, ClippedImportance, DualClip, Importance, OnPolicy, SigmoidGate
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.lab.findings.advantages import EXACT, exact_figures, with_advantage
-from policygrad.lab.mdp import improvement_bound, natural_gradient, random_mdp, softmax, solve, surrogate_value
 from policygrad.lab.measurement import Figures, Finding, compute_figures, format_percent, join_numbers
 from policygrad.lab.policies import Experts
 from policygrad.lab.sequences import PrefixTree, World, derivative, perturb_policy, sample_normal, sample_right_answers
@@ -347,7 +346,7 @@ def long_chains(seed: int = 0) -> Finding:
     )
 
 
-# Plots of the code itself: each gate's weight over the ratio, the trust region's bound over the step.
+# A plot of the code itself: each gate's weight over the ratio.
 
 SHAPE_GATES: dict[str, Gate] = {
     "OnPolicy": OnPolicy(),
@@ -404,37 +403,4 @@ def gate_weights(seed: int = 0) -> Finding:
         "none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual clip.",
         {f"at_{FAR:g} {name}": x for name, x in far.items()},
         curves={"ratio": ratios, **curves},
-    )
-
-
-def bound_over_step(seed: int = 0) -> Finding:
-    """J(π), the surrogate L(π) and both lower bounds along the natural gradient of one random MDP, over the step's length.
-
-    Source: Schulman et al. 2015, theorem 1 and eq. 9.
-    """
-    mdp = random_mdp(4, 3, 0.5, seed=seed)
-    theta = sample_normal(mdp.reward.shape, 1.0, seed)
-    direction, old = natural_gradient(mdp, theta), softmax(theta)
-    direction = direction / direction.norm()
-    lengths = tuple(i / 80 for i in range(121))
-    rows = []
-    for length in lengths:
-        new = softmax(theta + length * direction)
-        level = float(surrogate_value(mdp, old, new))
-        rows.append((float(solve(mdp, new).objective), level, *improvement_bound(mdp, old, new)))
-    start = rows[0][0]
-    true, surrogate, by_kl, by_tv = (tuple(row[i] - start for row in rows) for i in range(4))
-    promised, reached = max(by_tv), max(true)
-    safe, best = lengths[by_tv.index(promised)], lengths[true.index(reached)]
-    holds = all(kl <= tv + 1e-10 and tv <= j + 1e-10 for kl, tv, j in zip(by_kl, by_tv, true, strict=True))
-    return Finding(
-        "bound_over_step",
-        "TRPO's bound touches J at the old policy and stays below: raising it raises J, in far shorter steps than would do.",
-        holds,
-        f"Along the natural gradient of a random MDP (γ = 0.5) the bound is {'never' if holds else 'somewhere'} above "
-        f"J. Its maximum promises {promised:.3f} at a step of {safe:.2f} in the logits (total variation; the KL form "
-        f"{max(by_kl):.3f}); J gains {true[lengths.index(safe)]:.3f} there, and {reached:.3f} at a step of {best:g}"
-        f"{', the longest tried' if best == lengths[-1] else ''}.",
-        {"promised": promised, "promised_kl": max(by_kl), "safe": safe, "reached": reached, "best": best},
-        curves={"step": lengths, "J": true, "surrogate": surrogate, "bound_kl": by_kl, "bound_tv": by_tv},
     )
