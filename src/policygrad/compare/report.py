@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations, pairwise
 from typing import Any
 
 from policygrad.compare import summary
-from policygrad.compare.plan import ComparisonPlan, ComparisonRow, Job
+from policygrad.compare.plan import ComparisonPlan, ComparisonRow, Job, RowDescription
 from policygrad.compare.runner import AXES, Results, RunOutcome, mean_final_score
 from policygrad.compare.statistics import (
     LEVEL,
@@ -179,18 +179,12 @@ DEFAULT_THRESHOLD = 0.8
 """Threshold, as a fraction of the way from the score before training to the best row's final score."""
 
 
-@dataclass(frozen=True)
-class RowReport:
-    """A row, its settings and its results."""
+@dataclass(frozen=True, kw_only=True)
+class RowReport(RowDescription):
+    """A row and its results."""
 
-    label: str
-    algorithm: str
     command: str
     """Arguments of `policygrad train`, including the tuned option."""
-    change: str
-    reason: str
-    settings: Mapping[str, Any]
-    tuned_option: str
     option_value: float | None
     edge: str
     """`smallest` or `largest` if the chosen value is at that end of the grid; else empty."""
@@ -238,7 +232,7 @@ class ComparisonReport:
     tuning_seeds: tuple[int, ...]
     ladder: Mapping[str, Any]
     share: float
-    """Fraction of the way at which the threshold is."""
+    """See `DEFAULT_THRESHOLD`."""
     stopped: bool
     kinds: tuple[Kind, ...]
     axes: Mapping[str, tuple[float, ...]]
@@ -246,7 +240,6 @@ class ComparisonReport:
     rows: tuple[RowReport, ...]
     pairs: tuple[RowPair, ...]
     ranking: tuple[str, ...] = ()
-    """Sentences about the ranking."""
     differences: tuple[str, ...] = ()
     """Sentences about differences besides the algorithm."""
     caveats: tuple[str, ...] = ()
@@ -342,13 +335,8 @@ def _row(
         scores = tuple(results.outcomes[job].after for job in jobs if job in results.outcomes)
         tuning.append(TunedValue(tried, scores, mean_final_score(plan, row.label, tried, results.outcomes)))
     return RowReport(
-        label=row.label,
-        algorithm=row.algorithm,
+        **{f.name: getattr(row, f.name) for f in fields(RowDescription)},
         command=shlex.join(plan.train_argv(job)[1:-4]),
-        change=row.change,
-        reason=row.reason,
-        settings=row.settings,
-        tuned_option=row.tuned_option,
         option_value=value,
         edge=edges.get(value, "") if value is not None else "",
         tuning=tuple(tuning),

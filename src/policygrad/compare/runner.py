@@ -274,11 +274,9 @@ class Results:
 
     outcomes: Mapping[Job, RunOutcome]
     failures: Mapping[Job, str]
-    """Error messages of failed runs."""
     chosen: Mapping[str, float | None]
     """Row -> value of its tuned option; without rows of which no tuning run succeeded."""
     stopped: bool = False
-    """True if a signal stopped it early."""
 
 
 @dataclass

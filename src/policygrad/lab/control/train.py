@@ -448,8 +448,6 @@ class ControlResult:
     """The result of training."""
 
     learner: ControlLearner
-    algorithm: Algorithm
-    """The algorithm with its parts' final state."""
     curve: tuple[Update, ...]
 
 
@@ -506,7 +504,7 @@ def train_control(
         curve.append(update)
         if on_update is not None:
             on_update(update)
-    return ControlResult(learner, algorithm.with_state(memory), tuple(curve))
+    return ControlResult(learner, tuple(curve))
 
 
 def evaluate_control(
