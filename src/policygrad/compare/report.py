@@ -57,9 +57,8 @@ def describe_ranking(report: ComparisonReport) -> Iterable[str]:
     both = [pair for pair in report.pairs if pair.separated["tokens"] and pair.separated["updates"]]
     turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
     if both:
-        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:MAX_NAMED_PAIRS]) + " …" * (
-            len(turned) > MAX_NAMED_PAIRS
-        )
+        named = [f"{p.first} and {p.second}" for p in turned[:MAX_NAMED_PAIRS]]
+        names = ", ".join(named) + " …" * (len(turned) > MAX_NAMED_PAIRS)
         yield (
             f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
             f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."

@@ -92,8 +92,6 @@ def sample_steps(
     setting: LabSetting, size: int, steps: int = SAMPLED_STEPS, prompts: int = 1, seed: int = 0
 ) -> WeightedSteps:
     """Sample M steps of `prompts` groups of G completions independently; prompts are sampled with replacement."""
-    if size < 1:
-        raise ConfigError(f"a group has at least 1 completion, not {size}")
     if (number := steps * prompts * size) > MAX_SAMPLED_COMPLETIONS:
         raise ConfigError(
             f"{steps} sampled steps of {prompts * size} completions are {number}, and at most {MAX_SAMPLED_COMPLETIONS} are "

@@ -14,7 +14,7 @@ from policygrad.core.process import ProcessReward
 from policygrad.lab.findings.ratios import SHAPE_GATES, gate_curve
 from policygrad.lab.measurement import Finding
 from policygrad.lab.plots import choose_plot
-from policygrad.lab.report import LabReport
+from policygrad.lab.report import DYNAMICS, THEORY, LabReport
 from policygrad.pages.render import render_page
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -32,17 +32,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Turns": ("turn_credit",),
     "Length": ("sequence_mean", "brevity"),
     "KL and optimiser": ("kl_places", "adam"),
-    "Trust regions": (
-        "bound_over_step",
-        "trust_region_bound",
-        "monotonic_improvement",
-        "conservative_mixture",
-        "natural_invariance",
-        "performance_difference",
-        "surrogate_matches",
-        "occupancy_sum",
-    ),
-    "How training goes wrong": ("entropy_collapse", "reward_hacking", "length_drift", "k1_in_loss"),
+    "Trust regions": tuple(THEORY),
+    "How training goes wrong": tuple(DYNAMICS),
 }
 """Findings by theme; those without a theme come last."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -70,15 +70,16 @@ class LabReport:
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; numbers that are not finite become null."""
         rows = [{"name": on.name, "on_policy": _to_row(on), "off_policy": _to_row(off)} for on, off in self.rows]
-        return {
+        data = {
             "world": self.world,
-            "parts": list(self.parts),
+            "parts": self.parts,
             "group_size": self.group_size,
             "off_policy_kl": self.kl,
             "seed": self.seed,
-            "algorithms": _replace_nonfinite(rows),
-            "findings": _replace_nonfinite([asdict(finding) for finding in self.findings]),
+            "algorithms": rows,
+            "findings": [asdict(finding) for finding in self.findings],
         }
+        return json.loads(json.dumps(data), parse_constant=lambda _: None)  # type: ignore[no-any-return]
 
 
 def build_lab_report(
@@ -120,13 +121,3 @@ def single_threaded() -> Iterator[None]:
 
 def _to_row(m: Measurement) -> dict[str, Any]:
     return {name: value for name, value in asdict(m).items() if name != "name"}
-
-
-def _replace_nonfinite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _replace_nonfinite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replace_nonfinite(v) for v in value]
-    return value

@@ -158,14 +158,9 @@ class World:
     def prompts(self) -> int:
         return self.reward.shape[0]
 
-    @property
-    def rows(self) -> int:
-        """X·N, the completions of all prompts; row x·N + n."""
-        return self.prompts * self.tree.size
-
     @cached_property
     def mask(self) -> Tensor:
-        """[X·N, L]."""
+        """[X·N, L]; row x·N + n is completion n of prompt x."""
         return self.tree.mask.repeat(self.prompts, 1)
 
     @cached_property

@@ -274,15 +274,18 @@ def find_preset(name: str) -> Preset:
 
 
 def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
-    """Change γ in the algorithm's advantages and its critic's targets. Raises ConfigError if no part of it discounts."""
+    """Change γ in the algorithm's advantages and its critic's targets.
 
-    def changed(part: Any) -> Any:
+    Raises:
+        ConfigError: No part of it discounts.
+    """
+
+    def change(part: Any) -> Any:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
 
-    updated = replace(algorithm, advantage=tuple(map(changed, algorithm.advantage)), critic=changed(algorithm.critic))
-    if updated == algorithm and not any(hasattr(part, "gamma") for part in algorithm.parts()):
-        raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or use ppo, trpo or a2c")
-    return updated
+    if not any(hasattr(part, "gamma") for part in (*algorithm.advantage, algorithm.critic)):
+        raise ConfigError(f"{algorithm.name} does not discount: omit gamma, or use ppo, trpo or a2c")
+    return replace(algorithm, advantage=tuple(map(change, algorithm.advantage)), critic=change(algorithm.critic))
 
 
 SUPPORTED_FIELDS = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"})
@@ -462,8 +465,10 @@ def train_control(
 ) -> ControlResult:
     """Train for `steps` environment steps; an algorithm without a critic finishes its last episodes.
 
-    The result depends only on the seed, not on other random numbers in the process. Raises ConfigError for an
-    unsupported algorithm, or fewer steps than environments.
+    The result depends only on the seed, not on other random numbers in the process.
+
+    Raises:
+        ConfigError: An unsupported algorithm, or fewer steps than environments.
     """
     if steps < environments.number:
         raise ConfigError(
