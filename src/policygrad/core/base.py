@@ -85,7 +85,6 @@ class Advantage(Part):
     @abstractmethod
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T] -> [B, T]."""
-        ...
 
 
 class Ratio(Part):
@@ -97,7 +96,6 @@ class Ratio(Part):
     @abstractmethod
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         """log(π_θ/π_old) [B, T] -> r [B, T]."""
-        ...
 
 
 class Gate(Part):
@@ -113,15 +111,14 @@ class Gate(Part):
     @abstractmethod
     def weight(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         """w [B, T]: the derivative of `value` in log π_θ, divided by Ψ."""
-        ...
 
     @abstractmethod
     def value(self, ratio: Tensor, psi: Tensor, batch: Batch) -> Tensor:
         """[B, T]; the paper's objective per token."""
-        ...
 
     def clipped(self, ratio: Tensor, psi: Tensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Return the clipped tokens as (below, above), both [B, T] bool, for the metrics; None if the gate never clips."""
+        """Return the clipped or dropped tokens for the metrics, as (below, above) r = 1, both [B, T] bool; None if there are
+        never any."""
         return None
 
 
@@ -134,7 +131,6 @@ class Correction(Part):
     @abstractmethod
     def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]."""
-        ...
 
 
 class Aggregation(Part):
@@ -143,7 +139,6 @@ class Aggregation(Part):
     @abstractmethod
     def __call__(self, mask: Tensor, group: Tensor) -> Tensor:
         """c [B, T] before `Batch.weight` is applied; zero where the mask is False."""
-        ...
 
 
 class ObjectiveTerm(Part):
@@ -167,12 +162,10 @@ class Term(ObjectiveTerm):
     @abstractmethod
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """k [B, T]; the factor of ∇log π_θ."""
-        ...
 
     @abstractmethod
     def value(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T]; the term's share of the paper's objective."""
-        ...
 
 
 class LossTerm(ObjectiveTerm):
@@ -181,7 +174,6 @@ class LossTerm(ObjectiveTerm):
     @abstractmethod
     def objective(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         """[B, T] with graph; maximised, and aggregated like a term."""
-        ...
 
 
 class Shaping(Part):
@@ -190,7 +182,6 @@ class Shaping(Part):
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with a new `reward` or `token_reward`."""
-        ...
 
 
 class Filter(Part):
@@ -212,7 +203,6 @@ class Filter(Part):
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch with a new `mask`, `in_statistics` or `weight`."""
-        ...
 
     def find_dropped(self, batch: Batch) -> Tensor:
         """Return the completions that the filter removes, [B] bool."""
@@ -231,7 +221,6 @@ class UpdateRule(Part):
     @abstractmethod
     def updates(self) -> int:
         """Maximum policy updates per rollout."""
-        ...
 
     @property
     def critic_updates(self) -> int:
@@ -241,4 +230,3 @@ class UpdateRule(Part):
     @abstractmethod
     def __call__(self, problem: object) -> Metrics:
         """Make one rollout's updates. `updates.require_problem` checks that the problem has the methods the rule needs."""
-        ...

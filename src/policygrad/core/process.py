@@ -14,7 +14,8 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Advantage
-from policygrad.core.batch import Batch, require_field
+from policygrad.core.batch import Batch
+from policygrad.core.checks import check_ddof, check_non_negative, check_setting, check_unit_interval
 from policygrad.core.gae import CompactTokens
 from policygrad.core.masked import Groups
 from policygrad.errors import ConfigError
@@ -43,10 +44,8 @@ class ProcessReward(Advantage):
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ConfigError(f"ProcessReward.eps must be at least 0, not {self.eps}")
-        if self.ddof not in (0, 1):
-            raise ConfigError(f"ProcessReward.ddof must be 0 or 1, not {self.ddof}")
+        check_non_negative(self, "eps")
+        check_ddof(self)
 
     @property
     def formula(self) -> str:
@@ -56,8 +55,8 @@ class ProcessReward(Advantage):
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         # Step ends of counted completions and their rewards, both [B, T].
         counts = (batch.counted & batch.mask.any(1))[:, None]
-        end = require_field(batch.step_end, self, "step_end") & batch.mask & counts
-        reward = masked.apply_mask(require_field(batch.token_reward, self, "token_reward"), batch.mask & counts)
+        end = batch.require("step_end", self) & batch.mask & counts
+        reward = masked.apply_mask(batch.require("token_reward", self), batch.mask & counts)
         for row in (counts.squeeze(1) & ~end.any(1)).nonzero().flatten().tolist():
             raise ConfigError(
                 f"ProcessReward: completion {row} has no True in Batch.step_end: mark the end of its last step"
@@ -87,8 +86,6 @@ class PrefixValue(Advantage):
     `Batch.values` holds V(start of the step) at each token of the step. A rollout estimates it as the mean reward of `samples` (K)
     fresh completions of the text so far. Source: Kazemnejad et al. 2024 (VinePPO), sec. 4.
 
-    Raises:
-        ConfigError: a batch without step ends or values.
     """
 
     samples: int = 9
@@ -97,8 +94,7 @@ class PrefixValue(Advantage):
     samples_values: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"PrefixValue.samples must be at least 1 completion per step, not {self.samples}")
+        check_setting(self, "samples", self.samples >= 1, "at least 1 completion per step")
 
     @property
     def formula(self) -> str:
@@ -106,9 +102,9 @@ class PrefixValue(Advantage):
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
         p = CompactTokens.of(batch, self)
-        end = (require_field(batch.step_end, self, "step_end") & batch.mask).gather(1, p.order)
+        end = (batch.require("step_end", self) & batch.mask).gather(1, p.order)
         step = end.cumsum(1) - end.long()  # number of steps that ended before this token
-        delta = masked.apply_mask(p.reward + p.next_value - p.value, p.mask)  # within a step the values cancel
+        delta = p.delta(1.0)  # within a step the values cancel
         total = torch.zeros_like(delta).scatter_add(1, step, delta)
         return p.scatter_back(total.gather(1, step))
 
@@ -127,8 +123,7 @@ class ImplicitProcess(Advantage):
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"ImplicitProcess.gamma must be in [0, 1], not {self.gamma}")
+        check_unit_interval(self, "gamma")
 
     @property
     def formula(self) -> str:
@@ -136,9 +131,7 @@ class ImplicitProcess(Advantage):
         return f"+ Σ_{{s≥t}} {discount}(r_φ(o_s) − mean_{{j≠i}} r̄_φ(o_j))"
 
     def __call__(self, psi: Tensor, batch: Batch) -> Tensor:
-        process = masked.apply_mask(require_field(batch.implicit_reward, self, "implicit_reward"), batch.mask).to(
-            psi.dtype
-        )
+        process = masked.apply_mask(batch.require("implicit_reward", self), batch.mask).to(psi.dtype)
         groups = Groups(batch.group, counts := batch.counted & batch.mask.any(1))
         num_siblings = groups.size - counts.long()
         baseline = groups.sum_excluding_self(process.sum(1) / batch.lengths.clamp(min=1)) / num_siblings.clamp(min=1)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Correction, Ratio
-from policygrad.core.batch import Batch, Forward, require_field
+from policygrad.core.batch import Batch, Forward
+from policygrad.core.checks import check_choice, check_fraction, check_setting
 from policygrad.errors import ConfigError
 
 
@@ -38,9 +39,7 @@ def bounded_expm1(x: Tensor) -> Tensor:
 class Token(Ratio):
     """r_t = π_θ(o_t)/π_old(o_t), per token. Source: Schulman et al. 2017 (PPO), eq. 6."""
 
-    @property
-    def formula(self) -> str:
-        return "r_t = π_θ(o_t)/π_old(o_t)"
+    formula = "r_t = π_θ(o_t)/π_old(o_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         return bounded_exp(masked.apply_mask(log_ratio, mask))
@@ -50,9 +49,7 @@ class Token(Ratio):
 class Sequence(Ratio):
     """s_i = exp(mean_t log r_t), the geometric mean, for every token of completion i. Source: Zheng et al. 2025 (GSPO), eq. 7."""
 
-    @property
-    def formula(self) -> str:
-        return "s_i = exp(mean_t log r_t)"
+    formula = "s_i = exp(mean_t log r_t)"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         log_ratio = masked.apply_mask(log_ratio, mask)
@@ -70,9 +67,7 @@ class SequenceProduct(Ratio):
 
     joint: ClassVar[bool] = True
 
-    @property
-    def formula(self) -> str:
-        return "Π_t r_t"
+    formula = "Π_t r_t"
 
     def __call__(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         log_ratio = masked.apply_mask(log_ratio, mask)
@@ -87,19 +82,9 @@ SAMPLER_FIELDS = frozenset({"logp_old", "logp_sampler"})
 
 def sampler_ratio(batch: Batch, part: object, level: Level) -> Tensor:
     """Compute ρ = π_old/μ, [B, T]; at level 'sequence' every token has the product over its completion."""
-    old, sampled = (
-        require_field(batch.logp_old, part, "logp_old"),
-        require_field(batch.logp_sampler, part, "logp_sampler"),
-    )
-    gap = masked.apply_mask(
-        old - sampled, batch.policy_tokens
-    )  # ρ = 1 for demonstrations: the sampler did not draw them
+    # ρ is 1 for demonstrations, which the sampler did not generate.
+    gap = masked.apply_mask(batch.require("logp_old", part) - batch.require("logp_sampler", part), batch.policy_tokens)
     return bounded_exp(gap if level == "token" else gap.sum(1, keepdim=True).expand(gap.shape))
-
-
-def _check_level(part: object, level: str) -> None:
-    if level not in ("token", "sequence"):
-        raise ConfigError(f"{type(part).__name__}.level must be 'token' or 'sequence', not {level!r}")
 
 
 @dataclass(frozen=True)
@@ -112,11 +97,8 @@ class TruncatedIS(Correction):
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
-        _check_level(self, self.level)
-        if not self.cap >= 1:
-            raise ConfigError(
-                f"TruncatedIS.cap must be at least 1, not {self.cap}: ρ is 1 where sampler and learner agree"
-            )
+        check_choice(self, "level", token="", sequence="")
+        check_setting(self, "cap", self.cap >= 1, "at least 1", "ρ is 1 where sampler and learner agree")
 
     @property
     def formula(self) -> str:
@@ -136,7 +118,7 @@ class MaskedIS(Correction):
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
-        _check_level(self, self.level)
+        check_choice(self, "level", token="", sequence="")
         if not 0 <= self.low <= 1 <= self.high:
             raise ConfigError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
 
@@ -154,17 +136,6 @@ class MaskedIS(Correction):
 # chosen together, except by `exact_top_k_mask`, which takes an exact number.
 
 SELECTED = frozenset({"selected"})
-
-
-def check_fraction(part: object, fraction: float) -> None:
-    """Raise ConfigError unless 0 < fraction ≤ 1."""
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"{type(part).__name__}.fraction must be above 0 and at most 1, not {fraction}")
-
-
-def selected_tokens(batch: Batch, part: object) -> Tensor:
-    """Return the tokens that `part` selected, [B, T] bool."""
-    return require_field(batch.selected, part, "selected")
 
 
 def require_policy_output(out: Forward | None, part: object, name: str = "logp") -> Tensor:
@@ -217,11 +188,8 @@ class HighEntropy(Correction):
     corrects_sampler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fraction(self, self.fraction)
-        if self.of not in ("current", "old"):
-            raise ConfigError(
-                f"HighEntropy.of must be 'current' (π_θ at each update) or 'old' (π_old), not {self.of!r}"
-            )
+        check_fraction(self, "fraction")
+        check_choice(self, "of", current="π_θ at each update", old="π_old")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -237,12 +205,8 @@ class HighEntropy(Correction):
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """Select the tokens at or above the entropy quantile 1 − fraction."""
-        entropy = (
-            require_field(batch.entropy, self, "entropy")
-            if self.of == "old"
-            else require_policy_output(out, self, "entropy")
-        )
+        entropy = batch.require("entropy", self) if self.of == "old" else require_policy_output(out, self, "entropy")
         return top_k_mask(entropy, batch.mask, 1 + int(self.fraction * (int(batch.mask.sum()) - 1)))
 
     def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
-        return selected_tokens(batch, self).to(psi.dtype)
+        return batch.require("selected", self).to(psi.dtype)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from policygrad.core import kl_controllers, masked
+from policygrad.core import masked
 from policygrad.core.base import Shaping, State
-from policygrad.core.batch import Batch, require_field
-from policygrad.core.kl_controllers import AdaptiveBeta, Rule, adapt_beta
+from policygrad.core.batch import Batch
+from policygrad.core.checks import check_choice, check_setting
+from policygrad.core.kl_controllers import AdaptiveBeta, Rule
 from policygrad.core.metrics import Metric
 from policygrad.errors import ConfigError
-
-Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class KLInReward(AdaptiveBeta, Shaping):
     """Target of the mean of u (k1, unbiased) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
-    level: Level = "token"
+    level: Literal["token", "sequence"] = "token"
     """token: the KL to go; sequence: the full KL at every token."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
 
@@ -50,26 +49,22 @@ class KLInReward(AdaptiveBeta, Shaping):
                 f"KLInReward takes k1 only, not {self.form!r}: as a reward, k2 and k3 do not give the gradient of the "
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
-        if self.level not in get_args(Level):
-            raise ConfigError(
-                f"KLInReward.level must be 'token' (the KL to go) or 'sequence' (the completion's full KL at every "
-                f"token), not {self.level!r}"
-            )
-        kl_controllers.check_beta(self)
+        check_choice(self, "level", token="the KL to go", sequence="the completion's full KL at every token")
+        super().__post_init__()
 
     @property
     def formula(self) -> str:
         at = "r_t −= {}·(log π_old − log π_ref)" if self.level == "token" else "R −= {}·Σ_t (log π_old − log π_ref)"
-        return at.format(f"{self.beta:g}") + kl_controllers.describe_target(self)
+        return at.format(f"{self.beta:g}") + self.describe_target()
 
     def _u(self, batch: Batch) -> Tensor:
-        return require_field(batch.logp_old, self, "logp_old") - require_field(batch.logp_ref, self, "logp_ref")
+        return batch.require("logp_old", self) - batch.require("logp_ref", self)
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Adapt β to the mean of u over the rollout's sampled tokens."""
         if not batch.mask.any():
             return state
-        return adapt_beta(self, state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
+        return self.adapt(state["beta"], float(masked.mean(self._u(batch), batch.mask)), "proportional")
 
     def __call__(self, batch: Batch) -> Batch:
         penalty = masked.apply_mask(-self.beta * self._u(batch), batch.mask).to(batch.reward.dtype)
@@ -92,12 +87,9 @@ class SoftOverlong(Shaping):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:
-            raise ConfigError(
-                f"SoftOverlong.scale must be above 0 and finite, not {self.scale}: remove the part for no penalty"
-            )
-        if not 0 < self.cache <= 1:
-            raise ConfigError(f"SoftOverlong.cache is a fraction of the budget in (0, 1], not {self.cache}")
+        hint = "remove the part for no penalty"
+        check_setting(self, "scale", 0 < self.scale < math.inf, "above 0 and finite", hint)
+        check_setting(self, "cache", 0 < self.cache <= 1, "a fraction of the budget in (0, 1]")
 
     @property
     def formula(self) -> str:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
+from policygrad.core.checks import check_choice, check_count, check_fraction, check_setting
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.updates import CurvatureProblem, ShardedProblem, require_problem
 from policygrad.errors import ConfigError
 
-Fisher = Literal["exact", "sampled"]
-Candidates = Literal["first", "best"]
 DEFAULT_CRITIC_STEPS = 5
 """Critic updates per rollout where `TrustRegion.critic_steps` is None."""
 _SEARCH = ("backtrack_coeff", "backtrack_iters", "candidates")
@@ -88,12 +87,12 @@ class TrustRegion(UpdateRule):
     backtrack_iters: int = 10
     """Candidates of the line search."""
     line_search: bool = True
-    fisher: Fisher = "exact"
+    fisher: Literal["exact", "sampled"] = "exact"
     """exact: over the vocabulary; sampled: E[ssᵀ] of the sampled tokens."""
     fisher_fraction: float = 1.0
     """Fraction of the groups that conjugate gradient uses (0.1 in the paper, appendix C.1).
     It affects the direction only; the length, L and the KL are computed on all groups."""
-    candidates: Candidates = "first"
+    candidates: Literal["first", "best"] = "first"
     """first: the first acceptable candidate; best: the acceptable one with the largest L."""
     critic_steps: int | None = None
     """Critic updates per rollout; None: 5 if there is a critic."""
@@ -102,22 +101,13 @@ class TrustRegion(UpdateRule):
     """δ sets the length of the step."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < math.inf:
-            raise ConfigError(f"TrustRegion.delta must be above 0 nats per token and finite, not {self.delta}")
-        for name in ("cg_iters", "backtrack_iters", "critic_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"TrustRegion.{name} must be at least 1, not {value}")
-        if not 0 <= self.damping < math.inf:
-            raise ConfigError(f"TrustRegion.damping must be at least 0 and finite, not {self.damping}")
-        if not 0 < self.fisher_fraction <= 1:
-            raise ConfigError(f"TrustRegion.fisher_fraction must be above 0 and at most 1, not {self.fisher_fraction}")
-        if not 0 < self.backtrack_coeff < 1:
-            raise ConfigError(f"TrustRegion.backtrack_coeff must be between 0 and 1, not {self.backtrack_coeff}")
-        for name, kind in (("fisher", Fisher), ("candidates", Candidates)):
-            if getattr(self, name) not in get_args(kind):
-                choices = " or ".join(map(repr, get_args(kind)))
-                raise ConfigError(f"TrustRegion.{name} must be {choices}, not {getattr(self, name)!r}")
+        check_setting(self, "delta", 0 < self.delta < math.inf, "above 0 nats per token and finite")
+        check_count(self, "cg_iters", "backtrack_iters", "critic_steps")
+        check_setting(self, "damping", 0 <= self.damping < math.inf, "at least 0 and finite")
+        check_fraction(self, "fisher_fraction")
+        check_setting(self, "backtrack_coeff", 0 < self.backtrack_coeff < 1, "between 0 and 1")
+        check_choice(self, "fisher", exact="", sampled="")
+        check_choice(self, "candidates", first="", best="")
         changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
         if changed and not self.line_search:
             raise ConfigError(
@@ -164,9 +154,8 @@ class TrustRegion(UpdateRule):
         # The KL itself sets the length: undamped, and on all groups, since few of them give a poor estimate of the curvature.
         curvature = float(inner(x, problem.fisher(x, sampled)))
         broken = math.isnan(residual)
-        solved: Metrics = (
-            {"grad_norm": Max(norm)} if broken else {"trust_region/residual": Mean(residual), "grad_norm": Max(norm)}
-        )
+        solved: Metrics = {} if broken else {"trust_region/residual": Mean(residual)}
+        solved["grad_norm"] = Max(norm)
         if not math.isfinite(curvature) or (broken and curvature <= 0):
             return self._report(None, not_finite=1)
         if curvature <= 0:  # rounding: the quadratic model of the KL reaches δ at no length

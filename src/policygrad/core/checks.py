@@ -1,14 +1,70 @@
-"""Checks on what a part returns: its shape at every call, and its values once something is not finite."""
+"""Checks of a part's settings when it is built, and of what it returns: its shape at every call, and its values once something
+is not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 from policygrad.errors import ConfigError
+
+MAX_REPEATS = 10**6
+"""Maximum epochs, minibatches or rounds per rollout: far above any sensible value."""
+
+
+def check_setting(part: object, name: str, valid: bool, requirement: str, hint: str = "") -> None:
+    """Raise ConfigError unless `valid`. The message names the part, the setting, the requirement, the value and the hint."""
+    if not valid:
+        reason = f": {hint}" if hint else ""
+        raise ConfigError(f"{type(part).__name__}.{name} must be {requirement}, not {getattr(part, name)!r}{reason}")
+
+
+def check_choice(part: object, name: str, **choices: str) -> None:
+    """Raise ConfigError unless a setting is one of `choices`, each given with its meaning or ""."""
+    *others, last = (f"{choice!r} ({meaning})" if meaning else repr(choice) for choice, meaning in choices.items())
+    check_setting(part, name, getattr(part, name) in choices, f"{', '.join(others)} or {last}")
+
+
+def check_non_negative(part: object, *names: str) -> None:
+    """Raise ConfigError for a setting that is below 0 or NaN. Infinity is allowed, as 'no bound', and so is None."""
+    _check_each(part, names, lambda x: x >= 0, "at least 0")
+
+
+def check_positive(part: object, *names: str) -> None:
+    """Raise ConfigError for a setting that is not above 0 or not finite."""
+    _check_each(part, names, lambda x: 0 < x < math.inf, "above 0 and finite")
+
+
+def check_unit_interval(part: object, *names: str) -> None:
+    """Raise ConfigError for a setting outside [0, 1]; None is allowed."""
+    _check_each(part, names, lambda x: 0 <= x <= 1, "in [0, 1]")
+
+
+def check_fraction(part: object, *names: str) -> None:
+    """Raise ConfigError unless 0 < setting ≤ 1."""
+    _check_each(part, names, lambda x: 0 < x <= 1, "above 0 and at most 1")
+
+
+def check_count(part: object, *names: str) -> None:
+    """Raise ConfigError for a number of repetitions below 1 or above `MAX_REPEATS`; None is allowed."""
+    _check_each(part, names, lambda x: x >= 1, "at least 1")
+    _check_each(part, names, lambda x: x <= MAX_REPEATS, f"at most {MAX_REPEATS:,}")
+
+
+def check_ddof(part: object) -> None:
+    """Raise ConfigError unless `ddof`, what a standard deviation subtracts from the number of values, is 0 or 1."""
+    _check_each(part, ("ddof",), lambda x: x in (0, 1), "0 or 1")
+
+
+def _check_each(part: object, names: Iterable[str], holds: Callable[[float], bool], requirement: str) -> None:
+    for name in names:
+        value = getattr(part, name)
+        check_setting(part, name, value is None or holds(value), requirement)
+
 
 _CAUSES = {
     "values": "the critic has diverged: lower its learning rate, algorithm.critic.lr",
