@@ -18,7 +18,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_choice, check_ddof, check_non_negative, check_setting, check_unit_interval
+from policygrad.core.checks import check_choice, check_range, check_setting
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, masked_mean
 from policygrad.errors import ConfigError
@@ -414,8 +414,8 @@ class RewardZScores(Advantage):
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_non_negative(self, "eps")
-        check_ddof(self)
+        check_range(self, "at least 0", "eps")
+        check_range(self, "0 or 1", "ddof")
 
     @property
     def formula(self) -> str:
@@ -462,8 +462,8 @@ class TeacherLogRatio(Advantage):
     reads_reward: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_non_negative(self, "coefficient")
-        check_unit_interval(self, "discount")
+        check_range(self, "at least 0", "coefficient")
+        check_range(self, "in [0, 1]", "discount")
 
     @property
     def formula(self) -> str:

@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from policygrad.core import masked
 from policygrad.core.base import Part, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_choice, check_count, check_non_negative, check_setting, check_unit_interval
+from policygrad.core.checks import check_choice, check_count, check_range, check_setting
 from policygrad.core.gae import GAE
 from policygrad.core.metrics import Mean, Metric, Metrics, masked_mean
 from policygrad.core.turns import MultiTurnGAE
@@ -82,8 +82,8 @@ class Critic(TrainedModel):
     """Above 1, since the value head starts untrained."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma", "lam", "turn_gamma")
-        check_non_negative(self, "lr", "coefficient", "clip", "pretrain", "hidden")
+        check_range(self, "in [0, 1]", "gamma", "lam", "turn_gamma")
+        check_range(self, "at least 0", "lr", "coefficient", "clip", "pretrain", "hidden")
         check_count(self, "pretrain_epochs")
         check_choice(self, "backbone", separate="", policy="")
         if self.hidden and self.backbone == "separate":
@@ -165,7 +165,7 @@ class ImplicitReward(TrainedModel):
 
     def __post_init__(self) -> None:
         check_setting(self, "beta", self.beta > 0, "above 0")
-        check_non_negative(self, "lr")
+        check_range(self, "at least 0", "lr")
 
     @property
     def formula(self) -> str:

@@ -4,11 +4,12 @@ is not finite."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor
 
 from policygrad.core import masked
+from policygrad.core.base import Part
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 from policygrad.errors import ConfigError
 
@@ -29,41 +30,28 @@ def check_choice(part: object, name: str, **choices: str) -> None:
     check_setting(part, name, getattr(part, name) in choices, f"{', '.join(others)} or {last}")
 
 
-def check_non_negative(part: object, *names: str) -> None:
-    """Raise ConfigError for a setting that is below 0 or NaN. Infinity is allowed, as 'no bound', and so is None."""
-    _check_each(part, names, lambda x: x >= 0, "at least 0")
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "at least 0": lambda x: x >= 0,  # and infinity, as 'no bound'
+    "at least 1": lambda x: x >= 1,
+    f"at most {MAX_REPEATS:,}": lambda x: x <= MAX_REPEATS,
+    "above 0 and finite": lambda x: 0 < x < math.inf,
+    "above 0 and at most 1": lambda x: 0 < x <= 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+    "0 or 1": lambda x: x in (0, 1),
+}
 
 
-def check_positive(part: object, *names: str) -> None:
-    """Raise ConfigError for a setting that is not above 0 or not finite."""
-    _check_each(part, names, lambda x: 0 < x < math.inf, "above 0 and finite")
-
-
-def check_unit_interval(part: object, *names: str) -> None:
-    """Raise ConfigError for a setting outside [0, 1]; None is allowed."""
-    _check_each(part, names, lambda x: 0 <= x <= 1, "in [0, 1]")
-
-
-def check_fraction(part: object, *names: str) -> None:
-    """Raise ConfigError unless 0 < setting ≤ 1."""
-    _check_each(part, names, lambda x: 0 < x <= 1, "above 0 and at most 1")
+def check_range(part: object, requirement: str, *names: str) -> None:
+    """Raise ConfigError for a setting outside one of `_RANGES`, which NaN is in none of. None is allowed."""
+    for name in names:
+        value = getattr(part, name)
+        check_setting(part, name, value is None or _RANGES[requirement](value), requirement)
 
 
 def check_count(part: object, *names: str) -> None:
-    """Raise ConfigError for a number of repetitions below 1 or above `MAX_REPEATS`; None is allowed."""
-    _check_each(part, names, lambda x: x >= 1, "at least 1")
-    _check_each(part, names, lambda x: x <= MAX_REPEATS, f"at most {MAX_REPEATS:,}")
-
-
-def check_ddof(part: object) -> None:
-    """Raise ConfigError unless `ddof`, what a standard deviation subtracts from the number of values, is 0 or 1."""
-    _check_each(part, ("ddof",), lambda x: x in (0, 1), "0 or 1")
-
-
-def _check_each(part: object, names: Iterable[str], holds: Callable[[float], bool], requirement: str) -> None:
-    for name in names:
-        value = getattr(part, name)
-        check_setting(part, name, value is None or holds(value), requirement)
+    """Raise ConfigError for a number of repetitions below 1 or above `MAX_REPEATS`. None is allowed."""
+    check_range(part, "at least 1", *names)
+    check_range(part, f"at most {MAX_REPEATS:,}", *names)
 
 
 _CAUSES = {
@@ -126,15 +114,15 @@ def is_finite(value: Tensor, mask: Tensor) -> bool:
     return bool(masked.apply_mask(value, mask).isfinite().all())
 
 
-def explain_nonfinite(part: object, place: str, batch: Batch, reads: Iterable[str]) -> str:
+def explain_nonfinite(part: Part, place: str, batch: Batch, *more_reads: str) -> str:
     """Describe why a part returned NaN or infinity: the batch field that contained it, if any.
 
     Args:
         place: the algorithm's field that holds the part.
-        reads: names of the `Batch` fields that the part may have read.
+        more_reads: names of `Batch` fields that the part may have read beside its `needs`.
     """
     message = f"{type(part).__name__} in {place} returned NaN or infinite numbers"
-    for name in sorted(set(reads)):
+    for name in sorted(part.needs.union(more_reads)):
         value = getattr(batch, name)
         if value is None or not value.is_floating_point():
             continue

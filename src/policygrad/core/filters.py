@@ -119,9 +119,6 @@ class Downsample(Filter):
 
     Its state is {"rollouts": number done}, which with `seed` determines the random numbers, so that a resumed run makes the same
     choices. Source: Xu et al. 2025 (PODS), algorithm 1, with max_variance (algorithm 2) and statistics='kept' (app. A.3).
-
-    Raises:
-        ConfigError: an invalid setting; in a run, `keep` above the number of samples per prompt.
     """
 
     keep: int = 4

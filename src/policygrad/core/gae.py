@@ -20,7 +20,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_positive, check_setting, check_unit_interval
+from policygrad.core.checks import check_range, check_setting
 from policygrad.core.metrics import Max, Mean, Metrics, Min
 
 
@@ -96,7 +96,7 @@ class NStep(ValueAdvantage):
     """Continue a truncated completion with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma")
+        check_range(self, "in [0, 1]", "gamma")
         check_setting(self, "n", self.n >= 0, "at least 1, or 0 for Monte Carlo")
 
     @property
@@ -128,7 +128,7 @@ class GAE(ValueAdvantage):
     """Continue a truncated completion with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma", "lam")
+        check_range(self, "in [0, 1]", "gamma", "lam")
 
     @property
     def formula(self) -> str:
@@ -153,8 +153,8 @@ class LengthAdaptiveGAE(ValueAdvantage):
     """Continue a truncated completion with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma")
-        check_positive(self, "alpha")
+        check_range(self, "in [0, 1]", "gamma")
+        check_range(self, "above 0 and finite", "alpha")
 
     @property
     def formula(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Gate
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.checks import check_choice, check_fraction, check_non_negative, check_positive, check_setting
+from policygrad.core.checks import check_choice, check_range, check_setting
 from policygrad.core.ratios import (
     SELECTED,
     bounded_exp,
@@ -66,7 +66,7 @@ class Clip(Gate):
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        check_non_negative(self, "low", "high")
+        check_range(self, "at least 0", "low", "high")
 
     @property
     def formula(self) -> str:
@@ -149,7 +149,7 @@ class SigmoidGate(Gate):
     tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
-        check_positive(self, "tau_pos", "tau_neg")
+        check_range(self, "above 0 and finite", "tau_pos", "tau_neg")
 
     @property
     def formula(self) -> str:
@@ -273,7 +273,7 @@ class GeometricMean(Gate):
     requires_token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_positive(self, "low", "high")
+        check_range(self, "above 0 and finite", "low", "high")
 
     @property
     def formula(self) -> str:
@@ -315,7 +315,7 @@ class DivergenceClip(Gate):
 
     def __post_init__(self) -> None:
         check_choice(self, "measure", tv="|π_θ − π_old|", kl="binary, in nats")
-        check_positive(self, "delta")
+        check_range(self, "above 0 and finite", "delta")
         possible = self.measure != "tv" or self.delta < 1
         check_setting(self, "delta", possible, "below 1 for 'tv'", "a total variation is at most 1")
 
@@ -363,7 +363,7 @@ class GammaKernel(Gate):
     lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "k_pos", "lambda_pos", "k_neg", "lambda_neg")
+        check_range(self, "above 0 and finite", "k_pos", "lambda_pos", "k_neg", "lambda_neg")
 
     @property
     def formula(self) -> str:
@@ -394,7 +394,7 @@ class LogClip(Gate):
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        check_positive(self, "low", "high")
+        check_range(self, "above 0 and finite", "low", "high")
         check_setting(self, "low", self.low < 1, "below 1", "log(1 − low) is the lower bound of log r")
 
     @property
@@ -482,7 +482,7 @@ class ClipCov(Gate):
 
     def __post_init__(self) -> None:
         Clip(self.low, self.high)
-        check_fraction(self, "fraction")
+        check_range(self, "above 0 and at most 1", "fraction")
         check_setting(self, "cov_low", self.cov_low < self.cov_high, f"below ClipCov.cov_high = {self.cov_high}")
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from policygrad.core.base import Part, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_non_negative, check_setting
+from policygrad.core.checks import check_range, check_setting
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.errors import ConfigError
 
@@ -35,7 +35,7 @@ class AdaptiveBeta(Part):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        check_non_negative(self, "beta")
+        check_range(self, "at least 0", "beta")
         check_setting(self, "rule", self.rule in (None, *get_args(Rule)), f"one of {', '.join(get_args(Rule))}")
         if self.target is None and self.rule is not None:
             raise ConfigError(

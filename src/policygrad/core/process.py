@@ -15,7 +15,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_ddof, check_non_negative, check_setting, check_unit_interval
+from policygrad.core.checks import check_range, check_setting
 from policygrad.core.gae import CompactTokens
 from policygrad.core.masked import Groups
 from policygrad.errors import ConfigError
@@ -44,8 +44,8 @@ class ProcessReward(Advantage):
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_non_negative(self, "eps")
-        check_ddof(self)
+        check_range(self, "at least 0", "eps")
+        check_range(self, "0 or 1", "ddof")
 
     @property
     def formula(self) -> str:
@@ -123,7 +123,7 @@ class ImplicitProcess(Advantage):
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma")
+        check_range(self, "in [0, 1]", "gamma")
 
     @property
     def formula(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Correction, Ratio
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.checks import check_choice, check_fraction, check_setting
+from policygrad.core.checks import check_choice, check_range, check_setting
 from policygrad.errors import ConfigError
 
 
@@ -133,7 +133,7 @@ class MaskedIS(Correction):
 
 # Helpers of the parts that choose among all tokens of an update (`select_tokens`). The choice is made once per update and stored
 # in `Batch.selected`, however the update is split. It depends on values only, not on the order of tokens: equal values are
-# chosen together, except by `exact_top_k_mask`, which takes an exact number.
+# chosen together, except by `KLCov`, which takes an exact number.
 
 SELECTED = frozenset({"selected"})
 
@@ -147,21 +147,6 @@ def require_policy_output(out: Forward | None, part: object, name: str = "logp")
             f"`surrogate` a policygrad.Forward with {name} (a learner does)"
         )
     return value  # type: ignore[no-any-return]
-
-
-def top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest x on the mask, and any equal to the smallest of them, [B, T] bool."""
-    if not bool(mask.any()):
-        return mask
-    return mask & (x >= x[mask].topk(min(count, int(mask.sum()))).values[-1])
-
-
-def exact_top_k_mask(x: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Mark exactly `count` of the largest x on the mask (all if there are fewer), the first of equals, [B, T] bool."""
-    order = x[mask].sort(descending=True, stable=True).indices
-    among = torch.zeros_like(x[mask], dtype=torch.bool)
-    among[order[:count]] = True
-    return torch.zeros_like(mask).masked_scatter(mask, among)
 
 
 def covariance(logp: Tensor, psi: Tensor, mask: Tensor) -> Tensor:
@@ -188,7 +173,7 @@ class HighEntropy(Correction):
     corrects_sampler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fraction(self, "fraction")
+        check_range(self, "above 0 and at most 1", "fraction")
         check_choice(self, "of", current="π_θ at each update", old="π_old")
 
     @property
@@ -206,7 +191,10 @@ class HighEntropy(Correction):
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """Select the tokens at or above the entropy quantile 1 − fraction."""
         entropy = batch.require("entropy", self) if self.of == "old" else require_policy_output(out, self, "entropy")
-        return top_k_mask(entropy, batch.mask, 1 + int(self.fraction * (int(batch.mask.sum()) - 1)))
+        sampled = entropy[batch.mask]
+        if not len(sampled):
+            return batch.mask
+        return batch.mask & (entropy >= sampled.topk(1 + int(self.fraction * (len(sampled) - 1))).values[-1])
 
     def __call__(self, batch: Batch, psi: Tensor) -> Tensor:
         return batch.require("selected", self).to(psi.dtype)

@@ -14,13 +14,7 @@ from policygrad.core import masked
 from policygrad.core.aggregation import TokenMean
 from policygrad.core.base import Aggregation, LossTerm, ObjectiveTerm, State, Term
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.checks import (
-    check_choice,
-    check_fraction,
-    check_non_negative,
-    check_setting,
-    check_unit_interval,
-)
+from policygrad.core.checks import check_choice, check_range, check_setting
 from policygrad.core.kl_controllers import AdaptiveBeta, PenaltyOnOld, Rule
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.core.ratios import (
@@ -28,7 +22,6 @@ from policygrad.core.ratios import (
     bounded_exp,
     bounded_expm1,
     covariance,
-    exact_top_k_mask,
     require_policy_output,
 )
 from policygrad.errors import ConfigError
@@ -241,7 +234,7 @@ class ExactKLToReference(LossTerm):
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
 
     def __post_init__(self) -> None:
-        check_non_negative(self, "beta")
+        check_range(self, "at least 0", "beta")
 
     @property
     def formula(self) -> str:
@@ -306,7 +299,7 @@ class KLCov(Term):
     constrained_kl: ClassVar[str | None] = "kl_old"
 
     def __post_init__(self) -> None:
-        check_fraction(self, "fraction")
+        check_range(self, "above 0 and at most 1", "fraction")
         check_choice(self, "form", abs="|log r|", k3="r − 1 − log r")
 
     @property
@@ -316,8 +309,12 @@ class KLCov(Term):
 
     def select_tokens(self, out: Forward | None, batch: Batch, psi: Tensor) -> Tensor:
         """Choose the penalised tokens. Of equal covariances it takes the first: late in a run many tokens have log π = 0."""
-        cov = covariance(masked.apply_mask(require_policy_output(out, self), batch.mask), psi, batch.mask)
-        return exact_top_k_mask(cov, batch.mask, max(1, int(self.fraction * int(batch.mask.sum()))))
+        mask = batch.mask
+        cov = covariance(masked.apply_mask(require_policy_output(out, self), mask), psi, mask)[mask]
+        highest = cov.sort(descending=True, stable=True).indices[: max(1, int(self.fraction * len(cov)))]
+        chosen = torch.zeros_like(cov, dtype=torch.bool)
+        chosen[highest] = True
+        return torch.zeros_like(mask).masked_scatter(mask, chosen)
 
     def score(self, out: Forward, batch: Batch, psi: Tensor) -> Tensor:
         change = log_ratio(out.logp, batch.logp_old, batch.mask)
@@ -359,7 +356,7 @@ class DemonstrationNLL(Term):
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "mu", "final_mu")
+        check_range(self, "in [0, 1]", "mu", "final_mu")
         check_setting(self, "decay_rollouts", self.decay_rollouts >= 1, "at least 1")
 
     @property
@@ -408,12 +405,6 @@ class DemonstrationNLL(Term):
 def policy_share(terms: Iterable[ObjectiveTerm]) -> float:
     """Return 1 − Σ mixture_weight over the terms."""
     return 1 - sum(term.mixture_weight for term in terms)
-
-
-def scale_by_policy_share(psi: Tensor, terms: Iterable[ObjectiveTerm]) -> Tensor:
-    """Multiply Ψ [B, T] by the policy term's share of the objective."""
-    share = policy_share(terms)
-    return psi if share == 1 else share * psi
 
 
 def describe_policy_share(terms: Iterable[ObjectiveTerm]) -> str:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
-from policygrad.core.checks import check_choice, check_count, check_fraction, check_setting
+from policygrad.core.checks import check_choice, check_count, check_range, check_setting
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.updates import CurvatureProblem, ShardedProblem, require_problem
 from policygrad.errors import ConfigError
 
 DEFAULT_CRITIC_STEPS = 5
 """Critic updates per rollout where `TrustRegion.critic_steps` is None."""
-_SEARCH = ("backtrack_coeff", "backtrack_iters", "candidates")
 InnerProduct = Callable[[Tensor, Tensor], Tensor]
 """⟨a, b⟩ [] of two vectors [P]."""
 
@@ -104,11 +103,12 @@ class TrustRegion(UpdateRule):
         check_setting(self, "delta", 0 < self.delta < math.inf, "above 0 nats per token and finite")
         check_count(self, "cg_iters", "backtrack_iters", "critic_steps")
         check_setting(self, "damping", 0 <= self.damping < math.inf, "at least 0 and finite")
-        check_fraction(self, "fisher_fraction")
+        check_range(self, "above 0 and at most 1", "fisher_fraction")
         check_setting(self, "backtrack_coeff", 0 < self.backtrack_coeff < 1, "between 0 and 1")
         check_choice(self, "fisher", exact="", sampled="")
         check_choice(self, "candidates", first="", best="")
-        changed = [f.name for f in fields(self) if f.name in _SEARCH and getattr(self, f.name) != f.default]
+        searching = ("backtrack_coeff", "backtrack_iters", "candidates")
+        changed = [name for name in searching if getattr(self, name) != getattr(TrustRegion, name)]
         if changed and not self.line_search:
             raise ConfigError(
                 f"TrustRegion.{changed[0]} has no effect with line_search=False: unset it, or set "

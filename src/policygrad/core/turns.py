@@ -17,7 +17,7 @@ from policygrad.core import masked
 from policygrad.core.advantages import total_rewards
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_ddof, check_non_negative, check_unit_interval
+from policygrad.core.checks import check_range
 from policygrad.core.gae import GAE, CompactTokens, LengthAdaptiveGAE, NStep, ValueAdvantage
 from policygrad.core.masked import Groups
 
@@ -88,7 +88,7 @@ class TurnReturn(Advantage):
     starts_chain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma")
+        check_range(self, "in [0, 1]", "gamma")
 
     @property
     def formula(self) -> str:
@@ -141,7 +141,7 @@ class TurnDiscount(Advantage):
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma")
+        check_range(self, "in [0, 1]", "gamma")
 
     @property
     def formula(self) -> str:
@@ -181,9 +181,9 @@ class GroupInGroup(Advantage):
     uses_group_statistics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_non_negative(self, "omega", "eps")
-        check_unit_interval(self, "gamma")
-        check_ddof(self)
+        check_range(self, "at least 0", "omega", "eps")
+        check_range(self, "in [0, 1]", "gamma")
+        check_range(self, "0 or 1", "ddof")
 
     @property
     def formula(self) -> str:
@@ -240,7 +240,7 @@ class TurnGAE(TurnValueAdvantage):
     """Continue a truncated episode with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma", "lam")
+        check_range(self, "in [0, 1]", "gamma", "lam")
 
     @property
     def formula(self) -> str:
@@ -277,7 +277,7 @@ class MultiTurnGAE(TurnValueAdvantage):
     """Continue a truncated episode with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma", "lam", "turn_gamma")
+        check_range(self, "in [0, 1]", "gamma", "lam", "turn_gamma")
 
     @property
     def formula(self) -> str:
@@ -315,7 +315,7 @@ class BiLevelGAE(TurnValueAdvantage):
     """Continue a truncated episode with the critic's value of its last state."""
 
     def __post_init__(self) -> None:
-        check_unit_interval(self, "gamma", "lam", "turn_gamma", "turn_lam")
+        check_range(self, "in [0, 1]", "gamma", "lam", "turn_gamma", "turn_lam")
 
     @property
     def formula(self) -> str:
