@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb, isfinite
+from math import comb
 from typing import ClassVar, Literal
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_choice, check_range, check_setting
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Metric, Metrics, masked_mean
+from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
 
 
@@ -63,11 +63,8 @@ class RunningMean(Advantage):
     Source: Williams 1992, REINFORCE with a reinforcement baseline.
     """
 
-    decay: float = 0.9
+    decay: float = setting(0.9, "in [0, 1)", hint="at 1 the mean never changes")
     baseline = 0.0
-
-    def __post_init__(self) -> None:
-        check_setting(self, "decay", 0 <= self.decay < 1, "in [0, 1)", "at 1 the mean never changes")
 
     formula = "R − b,  b = running mean of past rewards"
 
@@ -134,15 +131,12 @@ class OptimalBaseline(Advantage):
     Source: Weaver & Tao 2001; Greensmith, Bartlett & Baxter 2004, JMLR 5.
     """
 
-    norm: Literal["exact", "length"] = "exact"
+    norm: Literal["exact", "length"] = choice(exact="‖∇log π(o)‖², from the learner", length="|o|")
     """exact: n = ‖s‖², a backward pass per distinct completion.
     length: n = |o|, proportional to ‖s‖² if the tokens' scores are orthogonal and of equal size (Hao et al. 2025, OPO)."""
     leave_one_out: bool = True
     """Exclude j = i, which is unbiased. False: Σ_j n_j R_j / Σ_j n_j as published, biased since it includes R_i."""
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_choice(self, "norm", exact="‖∇log π(o)‖², from the learner", length="|o|")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -191,7 +185,7 @@ class GroupStd(Advantage):
     The worked example R = [0, 0, 1, 0] gives [−.5, −.5, 1.5, −.5] up to eps: ddof 1.
     """
 
-    eps: float = 1e-4
+    eps: float = setting(1e-4, "at least 0 and finite")
     ddof: int = 1
     uses_group_statistics: ClassVar[bool] = True
 
@@ -212,12 +206,9 @@ class BatchStd(Advantage):
     of='rewards' takes the std of the rewards, which includes differences between prompts. Source: Liu et al. 2025 (Lite PPO).
     """
 
-    eps: float = 1e-4
+    eps: float = setting(1e-4, "at least 0 and finite")
     ddof: int = 1
-    of: Literal["advantages", "rewards"] = "advantages"
-
-    def __post_init__(self) -> None:
-        check_choice(self, "of", advantages="the centred Ψ", rewards="")
+    of: Literal["advantages", "rewards"] = choice(advantages="the centred Ψ", rewards="")
 
     @property
     def formula(self) -> str:
@@ -262,10 +253,7 @@ class ConstantBaseline(Advantage):
     baseline of Le Roux et al. 2025 (TOPR), arXiv:2503.14286, whose rewards of ±1 correspond to 0 and 1 around ½.
     """
 
-    value: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_setting(self, "value", isfinite(self.value), "a finite number")
+    value: float = setting(0.5, "a finite number")
 
     @property
     def formula(self) -> str:
@@ -319,16 +307,13 @@ class PassAtK(Advantage):
     the analytical derivation.
     """
 
-    k: int = 4
-    eps: float = 1e-6
+    k: int = setting(4, "at least 1", hint="pass@1 is the mean reward")
+    eps: float = setting(1e-6, "at least 0 and finite")
     normalise: bool = True
     """Divide by σ.
     False: G/k times the unbiased pass@k gradient with a group baseline, Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201."""
     uses_group_statistics: ClassVar[bool] = True
     starts_chain: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_setting(self, "k", self.k >= 1, "at least 1", "pass@1 is the mean reward")
 
     @property
     def formula(self) -> str:
@@ -370,13 +355,10 @@ class RejectionSampling(Advantage):
     Source: Xiong et al. 2025, arXiv:2504.11343 (correct ones); Dong et al. 2023 (RAFT), arXiv:2304.06767 (the best of each prompt).
     """
 
-    keep: Literal["right", "best"] = "right"
+    keep: Literal["right", "best"] = choice(right="R_i ≥ threshold", best="the best of each prompt")
     """right: R_i ≥ threshold; best: R_i = max_g R, including ties."""
     threshold: float = 1.0
     starts_chain: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_choice(self, "keep", right="R_i ≥ threshold", best="the best of each prompt")
 
     @property
     def uses_group_statistics(self) -> bool:  # type: ignore[override]
@@ -407,15 +389,11 @@ class RewardZScores(Advantage):
         ConfigError: a batch without rewards per function, or with token rewards, which would be ignored.
     """
 
-    eps: float = 1e-4
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0 and finite")
+    ddof: int = setting(1, "0 or 1")
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range(self, "at least 0", "eps")
-        check_range(self, "0 or 1", "ddof")
 
     @property
     def formula(self) -> str:
@@ -453,17 +431,13 @@ class TeacherLogRatio(Advantage):
     function: reverse KL"; Gu et al. 2024 (MiniLLM), sec. 2.2, for full completions.
     """
 
-    coefficient: float = 1.0
+    coefficient: float = setting(1.0, "at least 0")
     """0 disables the sampled estimate, where an exact term replaces it."""
-    discount: float = 0.0
+    discount: float = setting(0.0, "in [0, 1]")
     """In [0, 1]: the weight of later tokens' KL in a token's Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_old"})
     starts_chain: ClassVar[bool] = True
     reads_reward: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_range(self, "at least 0", "coefficient")
-        check_range(self, "in [0, 1]", "discount")
 
     @property
     def formula(self) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from policygrad.core import masked
 from policygrad.core.base import Aggregation
-from policygrad.core.checks import check_setting
 from policygrad.core.masked import Groups
+from policygrad.core.settings import setting
 
 
 def _to_tokens(per_completion: Tensor, mask: Tensor) -> Tensor:
@@ -92,10 +92,7 @@ class FixedLength(Aggregation):
     length None means the batch's width T; a trainer sets it to its generation budget (`Algorithm.with_max_tokens`).
     """
 
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        check_setting(self, "length", self.length is None or self.length >= 1, "at least 1 token")
+    length: int | None = setting(None, "at least 1", "token")
 
     @property
     def formula(self) -> str:

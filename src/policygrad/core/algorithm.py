@@ -28,10 +28,10 @@ from policygrad.core.base import (
     UpdateRule,
 )
 from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.checks import check_per_token, check_same_batch, explain_nonfinite, is_finite
 from policygrad.core.filters import apply_filter, reweight_kept
 from policygrad.core.gates import OnPolicy
 from policygrad.core.metrics import Metric, Metrics, merge
+from policygrad.core.outputs import check_per_token, check_same_batch, explain_nonfinite, is_finite
 from policygrad.core.terms import describe_policy_share, policy_share
 from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES, check_rewards, reject_unread_demonstrations, validate_algorithm

@@ -14,9 +14,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from policygrad.core import masked
 from policygrad.core.base import Part, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_choice, check_count, check_range, check_setting
 from policygrad.core.gae import GAE
 from policygrad.core.metrics import Mean, Metric, Metrics, masked_mean
+from policygrad.core.settings import COUNT, choice, setting
 from policygrad.core.turns import MultiTurnGAE
 from policygrad.errors import ConfigError
 
@@ -57,35 +57,32 @@ class Critic(TrainedModel):
     clipping the error.
     """
 
-    lr: float | None = None
+    lr: float | None = setting(None, "at least 0")
     """Peak learning rate, on the policy's schedule; None: ten times the policy's."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """λ of the targets; 1 gives Monte-Carlo returns."""
-    gamma: float = 1.0
-    turn_gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
+    turn_gamma: float = setting(1.0, "in [0, 1]")
     """Discount per turn, at its last token; must match the advantage's."""
-    coefficient: float = 0.5
+    coefficient: float = setting(0.5, "at least 0")
     """Coefficient of the squared error."""
-    clip: float = 0.2
+    clip: float = setting(0.2, "at least 0")
     """Use the error of clip(V, V_old ± clip) where it is larger; 0 disables clipping."""
-    pretrain: int = 0
+    pretrain: int = setting(0, "at least 0")
     """Maximum rollouts of value pre-training, during which the policy is not updated."""
     pretrain_until: float = 0.5
     """Explained variance of fresh returns at which pre-training stops early."""
-    pretrain_epochs: int = 4
+    pretrain_epochs: int = setting(4, COUNT)
     """Value steps per update of pre-training."""
-    backbone: Literal["separate", "policy"] = "separate"
+    backbone: Literal["separate", "policy"] = choice(separate="", policy="")
     """separate: a backbone of its own; policy: the policy's hidden states, under stop-gradient."""
-    hidden: int = 0
+    hidden: int = setting(0, "at least 0")
     """Width of a hidden layer in the head on the policy's states; 0: a linear head."""
     default_lr_ratio: ClassVar[float] = 10.0
     """Above 1, since the value head starts untrained."""
 
     def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma", "lam", "turn_gamma")
-        check_range(self, "at least 0", "lr", "coefficient", "clip", "pretrain", "hidden")
-        check_count(self, "pretrain_epochs")
-        check_choice(self, "backbone", separate="", policy="")
+        super().__post_init__()
         if self.hidden and self.backbone == "separate":
             raise ConfigError(
                 "Critic.hidden makes a head on the policy's fixed states non-linear, and backbone='separate' learns its own "
@@ -156,16 +153,12 @@ class ImplicitReward(TrainedModel):
     Source: Cui et al. 2025 (PRIME), eq. 3 and algorithm 1.
     """
 
-    beta: float = 0.05
-    lr: float | None = None
+    beta: float = setting(0.05, "above 0")
+    lr: float | None = setting(None, "at least 0")
     """Peak learning rate, on the policy's schedule; None: twice the policy's."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     default_lr_ratio: ClassVar[float] = 2.0
     """1e-6 / 5e-7 in PRIME, sec. 4.1."""
-
-    def __post_init__(self) -> None:
-        check_setting(self, "beta", self.beta > 0, "above 0")
-        check_range(self, "at least 0", "lr")
 
     @property
     def formula(self) -> str:
@@ -218,11 +211,11 @@ class Reference(Part):
     refresh. Source: Liu et al. 2025 (ProRL), sec. 2 and 3.
     """
 
-    refresh_every: int | None = None
+    refresh_every: int | None = setting(None, "at least 1", "rollout, or None for never")
     """Replace the reference by the current policy every so many rollouts (iterative GRPO); None: never."""
     reset_optimizer: bool = False
     """With each refresh, also reset the optimizer state (ProRL)."""
-    refresh_after_stall: int | None = None
+    refresh_after_stall: int | None = setting(None, "at least 1", "evaluation, or None for never")
     """Replace it after so many consecutive periodic evaluations without a new best score; None: never.
     The replacement follows the next rollout."""
     model: str | None = None
@@ -230,9 +223,7 @@ class Reference(Part):
     Its tokenizer must have the policy's vocabulary."""
 
     def __post_init__(self) -> None:
-        for name, event in (("refresh_every", "rollout"), ("refresh_after_stall", "evaluation")):
-            value = getattr(self, name)
-            check_setting(self, name, value is None or value >= 1, f"at least 1 {event}, or None for never")
+        super().__post_init__()
         if self.reset_optimizer and not (self.refresh_every or self.refresh_after_stall):
             raise ConfigError(
                 "Reference.reset_optimizer has no effect without refresh_every or refresh_after_stall: set one of them, or "

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metric, Metrics
+from policygrad.core.settings import check_settings
 
 State = dict[str, Any]
 
@@ -33,6 +34,10 @@ class Part:
     """True if the part compares the samples of one prompt, so a run needs several of them at a temperature above 0."""
     length: int | None = 0
     """Tokens. None is filled with the run's generation budget (`Algorithm.with_max_tokens`); 0 means the part has no length."""
+
+    def __post_init__(self) -> None:
+        """Check the settings; a part that checks more calls this first."""
+        check_settings(self)
 
     @property
     def formula(self) -> str:

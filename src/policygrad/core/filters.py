@@ -12,9 +12,10 @@ from torch import Tensor
 from policygrad.core.advantages import is_constant_group
 from policygrad.core.base import Filter, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_choice, check_count, check_same_batch, check_setting
 from policygrad.core.masked import Groups
 from policygrad.core.metrics import Max, Mean, Metric, Metrics
+from policygrad.core.outputs import check_same_batch
+from policygrad.core.settings import COUNT, check_setting, choice, setting
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,12 @@ class DropZeroVariance(Filter):
     Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
-    mode: Literal["refill", "reweight", "drop"] = "refill"
-    max_rounds: int = 4
+    mode: Literal["refill", "reweight", "drop"] = choice(refill="", reweight="", drop="")
+    max_rounds: int = setting(4, COUNT)
     keep_leftovers: bool = True
     """With refill: surplus groups start the next step, and π_old/μ corrects for their older weights.
     False: they are discarded, and every sample is from the current policy."""
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_choice(self, "mode", refill="", reweight="", drop="")
-        check_count(self, "max_rounds")
 
     @property
     def formula(self) -> str:
@@ -121,23 +118,17 @@ class Downsample(Filter):
     choices. Source: Xu et al. 2025 (PODS), algorithm 1, with max_variance (algorithm 2) and statistics='kept' (app. A.3).
     """
 
-    keep: int = 4
+    keep: int = setting(4, "at least 1", "completion")
     """G ≤ N, N the samples per prompt."""
-    by: Literal["random", "max_variance"] = "random"
+    by: Literal["random", "max_variance"] = choice(random="", max_variance="")
     """random: with statistics='all' the expected gradient is that of all N.
     max_variance: the subset with the largest variance of rewards (some lowest and some highest), equal rewards in random order."""
-    statistics: Literal["all", "kept"] = "all"
+    statistics: Literal["all", "kept"] = choice(all="", kept="")
     """all: baseline, scale and critic use all N; dropped completions get weight 0, and the others N/G.
     kept: dropped completions are ignored."""
-    seed: int = 0
+    seed: int = setting(0, "at least 0")
     """Seed of the random choice."""
     rollout = 0
-
-    def __post_init__(self) -> None:
-        check_setting(self, "keep", self.keep >= 1, "at least 1 completion")
-        check_choice(self, "by", random="", max_variance="")
-        check_choice(self, "statistics", all="", kept="")
-        check_setting(self, "seed", self.seed >= 0, "at least 0")
 
     @property
     def formula(self) -> str:
@@ -240,12 +231,7 @@ class NoPositiveResampling(Curriculum):
     Its state is {"solved": ids of those prompts} (`Batch.example_id`). Source: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
     """
 
-    threshold: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_setting(
-            self, "threshold", self.threshold > 0, "above 0", "it would exclude prompts that are never solved"
-        )
+    threshold: float = setting(0.9, "above 0", hint="it would exclude prompts that are never solved")
 
     @property
     def formula(self) -> str:
@@ -285,6 +271,7 @@ class PassRateBand(Curriculum):
     max_cooldown: int = 256
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_setting(self, "low", self.low < self.high, f"below PassRateBand.high = {self.high}")
         possible = f"from 1 to max_cooldown = {self.max_cooldown} rollouts"
         check_setting(self, "cooldown", 1 <= self.cooldown <= self.max_cooldown, possible)
@@ -331,13 +318,12 @@ class MovingLevel(Curriculum):
     needs: ClassVar[frozenset[str]] = frozenset({"level", "levels"})
     up: float = 0.7
     down: float = 0.1
-    rollouts: int = 2
-    start: int = 0
+    rollouts: int = setting(2, COUNT)
+    start: int = setting(0, "at least 0")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_setting(self, "down", self.down < self.up, f"below MovingLevel.up = {self.up}")
-        check_count(self, "rollouts")
-        check_setting(self, "start", self.start >= 0, "at least 0")
 
     @property
     def formula(self) -> str:

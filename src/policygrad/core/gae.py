@@ -20,8 +20,8 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_range, check_setting
 from policygrad.core.metrics import Max, Mean, Metrics, Min
+from policygrad.core.settings import setting
 
 
 class ValueAdvantage(Advantage):
@@ -90,14 +90,10 @@ class NStep(ValueAdvantage):
     Source: Mnih et al. 2016 (A3C), sec. 4, where k counts the steps after the first: n = k + 1.
     """
 
-    n: int = 5
-    gamma: float = 1.0
+    n: int = setting(5, "at least 0", hint="0 is Monte Carlo, the sum of all rewards to the end")
+    gamma: float = setting(1.0, "in [0, 1]")
     bootstrap: bool = False
     """Continue a truncated completion with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma")
-        check_setting(self, "n", self.n >= 0, "at least 1, or 0 for Monte Carlo")
 
     @property
     def formula(self) -> str:
@@ -122,13 +118,10 @@ class NStep(ValueAdvantage):
 class GAE(ValueAdvantage):
     """A_t = Σ_l (γλ)^l δ_{t+l}: the geometric mixture of n-step advantages. Source: Schulman et al. 2016, eq. 16."""
 
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = setting(1.0, "in [0, 1]")
+    lam: float = setting(0.95, "in [0, 1]")
     bootstrap: bool = False
     """Continue a truncated completion with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma", "lam")
 
     @property
     def formula(self) -> str:
@@ -147,14 +140,10 @@ class LengthAdaptiveGAE(ValueAdvantage):
     λ is 0 up to l = 1/α tokens (20 at α = 0.05), so short completions need a larger α.
     """
 
-    alpha: float = 0.05
-    gamma: float = 1.0
+    alpha: float = setting(0.05, "above 0 and finite")
+    gamma: float = setting(1.0, "in [0, 1]")
     bootstrap: bool = False
     """Continue a truncated completion with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma")
-        check_range(self, "above 0 and finite", "alpha")
 
     @property
     def formula(self) -> str:
@@ -186,7 +175,7 @@ class Whiten(Advantage):
     Source: Huang et al. 2022 (PPO details), whitening of advantages; verl's `masked_whiten`, eps under the root.
     """
 
-    eps: float = 1e-8
+    eps: float = setting(1e-8, "at least 0 and finite")
 
     formula = ";  whitened over the rollout"
 

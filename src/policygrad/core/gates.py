@@ -16,13 +16,13 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Gate
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.checks import check_choice, check_range, check_setting
 from policygrad.core.ratios import (
     SELECTED,
     bounded_exp,
     covariance,
     require_policy_output,
 )
+from policygrad.core.settings import check_setting, choice, setting
 from policygrad.core.terms import demonstration_mask, log_ratio
 from policygrad.errors import ConfigError
 
@@ -62,11 +62,8 @@ class Clip(Gate):
     Source: Schulman et al. 2017 (PPO), eq. 7; `high` > `low` is clip-higher, Yu et al. 2025 (DAPO), eq. 10.
     """
 
-    low: float = 0.2
-    high: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_range(self, "at least 0", "low", "high")
+    low: float = setting(0.2, "at least 0")
+    high: float = setting(0.2, "at least 0")
 
     @property
     def formula(self) -> str:
@@ -87,11 +84,7 @@ class Clip(Gate):
 class DualClip(Clip):
     """Clip, with w = 0 also where Ψ < 0 and r > c: there the value is max(min(rΨ, clip(r)Ψ), cΨ). Source: Ye et al. 2020, eq. 5."""
 
-    c: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_setting(self, "c", self.c > 1, "greater than 1", "it bounds r from above where Ψ < 0")
+    c: float = setting(3.0, "greater than 1", hint="it bounds r from above where Ψ < 0")
 
     @property
     def formula(self) -> str:
@@ -145,11 +138,8 @@ class SigmoidGate(Gate):
     Source: Gao et al. 2025 (SAPO), eq. 5 and 6.
     """
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-    def __post_init__(self) -> None:
-        check_range(self, "above 0 and finite", "tau_pos", "tau_neg")
+    tau_pos: float = setting(1.0, "above 0 and finite")
+    tau_neg: float = setting(1.05, "above 0 and finite")
 
     @property
     def formula(self) -> str:
@@ -215,13 +205,9 @@ class PolicyShaping(Clip):
     Source: Yan et al. 2025 (LUFFY), arXiv:2504.14945, policy shaping.
     """
 
-    gamma: float = 0.1
+    gamma: float = setting(0.1, "greater than 0", hint="at 0, f is 1 for all x")
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration", "logp_old", "logp_sampler"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_setting(self, "gamma", self.gamma > 0, "greater than 0", "at 0, f is 1 for all x")
 
     @property
     def formula(self) -> str:
@@ -268,12 +254,9 @@ class GeometricMean(Gate):
     Source: Zhao et al. 2025 (GMPO), sec. 3 and 4.
     """
 
-    low: float = 0.4
-    high: float = 0.4
+    low: float = setting(0.4, "above 0 and finite")
+    high: float = setting(0.4, "above 0 and finite")
     requires_token_ratio: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range(self, "above 0 and finite", "low", "high")
 
     @property
     def formula(self) -> str:
@@ -308,14 +291,13 @@ class DivergenceClip(Gate):
     on the ratio does the opposite. Source: Qi et al. 2026 (DPPO), eq. 13 and 14.
     """
 
-    measure: Literal["tv", "kl"] = "tv"
-    delta: float = 0.15
+    measure: Literal["tv", "kl"] = choice(tv="|π_θ − π_old|", kl="binary, in nats")
+    delta: float = setting(0.15, "above 0 and finite")
     """For the total variation; the authors use 0.05 for the binary KL."""
     requires_token_ratio: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_choice(self, "measure", tv="|π_θ − π_old|", kl="binary, in nats")
-        check_range(self, "above 0 and finite", "delta")
+        super().__post_init__()
         possible = self.measure != "tv" or self.delta < 1
         check_setting(self, "delta", possible, "below 1 for 'tv'", "a total variation is at most 1")
 
@@ -357,13 +339,10 @@ class GammaKernel(Gate):
     Source: Shen et al. 2026 (VESPO), sec. 3.4.
     """
 
-    k_pos: float = 2.0
-    lambda_pos: float = 3.0
-    k_neg: float = 3.0
-    lambda_neg: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_range(self, "above 0 and finite", "k_pos", "lambda_pos", "k_neg", "lambda_neg")
+    k_pos: float = setting(2.0, "above 0 and finite")
+    lambda_pos: float = setting(3.0, "above 0 and finite")
+    k_neg: float = setting(3.0, "above 0 and finite")
+    lambda_neg: float = setting(2.0, "above 0 and finite")
 
     @property
     def formula(self) -> str:
@@ -390,12 +369,8 @@ class LogClip(Gate):
     The value is min(Ψ·log r, Ψ·clip(log r, log(1 − low), log(1 + high))) + Ψ. Source: Liu et al. 2025 (CPGD), arXiv:2505.12504.
     """
 
-    low: float = 0.2
-    high: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_range(self, "above 0 and finite", "low", "high")
-        check_setting(self, "low", self.low < 1, "below 1", "log(1 − low) is the lower bound of log r")
+    low: float = setting(0.2, "below 1 and above 0", hint="log(1 − low) is the lower bound of log r")
+    high: float = setting(0.2, "above 0 and finite")
 
     @property
     def formula(self) -> str:
@@ -424,14 +399,11 @@ class SecondMomentFilter(Gate):
     furthest first. Nothing else is clipped. Source: Zheng et al. 2025 (M2PO), arXiv:2510.01161, algorithm 1.
     """
 
-    threshold: float = 0.04
+    threshold: float = setting(0.04, "at least 0 and finite")
     """τ, nats²."""
     requires_token_ratio: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = SELECTED
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
-
-    def __post_init__(self) -> None:
-        check_setting(self, "threshold", 0 <= self.threshold < math.inf, "at least 0 nats² and finite")
 
     @property
     def formula(self) -> str:
@@ -469,10 +441,10 @@ class ClipCov(Gate):
     Source: Cui et al. 2025 (Clip-Cov), arXiv:2505.22617, sec. 4.
     """
 
-    low: float = 1.0
+    low: float = setting(1.0, "at least 0")
     """As published, the ratio is not clipped from below: 1 − low = 0."""
-    high: float = 1.0
-    fraction: float = 2e-4
+    high: float = setting(1.0, "at least 0")
+    fraction: float = setting(2e-4, "above 0 and at most 1")
     """Fraction of all tokens of the update; at least one token, if the band is not empty."""
     cov_low: float = 1.0
     cov_high: float = 5.0
@@ -481,8 +453,7 @@ class ClipCov(Gate):
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
 
     def __post_init__(self) -> None:
-        Clip(self.low, self.high)
-        check_range(self, "above 0 and at most 1", "fraction")
+        super().__post_init__()
         check_setting(self, "cov_low", self.cov_low < self.cov_high, f"below ClipCov.cov_high = {self.cov_high}")
 
     @property

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from policygrad.core.base import Part, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_range, check_setting
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from policygrad.core.algorithm import Algorithm
+from policygrad.core.settings import check_setting
 
 Rule = Literal["proportional", "doubling"]
 BAND = 1.5
@@ -34,14 +34,13 @@ class AdaptiveBeta(Part):
     rule: Rule | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
-        check_range(self, "at least 0", "beta")
         check_setting(self, "rule", self.rule in (None, *get_args(Rule)), f"one of {', '.join(get_args(Rule))}")
         if self.target is None and self.rule is not None:
             raise ConfigError(
                 f"{name}.rule needs a target to adapt beta to: set target (nats per token), or leave rule unset"
             )
-        check_setting(self, "target", self.target is None or self.target > 0, "above 0 nats per token, or none")
         if self.target is not None and self.beta == 0:
             raise ConfigError(
                 f"{name}.beta is 0 and would stay 0, since both rules multiply it: start from a small beta, or unset target"

@@ -18,9 +18,9 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import LossTerm, Term
 from policygrad.core.batch import Batch, Coefficients, Forward
-from policygrad.core.checks import check_per_token, is_finite
 from policygrad.core.kl_controllers import beta_metrics
 from policygrad.core.metrics import Max, Metrics, Sum, effective_size, masked_mean
+from policygrad.core.outputs import check_per_token, is_finite
 from policygrad.core.ratios import bounded_exp, bounded_expm1
 from policygrad.core.terms import log_ratio
 from policygrad.errors import ConfigError

@@ -15,9 +15,9 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_range, check_setting
 from policygrad.core.gae import CompactTokens
 from policygrad.core.masked import Groups
+from policygrad.core.settings import setting
 from policygrad.errors import ConfigError
 
 
@@ -34,18 +34,14 @@ class ProcessReward(Advantage):
             ends, which no step would include.
     """
 
-    eps: float = 1e-4
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0 and finite")
+    ddof: int = setting(1, "0 or 1")
     outcome: bool = True
     """Add the completion's reward to the last step's.
     False: process supervision alone, as published; the outcome does not enter Ψ."""
     needs: ClassVar[frozenset[str]] = frozenset({"step_end", "token_reward"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range(self, "at least 0", "eps")
-        check_range(self, "0 or 1", "ddof")
 
     @property
     def formula(self) -> str:
@@ -88,13 +84,10 @@ class PrefixValue(Advantage):
 
     """
 
-    samples: int = 9
+    samples: int = setting(9, "at least 1", "completion per step")
     needs: ClassVar[frozenset[str]] = frozenset({"step_end"})
     starts_chain: ClassVar[bool] = True
     samples_values: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_setting(self, "samples", self.samples >= 1, "at least 1 completion per step")
 
     @property
     def formula(self) -> str:
@@ -118,12 +111,9 @@ class ImplicitProcess(Advantage):
     positive mean reward. Source: Cui et al. 2025 (PRIME), eq. 5 and sec. 3.2.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     needs: ClassVar[frozenset[str]] = frozenset({"implicit_reward"})
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma")
 
     @property
     def formula(self) -> str:

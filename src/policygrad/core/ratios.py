@@ -16,7 +16,7 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Correction, Ratio
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.checks import check_choice, check_range, check_setting
+from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
 
 
@@ -92,13 +92,9 @@ class TruncatedIS(Correction):
     """× min(ρ, cap): bounded, and biased where it is capped. Source: Ionides 2008; Yao et al. 2025 (off-policy RL with rollout
     engines)."""
 
-    cap: float = 2.0
-    level: Level = "token"
+    cap: float = setting(2.0, "at least 1", hint="ρ is 1 where sampler and learner agree")
+    level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
-
-    def __post_init__(self) -> None:
-        check_choice(self, "level", token="", sequence="")
-        check_setting(self, "cap", self.cap >= 1, "at least 1", "ρ is 1 where sampler and learner agree")
 
     @property
     def formula(self) -> str:
@@ -114,11 +110,11 @@ class MaskedIS(Correction):
 
     low: float = 0.5
     high: float = 5.0
-    level: Level = "token"
+    level: Level = choice(token="", sequence="")
     needs: ClassVar[frozenset[str]] = SAMPLER_FIELDS
 
     def __post_init__(self) -> None:
-        check_choice(self, "level", token="", sequence="")
+        super().__post_init__()
         if not 0 <= self.low <= 1 <= self.high:
             raise ConfigError(f"MaskedIS needs 0 ≤ low ≤ 1 ≤ high, not low = {self.low}, high = {self.high}")
 
@@ -168,13 +164,9 @@ class HighEntropy(Correction):
     the evaluation of the rollout. Source: Wang et al. 2025 (80/20), arXiv:2506.01939, sec. 5.
     """
 
-    fraction: float = 0.2
-    of: Literal["current", "old"] = "current"
+    fraction: float = setting(0.2, "above 0 and at most 1")
+    of: Literal["current", "old"] = choice(current="π_θ at each update", old="π_old")
     corrects_sampler: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_range(self, "above 0 and at most 1", "fraction")
-        check_choice(self, "of", current="π_θ at each update", old="π_old")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -13,9 +12,9 @@ from torch import Tensor
 from policygrad.core import masked
 from policygrad.core.base import Shaping, State
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_choice, check_setting
 from policygrad.core.kl_controllers import AdaptiveBeta, Rule
 from policygrad.core.metrics import Metric
+from policygrad.core.settings import choice, setting
 from policygrad.errors import ConfigError
 
 
@@ -33,13 +32,15 @@ class KLInReward(AdaptiveBeta, Shaping):
             or a rule without a target.
     """
 
-    beta: float = 0.05
+    beta: float = setting(0.05, "at least 0")
     form: str = "k1"
-    target: float | None = None
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of the mean of u (k1, unbiased) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
-    level: Literal["token", "sequence"] = "token"
+    level: Literal["token", "sequence"] = choice(
+        token="the KL to go", sequence="the completion's full KL at every token"
+    )
     """token: the KL to go; sequence: the full KL at every token."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old", "logp_ref"})
 
@@ -49,7 +50,6 @@ class KLInReward(AdaptiveBeta, Shaping):
                 f"KLInReward takes k1 only, not {self.form!r}: as a reward, k2 and k3 do not give the gradient of the "
                 "sequence KL. Use form='k1', or KLToReference in the loss"
             )
-        check_choice(self, "level", token="the KL to go", sequence="the completion's full KL at every token")
         super().__post_init__()
 
     @property
@@ -83,13 +83,8 @@ class SoftOverlong(Shaping):
     """
 
     length: int | None = None
-    cache: float = 0.2
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        hint = "remove the part for no penalty"
-        check_setting(self, "scale", 0 < self.scale < math.inf, "above 0 and finite", hint)
-        check_setting(self, "cache", 0 < self.cache <= 1, "a fraction of the budget in (0, 1]")
+    cache: float = setting(0.2, "in (0, 1]")
+    scale: float = setting(1.0, "above 0 and finite", hint="remove the part for no penalty")
 
     @property
     def formula(self) -> str:

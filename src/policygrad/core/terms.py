@@ -14,7 +14,6 @@ from policygrad.core import masked
 from policygrad.core.aggregation import TokenMean
 from policygrad.core.base import Aggregation, LossTerm, ObjectiveTerm, State, Term
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.checks import check_choice, check_range, check_setting
 from policygrad.core.kl_controllers import AdaptiveBeta, PenaltyOnOld, Rule
 from policygrad.core.metrics import Mean, Metric, Metrics
 from policygrad.core.ratios import (
@@ -24,6 +23,7 @@ from policygrad.core.ratios import (
     covariance,
     require_policy_output,
 )
+from policygrad.core.settings import check_setting, choice, setting
 from policygrad.errors import ConfigError
 
 KLForm = Literal["k2", "k3", "r*k1", "r*k3"]
@@ -51,9 +51,9 @@ class KLToReference(AdaptiveBeta, Term):
         ConfigError: form k1, whose expected gradient is zero without the ratio; a rule without a target.
     """
 
-    beta: float = 0.04
+    beta: float = setting(0.04, "at least 0")
     form: KLForm = "k3"
-    target: float | None = None
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of `kl` (r·k3, mean over the updates) in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means proportional."""
@@ -127,8 +127,8 @@ class KLToOld(PenaltyOnOld, Term):
     `ExactKLToOld` computes it over the full vocabulary. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
     """
 
-    beta: float = 1.0
-    target: float | None = None
+    beta: float = setting(1.0, "at least 0")
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means doubling."""
@@ -203,8 +203,8 @@ class ExactKLToOld(PenaltyOnOld, LossTerm):
     The learner keeps a copy of the policy from before the updates. Source: Schulman et al. 2017 (PPO), eq. 8 and sec. 4.
     """
 
-    beta: float = 1.0
-    target: float | None = None
+    beta: float = setting(1.0, "at least 0")
+    target: float | None = setting(None, "above 0 nats per token, or none")
     """Target of the KL after the last update in nats per sampled token; β is adapted to it after each rollout."""
     rule: Rule | None = None
     """How β adapts to the target; None means doubling."""
@@ -228,13 +228,10 @@ class ExactKLToReference(LossTerm):
     eq. 2 to 4.
     """
 
-    beta: float = 1.0
+    beta: float = setting(1.0, "at least 0")
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref"})
     forward_needs: ClassVar[frozenset[str]] = frozenset({"kl_ref"})
-
-    def __post_init__(self) -> None:
-        check_range(self, "at least 0", "beta")
 
     @property
     def formula(self) -> str:
@@ -256,13 +253,10 @@ class DriftPenalty(Term):
     """
 
     beta: float = 0.001
-    cap: float = 2.0
+    cap: float = setting(2.0, "above 0", hint="it bounds r − 1 from above")
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     constrained_kl: ClassVar[str | None] = "kl_old"
-
-    def __post_init__(self) -> None:
-        check_setting(self, "cap", self.cap > 0, "above 0", "it bounds r − 1 from above")
 
     @property
     def formula(self) -> str:
@@ -290,17 +284,13 @@ class KLCov(Term):
     """
 
     beta: float = 1.0
-    fraction: float = 2e-3
+    fraction: float = setting(2e-3, "above 0 and at most 1")
     """Fraction of all tokens of the update; at least one token."""
-    form: Literal["abs", "k3"] = "abs"
+    form: Literal["abs", "k3"] = choice(abs="|log r|", k3="r − 1 − log r")
     aggregation: Aggregation | None = None
     needs: ClassVar[frozenset[str]] = SELECTED | {"logp_old"}
     forward_needs: ClassVar[frozenset[str]] = frozenset({"logp"})
     constrained_kl: ClassVar[str | None] = "kl_old"
-
-    def __post_init__(self) -> None:
-        check_range(self, "above 0 and at most 1", "fraction")
-        check_choice(self, "form", abs="|log r|", k3="r − 1 − log r")
 
     @property
     def formula(self) -> str:
@@ -345,19 +335,15 @@ class DemonstrationNLL(Term):
     Source: Zhang et al. 2025 (CHORD), arXiv:2508.11408; φ = 1 is supervised fine-tuning beside reinforcement learning.
     """
 
-    mu: float = 0.1
+    mu: float = setting(0.1, "in [0, 1]")
     """μ: the weight of demonstrations in the objective; samples have 1 − μ."""
     token_weighting: bool = True
     aggregation: Aggregation | None = field(default_factory=TokenMean)
-    final_mu: float | None = None
+    final_mu: float | None = setting(None, "in [0, 1]")
     """μ at the end of a half-cosine schedule that starts at `mu`; None keeps it constant."""
-    decay_rollouts: int = 200
+    decay_rollouts: int = setting(200, "at least 1")
     """Rollouts until μ reaches `final_mu`."""
     needs: ClassVar[frozenset[str]] = frozenset({"demonstration"})
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "mu", "final_mu")
-        check_setting(self, "decay_rollouts", self.decay_rollouts >= 1, "at least 1")
 
     @property
     def mixture_weight(self) -> float:  # type: ignore[override]

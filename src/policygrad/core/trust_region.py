@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
-from policygrad.core.checks import check_choice, check_count, check_range, check_setting
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
+from policygrad.core.settings import COUNT, choice, setting
 from policygrad.core.updates import CurvatureProblem, ShardedProblem, require_problem
 from policygrad.errors import ConfigError
 
@@ -77,42 +77,35 @@ class TrustRegion(UpdateRule):
     Source: Schulman et al. 2015 (TRPO), eq. 12 to 14 and appendix C; Kakade 2001 (natural gradient).
     """
 
-    delta: float = 0.01
+    delta: float = setting(0.01, "above 0 nats per token and finite")
     """Maximum KL, nats per sampled token."""
-    cg_iters: int = 10
+    cg_iters: int = setting(10, COUNT)
     """Conjugate gradient iterations."""
-    damping: float = 0.1
-    backtrack_coeff: float = 0.8
-    backtrack_iters: int = 10
+    damping: float = setting(0.1, "at least 0 and finite")
+    backtrack_coeff: float = setting(0.8, "between 0 and 1")
+    backtrack_iters: int = setting(10, COUNT)
     """Candidates of the line search."""
     line_search: bool = True
-    fisher: Literal["exact", "sampled"] = "exact"
+    fisher: Literal["exact", "sampled"] = choice(exact="", sampled="")
     """exact: over the vocabulary; sampled: E[ssᵀ] of the sampled tokens."""
-    fisher_fraction: float = 1.0
+    fisher_fraction: float = setting(1.0, "above 0 and at most 1")
     """Fraction of the groups that conjugate gradient uses (0.1 in the paper, appendix C.1).
     It affects the direction only; the length, L and the KL are computed on all groups."""
-    candidates: Literal["first", "best"] = "first"
+    candidates: Literal["first", "best"] = choice(first="", best="")
     """first: the first acceptable candidate; best: the acceptable one with the largest L."""
-    critic_steps: int | None = None
+    critic_steps: int | None = setting(None, COUNT)
     """Critic updates per rollout; None: 5 if there is a critic."""
     needs: ClassVar[frozenset[str]] = frozenset({"logp_old"})
     uses_lr: ClassVar[bool] = False
     """δ sets the length of the step."""
 
     def __post_init__(self) -> None:
-        check_setting(self, "delta", 0 < self.delta < math.inf, "above 0 nats per token and finite")
-        check_count(self, "cg_iters", "backtrack_iters", "critic_steps")
-        check_setting(self, "damping", 0 <= self.damping < math.inf, "at least 0 and finite")
-        check_range(self, "above 0 and at most 1", "fisher_fraction")
-        check_setting(self, "backtrack_coeff", 0 < self.backtrack_coeff < 1, "between 0 and 1")
-        check_choice(self, "fisher", exact="", sampled="")
-        check_choice(self, "candidates", first="", best="")
+        super().__post_init__()
         searching = ("backtrack_coeff", "backtrack_iters", "candidates")
         changed = [name for name in searching if getattr(self, name) != getattr(TrustRegion, name)]
         if changed and not self.line_search:
             raise ConfigError(
-                f"TrustRegion.{changed[0]} has no effect with line_search=False: unset it, or set "
-                "line_search=True (algorithm trpo)"
+                f"TrustRegion.{changed[0]} has no effect with line_search=False: unset it, or set line_search=True"
             )
 
     @property

@@ -17,9 +17,9 @@ from policygrad.core import masked
 from policygrad.core.advantages import total_rewards
 from policygrad.core.base import Advantage
 from policygrad.core.batch import Batch
-from policygrad.core.checks import check_range
 from policygrad.core.gae import GAE, CompactTokens, LengthAdaptiveGAE, NStep, ValueAdvantage
 from policygrad.core.masked import Groups
+from policygrad.core.settings import setting
 
 
 def turn_starts(batch: Batch, part: object) -> Tensor:
@@ -82,13 +82,10 @@ class TurnReturn(Advantage):
     Source: Sutton et al. 2000, theorem 1, with turns for actions; R_n as in Feng et al. 2025 (GiGPO).
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma")
 
     @property
     def formula(self) -> str:
@@ -136,12 +133,9 @@ class TurnDiscount(Advantage):
     Source: Sutton & Barto 2018, sec. 13.3; Thomas 2014.
     """
 
-    gamma: float = 0.99
+    gamma: float = setting(0.99, "in [0, 1]")
     """Per turn."""
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state"})
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma")
 
     @property
     def formula(self) -> str:
@@ -169,21 +163,16 @@ class GroupInGroup(Advantage):
     Source: Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 3 and 5 to 8.
     """
 
-    omega: float = 1.0
-    gamma: float = 0.95
+    omega: float = setting(1.0, "at least 0")
+    gamma: float = setting(0.95, "in [0, 1]")
     """Per turn."""
     std: bool = True
     """Divide by the std; False: F = 1, the paper's other variant."""
-    eps: float = 1e-4
-    ddof: int = 1
+    eps: float = setting(1e-4, "at least 0 and finite")
+    ddof: int = setting(1, "0 or 1")
     needs: ClassVar[frozenset[str]] = frozenset({"turn_state", "token_reward"})
     starts_chain: ClassVar[bool] = True
     uses_group_statistics: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_range(self, "at least 0", "omega", "eps")
-        check_range(self, "in [0, 1]", "gamma")
-        check_range(self, "0 or 1", "ddof")
 
     @property
     def formula(self) -> str:
@@ -232,15 +221,12 @@ class TurnGAE(TurnValueAdvantage):
     Source: Li et al. 2025 (Turn-PPO), arXiv:2512.17008, the turn-level MDP; its best γ, λ are 0.99, 0.9.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """Per turn."""
     bootstrap: bool = False
     """Continue a truncated episode with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma", "lam")
 
     @property
     def formula(self) -> str:
@@ -267,17 +253,14 @@ class MultiTurnGAE(TurnValueAdvantage):
     discounts: Sutton & Barto 2018, sec. 12.8.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per token."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """Per token."""
-    turn_gamma: float = 1.0
+    turn_gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
     bootstrap: bool = False
     """Continue a truncated episode with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma", "lam", "turn_gamma")
 
     @property
     def formula(self) -> str:
@@ -303,19 +286,16 @@ class BiLevelGAE(TurnValueAdvantage):
     advantage, where algorithm 2 adds it.
     """
 
-    gamma: float = 1.0
+    gamma: float = setting(1.0, "in [0, 1]")
     """Per token, within a turn."""
-    lam: float = 0.95
+    lam: float = setting(0.95, "in [0, 1]")
     """Per token, within a turn."""
-    turn_gamma: float = 1.0
+    turn_gamma: float = setting(1.0, "in [0, 1]")
     """Per turn."""
-    turn_lam: float = 0.95
+    turn_lam: float = setting(0.95, "in [0, 1]")
     """Per turn."""
     bootstrap: bool = False
     """Continue a truncated episode with the critic's value of its last state."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "in [0, 1]", "gamma", "lam", "turn_gamma", "turn_lam")
 
     @property
     def formula(self) -> str:

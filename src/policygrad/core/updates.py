@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from policygrad.core.base import UpdateRule
-from policygrad.core.checks import check_count
 from policygrad.core.metrics import Metrics, Sum, merge
+from policygrad.core.settings import COUNT, setting
 from policygrad.errors import ConfigError
 
 # What a learner provides to an update rule for one rollout or minibatch. `GradientProblem` suffices for gradient steps; the other
@@ -104,11 +104,8 @@ def require_problem(problem: object, kind: type[ProblemT], rule: object) -> Prob
 class GradientSteps(UpdateRule):
     """K = epochs × minibatches gradient steps per rollout; a minibatch consists of full groups."""
 
-    epochs: int = 1
-    minibatches: int = 1
-
-    def __post_init__(self) -> None:
-        check_count(self, "epochs", "minibatches")
+    epochs: int = setting(1, COUNT)
+    minibatches: int = setting(1, COUNT)
 
     @property
     def updates(self) -> int:
@@ -142,12 +139,8 @@ class DualDescent(GradientSteps):
     Source: Schulman et al. 2017 (PPO), sec. 4, whose rule is applied between rollouts.
     """
 
-    epochs: int = 4
-    rounds: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "rounds")
+    epochs: int = setting(4, COUNT)
+    rounds: int = setting(4, COUNT)
 
     @property
     def updates(self) -> int:

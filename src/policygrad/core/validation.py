@@ -175,10 +175,6 @@ def _instances(kind: type[PartT], parts: Iterable[Part]) -> list[PartT]:
 
 def _find_gate_conflicts(algorithm: Algorithm) -> Iterator[str]:
     """Yield conflicts between gate, ratio, corrections and the choice of old policy."""
-    for part in algorithm.parts():
-        eps = getattr(part, "eps", 0.0)
-        if not 0 <= eps < float("inf"):
-            yield f"{type(part).__name__}.eps must be at least 0 and finite, not {eps}"
     gate, ratio, updates = algorithm.gate, algorithm.ratio, algorithm.update_rule.updates
     name = type(gate).__name__
     if gate.on_policy and updates > 1:

@@ -16,9 +16,9 @@ from policygrad.core import masked
 from policygrad.core.advantages import reward_to_go
 from policygrad.core.base import Advantage, Gate, Term
 from policygrad.core.batch import Batch, Forward
-from policygrad.core.checks import check_setting
 from policygrad.core.masked import Groups
 from policygrad.core.ratios import bounded_exp
+from policygrad.core.settings import setting
 from policygrad.core.terms import log_ratio
 
 
@@ -37,16 +37,11 @@ class Vine(Advantage):
     Source: Schulman et al. 2015 (TRPO), sec. 5.2 and app. H and I.
     """
 
-    states: int = 4
-    actions: int = 4
-    samples: int = 1
+    states: int = setting(4, "at least 1", "per prompt")
+    actions: int = setting(4, "at least 2", "per state, to be compared")
+    samples: int = setting(1, "at least 1", "completion per action")
     distinct: bool = True
     starts_chain: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_setting(self, "states", self.states >= 1, "at least 1 per prompt")
-        check_setting(self, "actions", self.actions >= 2, "at least 2 per state, to be compared")
-        check_setting(self, "samples", self.samples >= 1, "at least 1 completion per action")
 
     @property
     def formula(self) -> str:

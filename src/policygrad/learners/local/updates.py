@@ -12,10 +12,10 @@ from torch import Tensor
 
 from policygrad.core.algorithm import Algorithm
 from policygrad.core.batch import Batch, Coefficients
-from policygrad.core.checks import explain_nonfinite
 from policygrad.core.kl_controllers import adapt_penalties
 from policygrad.core.metrics import Max, Mean, Metrics, Sum, merge
 from policygrad.core.objective import find_nonfinite_factors, measure_forward, surrogate, with_selected_tokens
+from policygrad.core.outputs import explain_nonfinite
 from policygrad.learners.local.curvature import Curvature
 from policygrad.learners.local.networks import TrainedNetworks
 from policygrad.learners.local.optimizer import describe_nonfinite

@@ -1,10 +1,6 @@
-"""Checks of a part's settings when it is built, and of what it returns: its shape at every call, and its values once something
-is not finite."""
+"""Checks on what a part returns: its shape at every call, and its values once something is not finite."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,47 +8,6 @@ from policygrad.core import masked
 from policygrad.core.base import Part
 from policygrad.core.batch import PER_COMPLETION, PER_TOKEN, Batch
 from policygrad.errors import ConfigError
-
-MAX_REPEATS = 10**6
-"""Maximum epochs, minibatches or rounds per rollout: far above any sensible value."""
-
-
-def check_setting(part: object, name: str, valid: bool, requirement: str, hint: str = "") -> None:
-    """Raise ConfigError unless `valid`. The message names the part, the setting, the requirement, the value and the hint."""
-    if not valid:
-        reason = f": {hint}" if hint else ""
-        raise ConfigError(f"{type(part).__name__}.{name} must be {requirement}, not {getattr(part, name)!r}{reason}")
-
-
-def check_choice(part: object, name: str, **choices: str) -> None:
-    """Raise ConfigError unless a setting is one of `choices`, each given with its meaning or ""."""
-    *others, last = (f"{choice!r} ({meaning})" if meaning else repr(choice) for choice, meaning in choices.items())
-    check_setting(part, name, getattr(part, name) in choices, f"{', '.join(others)} or {last}")
-
-
-_RANGES: dict[str, Callable[[float], bool]] = {
-    "at least 0": lambda x: x >= 0,  # and infinity, as 'no bound'
-    "at least 1": lambda x: x >= 1,
-    f"at most {MAX_REPEATS:,}": lambda x: x <= MAX_REPEATS,
-    "above 0 and finite": lambda x: 0 < x < math.inf,
-    "above 0 and at most 1": lambda x: 0 < x <= 1,
-    "in [0, 1]": lambda x: 0 <= x <= 1,
-    "0 or 1": lambda x: x in (0, 1),
-}
-
-
-def check_range(part: object, requirement: str, *names: str) -> None:
-    """Raise ConfigError for a setting outside one of `_RANGES`, which NaN is in none of. None is allowed."""
-    for name in names:
-        value = getattr(part, name)
-        check_setting(part, name, value is None or _RANGES[requirement](value), requirement)
-
-
-def check_count(part: object, *names: str) -> None:
-    """Raise ConfigError for a number of repetitions below 1 or above `MAX_REPEATS`. None is allowed."""
-    check_range(part, "at least 1", *names)
-    check_range(part, f"at most {MAX_REPEATS:,}", *names)
-
 
 _CAUSES = {
     "values": "the critic has diverged: lower its learning rate, algorithm.critic.lr",
