@@ -64,7 +64,7 @@ class RunningMean(Advantage):
     """
 
     decay: float = setting(0.9, "in [0, 1)", hint="at 1 the mean never changes")
-    baseline = 0.0
+    baseline = 0.0  # of the state; a field only of `FrozenRunningMean`
 
     formula = "R − b,  b = running mean of past rewards"
 

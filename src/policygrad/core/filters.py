@@ -128,7 +128,7 @@ class Downsample(Filter):
     kept: dropped completions are ignored."""
     seed: int = setting(0, "at least 0")
     """Seed of the random choice."""
-    rollout = 0
+    rollout = 0  # of the state; a field only of `FrozenDownsample`
 
     @property
     def formula(self) -> str:
@@ -334,10 +334,7 @@ class MovingLevel(Curriculum):
 
     def update_state(self, state: State, batch: Batch, metrics: Mapping[str, Metric]) -> State:
         """Update from the rewards of all samples at the current level, filtered or not; a failed reward counts as 0."""
-        level, last = (
-            batch.require("level", self),
-            int(batch.require("levels", self).max()) - 1,
-        )
+        level, last = batch.require("level", self), int(batch.require("levels", self).max()) - 1
         now = min(state["level"], last)
         at_level = (level == now) if batch.demonstration is None else (level == now) & ~batch.demonstration
         if not at_level.any():
@@ -369,9 +366,8 @@ class FrozenLevelFilter(MovingLevel):
 def _pass_rates(batch: Batch, part: Curriculum) -> dict[int, float]:
     """Return the mean reward of the samples of each example id."""
     example = batch.require("example_id", part)
-    is_sampled = (
-        torch.ones_like(batch.reward, dtype=torch.bool) if batch.demonstration is None else ~batch.demonstration
-    )
+    shown = batch.demonstration
+    is_sampled = torch.ones_like(batch.reward, dtype=torch.bool) if shown is None else ~shown
     ids, index = torch.unique(example[is_sampled], return_inverse=True)
     count = torch.bincount(index, minlength=len(ids))
     rate = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, batch.reward[is_sampled].double()) / count
