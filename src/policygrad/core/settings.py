@@ -12,7 +12,7 @@ from policygrad.errors import ConfigError
 MAX_REPEATS = 10**6
 """Maximum epochs, minibatches or rounds per rollout: far above any sensible value."""
 COUNT = f"at least 1 and at most {MAX_REPEATS:,}"
-RANGES: dict[str, Callable[[float], bool]] = {  # NaN is in none of them
+RANGES: dict[str, Callable[[float], bool]] = {
     COUNT: lambda x: 1 <= x <= MAX_REPEATS,
     "0 or 1": lambda x: x in (0, 1),
     "a finite number": isfinite,
@@ -33,6 +33,7 @@ RANGES: dict[str, Callable[[float], bool]] = {  # NaN is in none of them
     "in [0, 1)": lambda x: 0 <= x < 1,
     "in [0, 1]": lambda x: 0 <= x <= 1,
 }
+"""What a number must be, in the words of the message. NaN is in no range."""
 
 
 def setting(default: Any, requirement: str, unit: str = "", *, hint: str = "") -> Any:

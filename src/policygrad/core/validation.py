@@ -342,7 +342,7 @@ def find_data_conflicts(algorithm: Algorithm) -> Iterator[str]:
         if _instances(Downsample, algorithm.filters):
             yield "Downsample chooses among all completions of a prompt and could drop the demonstration: remove one of the two"
         if "step_end" in needs:
-            yield "an advantage along steps needs them, and a demonstration has none: use GroupMean(), or remove the demonstrations"
+            yield "an advantage along steps reads them, and a demonstration has none: use GroupMean(), or remove the demonstrations"
         for part in (part for part in algorithm.filters if part.refills):
             yield (
                 f"{type(part).__name__} replaces groups of equal rewards before a demonstration joins them, which discards those "
@@ -396,16 +396,15 @@ def check_rollout(algorithm: Algorithm) -> None:
         ConfigError: no teacher for a distillation; a penalty near π_old although each rollout feeds a single gradient step (in a
             custom loop the samples may be older than the policy, so this is no error of the algorithm itself).
     """
-    if any(isinstance(link, TeacherLogRatio) for link in algorithm.advantage) and (
-        algorithm.reference is None or algorithm.reference.model is None
-    ):
+    has_teacher = algorithm.reference is not None and algorithm.reference.model is not None
+    if _instances(TeacherLogRatio, algorithm.advantage) and not has_teacher:
         raise ConfigError(
             f"{algorithm.name} learns from a teacher: set --teacher to a folder, a hub id or a run folder (from Python "
             "reference=Reference(model=…)), with the policy's tokenizer. The initial policy would teach it nothing"
         )
+    rule = algorithm.update_rule
     for term in algorithm.terms:
-        single = isinstance(algorithm.update_rule, GradientSteps) and algorithm.update_rule.updates == 1
-        if single and term.constrained_kl == "kl_old":
+        if term.constrained_kl == "kl_old" and isinstance(rule, GradientSteps) and rule.updates == 1:
             raise ConfigError(
                 f"{type(term).__name__} keeps π_θ near π_old, and they are equal at a rollout's only gradient step: set "
                 "update_rule=GradientSteps(epochs=4), or remove it"
@@ -414,7 +413,7 @@ def check_rollout(algorithm: Algorithm) -> None:
 
 def check_sampling(algorithm: Algorithm, samples_per_prompt: int, temperature: float) -> None:
     """Raise ConfigError if too few samples per prompt, or equal ones, are sampled for the algorithm's parts."""
-    for part in (part for part in algorithm.filters if isinstance(part, Downsample)):
+    for part in _instances(Downsample, algorithm.filters):
         if part.keep > samples_per_prompt:
             raise ConfigError(
                 f"Downsample trains on {part.keep} samples per prompt, and there are {samples_per_prompt}: set "
