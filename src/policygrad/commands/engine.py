@@ -142,11 +142,11 @@ def _get_max_positions(model: str) -> int | None:
     """Return the maximum tokens that a model reads; None if its configuration does not tell."""
     from transformers import AutoConfig
 
-    from policygrad.models.loading import load_error, pretrained_kwargs, read_config
+    from policygrad.models.loading import load_error, read_config
 
     read_config(model, f"the model {model!r}")
     try:
-        config = AutoConfig.from_pretrained(model, **pretrained_kwargs(False))
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise load_error(f"the model {model!r}", error, "config.json and safetensors", model) from error
     return getattr(config, "max_position_embeddings", None)

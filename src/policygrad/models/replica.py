@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from policygrad.errors import ModelError
 from policygrad.models.adapters import (
     adapter_configs,
-    copy_with_shared_weights,
     rebuild_with_adapters,
     shareable_parameter_ids,
 )
@@ -49,9 +48,7 @@ def clone_model(model: nn.Module, build: ModelFactory | None = None) -> nn.Modul
             f"a second {type(model).__name__} made by {how} has different parameters (for example {min(odd)[0]})"
             + (f": {_BUILD_HINT}" if build is None else "")
         )
-    for module in clone.modules():
-        disable_dropout(module)
-    copy_weights(model, clone)
+    copy_weights(model, disable_dropout(clone))
     return clone.eval().requires_grad_(False)
 
 
@@ -80,8 +77,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _build_clone(model: nn.Module) -> nn.Module:
     """Build a model from the configuration on the meta device, then allocate tensors like the model's own."""
     shared = shareable_parameter_ids(model)
-    if getattr(model, "is_quantized", False):
-        return copy_with_shared_weights(model, shared)
+    if getattr(model, "is_quantized", False):  # it cannot be built from a configuration
+        return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) in shared})
     with torch.device("meta"):
         has_adapters = bool(adapter_configs(model))
         clone = rebuild_with_adapters(model, _build_from_config) if has_adapters else _build_from_config(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from policygrad.models.chat_template import (
     encode_rewritten,
     extend_ids,
 )
-from policygrad.models.loading import context_length, load_error, pretrained_kwargs, resolve_model
+from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
 
@@ -125,7 +126,8 @@ def encode_demonstration(
     if isinstance(prompt, str) and isinstance(completion, str):
         ids = list(tokenizer.hf(prompt + completion)["input_ids"])
         if len(ids) == len(prompt_ids) or ids[-1] not in tokenizer.end_ids:
-            ids.append(end_token_id(tokenizer))
+            end = tokenizer.hf.eos_token_id
+            ids.append(end if end in tokenizer.end_ids else min(tokenizer.end_ids))
         if ids[: len(prompt_ids)] != prompt_ids:
             raise ModelError(
                 f"{source}: the tokenizer of {tokenizer.name!r} joins the end of 'prompt' with the beginning of 'completion', so "
@@ -143,28 +145,19 @@ def encode_demonstration(
             ids = extend_ids(tokenizer, ids, messages, generation_prompt=True, source=source)
             is_assistant += [False] * (len(ids) - len(is_assistant))
             ids = extend_ids(tokenizer, ids, [*messages, message], generation_prompt=False, source=source)
-            is_assistant += _mask_turn(tokenizer, ids[len(is_assistant) :], source)
+            # the turn up to its last end token: what a template writes after it (a newline) is never sampled
+            turn = ids[len(is_assistant) :]
+            ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
+            if not ends:
+                names = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
+                raise ModelError(
+                    f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token "
+                    f"({names}), so the model would not learn to stop: the turn ends {tokenizer.hf.decode(turn[-3:])!r}. Set "
+                    "`eos_token` in its tokenizer_config.json to the token that closes a turn, or add it in the template"
+                )
+            is_assistant += [i <= ends[-1] for i in range(len(turn))]
         messages.append(message)
     return ids, is_assistant
-
-
-def _mask_turn(tokenizer: ChatTokenizer, turn: list[int], source: str) -> list[bool]:
-    """Mask an assistant turn up to its last end token: what a template writes after it (a newline) is never sampled."""
-    ends = [i for i, token in enumerate(turn) if token in tokenizer.end_ids]
-    if not ends:
-        names = ", ".join(tokenizer.hf.convert_ids_to_tokens(sorted(tokenizer.end_ids)))
-        raise ModelError(
-            f"{source}: the chat template of {tokenizer.name!r} does not close the assistant's turn with an end token ({names}), "
-            f"so the model would not learn to stop: the turn ends {tokenizer.hf.decode(turn[-3:])!r}. Set `eos_token` in its "
-            "tokenizer_config.json to the token that closes a turn, or add it in the template"
-        )
-    return [i <= ends[-1] for i in range(len(turn))]
-
-
-def end_token_id(tokenizer: ChatTokenizer) -> int:
-    """Return the tokenizer's own end token, or the smallest of those that the model names."""
-    end = tokenizer.hf.eos_token_id
-    return int(end) if end in tokenizer.end_ids else min(tokenizer.end_ids)
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
@@ -231,7 +224,7 @@ def load_pretrained_tokenizer(path: str, trust: bool) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    tokenizer = AutoTokenizer.from_pretrained(path, **pretrained_kwargs(trust))
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     if type(tokenizer).__module__.startswith("transformers.models."):
         named = get_tokenizer_config(path).get("tokenizer_class")
         if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -247,10 +240,9 @@ def _read_end_ids(path: str) -> Iterator[Any]:
     from transformers.utils.hub import cached_file
 
     for name in ("config.json", "generation_config.json"):
-        try:
+        file = None
+        with suppress(OSError):  # the second is optional
             file = cached_file(path, name)
-        except OSError:  # the second is optional
-            continue
         if file is None:  # a tokenizer's own folder has no config.json
             continue
         try:
