@@ -156,9 +156,9 @@ def test_micro_batches_are_dealt_out(size: int, budget: int) -> None:
     for rank in range(size):
         idle: list[Pack] = []
         ranks: Any = SimpleNamespace(rank=rank, size=size)
-        mine = list(
-            FsdpWorkDivision(ranks, None, None).divide(partial(pack_micro_batches, BATCH, rows), budget, idle.append)
-        )  # type: ignore[arg-type]
+        division: Any = FsdpWorkDivision(ranks, None, None)  # type: ignore[arg-type]
+        make_packs, count = partial(pack_micro_batches, BATCH, rows), lambda part: len(part.ids)
+        mine = list(division.divide(make_packs, budget, idle.append, count))
         given += [row for part in mine for row in part.rows.tolist()]
         turns.append(len(mine) + len(idle))
         assert all(len(part.ids) <= budget or len(part.paths) == 1 for part in mine)

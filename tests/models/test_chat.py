@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,10 @@ def test_a_sampled_end_token_that_the_template_omits_is_retained() -> None:
     own = tokenizer("chatml")
     new = [says("user", "2")]
     ends = [own.hf.eos_token_id]
-    ids = encode_continuation(own, [says("user", "1")], "a", new, end_ids=ends)
+    closed_by_eos = replace(own, end_ids=frozenset(ends))
+    ids = encode_continuation(closed_by_eos, [says("user", "1")], "a", new)
     assert own.hf.decode(ids).startswith("<|im_end|>\n<|im_start|>user")
-    both = encode_continuation(own, [says("user", "1")], "a", new, end_ids=[*ends, *own.end_ids])
+    both = encode_continuation(replace(own, end_ids=own.end_ids.union(ends)), [says("user", "1")], "a", new)
     assert own.hf.decode(both).startswith("\n<|im_start|>user")
 
 

@@ -258,8 +258,7 @@ def parse_step(path: Path) -> int | None:
 
 def newest_step(directory: Path) -> int:
     """Return the step of the newest checkpoint, intact or not; 0 if there is none."""
-    checkpoints = list_checkpoints(Path(directory))
-    return (parse_step(checkpoints[0]) or 0) if checkpoints else 0
+    return max((parse_step(path) or 0 for path in list_checkpoints(Path(directory))), default=0)
 
 
 def is_intact(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from policygrad.checkpoint import format as checkpoints
-from policygrad.checkpoint.shards import BackgroundSave, SavedState, ShardedState
+from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import CheckpointError, NumericsError
+from policygrad.utils.async_runner import start_thread
 
 
 class HasStep(Protocol):
@@ -47,7 +49,7 @@ class Checkpointer(Generic[P]):
     check: Callable[[checkpoints.Checkpoint], None] = lambda saved: None
     """Raises CheckpointError for a checkpoint that lacks something, so that the one before it is used."""
     sharded: ShardedState[P] | None = None  # how several processes save their shards; None = `pack` has everything
-    _pending: BackgroundSave | None = field(default=None, init=False)
+    _pending: tuple[int, Future[Path]] | None = field(default=None, init=False)  # a step, whose save a thread finishes
 
     def restore(self) -> checkpoints.Checkpoint | None:
         """Load the newest intact checkpoint, and set torch's global random state to the saved one. Raises
@@ -80,7 +82,7 @@ class Checkpointer(Generic[P]):
     def on_step(self, progress: P, *, final: bool) -> None:
         """Save after a step if it is time to. With several processes only the final checkpoint is waited for. Raises
         CheckpointError if the final checkpoint cannot be written; a failure of any other is a note."""
-        if self._pending is not None and self._pending.done:
+        if self._pending is not None and self._pending[1].done():
             self.wait_for_save()
         if final or progress.step % self.every == 0:
             try:
@@ -108,8 +110,9 @@ class Checkpointer(Generic[P]):
     def _wait_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait()
-            self.saved = pending.step
+            step, outcome = pending
+            outcome.result()
+            self.saved = step
 
     def _note_failure(self, error: CheckpointError) -> None:
         self.note(f"{error}. Training continues, and saves again in {self.every} steps")
@@ -160,7 +163,8 @@ class Checkpointer(Generic[P]):
         except BaseException:
             writer.abandon()
             raise
-        self._pending = BackgroundSave(progress.step, lambda: writer.finish(wait_for_shards))
+        outcome, _ = start_thread(lambda: writer.finish(wait_for_shards), f"checkpoint {progress.step}")
+        self._pending = progress.step, outcome
 
     def _write(self, progress: P, state: SavedState, random: Tensor, keep: int) -> None:
         tensors, values = state[0] | {"rng/torch": random}, state[1]

@@ -7,27 +7,20 @@ If a template rewrites earlier turns, that is impossible, and the next turn's pr
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count, groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from policygrad.errors import DataError, ModelError
 from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
 from policygrad.models.tool_calls import get_chat_template, supports_tools
 
+if TYPE_CHECKING:
+    from policygrad.models.tokenizer import Tokenizer
+
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-
-
-class ChatTokenizer(Protocol):
-    """The attributes of a `Tokenizer` that are used here."""
-
-    @property
-    def hf(self) -> Any: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def end_ids(self) -> frozenset[int]: ...
 
 
 class HistoryRewrittenError(ModelError):
@@ -48,7 +41,6 @@ def format_tools(tools: Tools) -> str:
 
 
 def format_tool_response(text: str) -> str:
-    """Format a tool's result with the tags of Hermes and Qwen."""
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
@@ -71,7 +63,7 @@ def inline_tools(messages: Sequence[Message], tools: Tools) -> list[Message]:
 
 
 def render(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     generation_prompt: bool,
@@ -110,7 +102,7 @@ def render(
 
 
 def render_ids(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     generation_prompt: bool,
@@ -123,7 +115,7 @@ def render_ids(
 
 
 def encode_prompt(
-    tokenizer: ChatTokenizer, prompt: str | Sequence[Message], *, tools: Tools | None = None, source: str = "a prompt"
+    tokenizer: Tokenizer, prompt: str | Sequence[Message], *, tools: Tools | None = None, source: str = "a prompt"
 ) -> list[int]:
     """Encode a prompt: text, preceded by the tokenizer's initial special tokens, or rendered chat messages."""
     if not isinstance(prompt, str):
@@ -135,7 +127,7 @@ def encode_prompt(
 
 
 def extend_ids(
-    tokenizer: ChatTokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
+    tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message], *, generation_prompt: bool, source: str
 ) -> list[int]:
     """Encode a longer conversation, whose ids must begin with `ids`, those of its beginning.
 
@@ -153,12 +145,11 @@ def extend_ids(
 
 
 def encode_continuation(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     messages_so_far: str | Sequence[Message],
     reply_text: str,
     new_messages: str | Sequence[Message],
     *,
-    end_ids: Collection[int] | None = None,
     tools: Tools | None = None,
     source: str = "a conversation",
 ) -> list[int]:
@@ -172,7 +163,6 @@ def encode_continuation(
         messages_so_far: The conversation that the reply answers, each earlier reply as its sampled text.
         reply_text: The sampled turn, decoded without its end token.
         new_messages: Text if the conversation is text, else messages.
-        end_ids: Ids that may have ended the turn; None = the tokenizer's.
 
     Raises:
         DataError: Text continued by messages, or the reverse.
@@ -187,13 +177,12 @@ def encode_continuation(
         return encode_escaped(tokenizer.hf, text["content"], placeholders, source)
     new, placeholders = escape_special_tokens(tokenizer.hf, new_messages, prefix)
 
-    def render_with(*reply: Message) -> str:
-        messages = [*messages_so_far, *reply, *(new if reply else ())]
-        return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
-
-    before, full = render_with().rstrip(), render_with({"role": "assistant", "content": reply_text})
+    rendered = partial(render, tokenizer, generation_prompt=True, tools=tools, source=source)
+    before = rendered(messages_so_far).rstrip()
+    full = rendered([*messages_so_far, {"role": "assistant", "content": reply_text}, *new])
     mark = _make_placeholder(full)
-    head, marked, tail = render_with({"role": "assistant", "content": mark}).partition(mark)
+    with_mark = rendered([*messages_so_far, {"role": "assistant", "content": mark}, *new])
+    head, marked, tail = with_mark.partition(mark)
     rendered_reply = full[len(before) : len(full) - len(tail)]
     appends = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
     if not marked or not appends or rendered_reply.strip() != reply_text.strip():
@@ -202,11 +191,11 @@ def encode_continuation(
             "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every turn, "
             "or use a template that only appends"
         )
-    return _encode_after_end(tokenizer, tail, tokenizer.end_ids if end_ids is None else end_ids, placeholders, source)
+    return _encode_after_end(tokenizer, tail, placeholders, source)
 
 
 def encode_rewritten(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     opening: int,
     new: int,
@@ -232,26 +221,20 @@ def encode_rewritten(
     prefix = _make_placeholder(repr((messages, tools)))
     escaped, placeholders = escape_special_tokens(tokenizer.hf, messages[opening:], prefix)
     conversation = [*messages[:opening], *escaped]
-
-    def render_all(messages: Sequence[Message]) -> str:
-        return render(tokenizer, messages, generation_prompt=True, tools=tools, source=source)
-
-    text, after_reply = render_all(conversation), len(conversation) - new
+    earlier, new_messages = conversation[: -1 - new], conversation[len(conversation) - new :]
+    rendered = partial(render, tokenizer, generation_prompt=True, tools=tools, source=source)
+    text = rendered(conversation)
     mark = _make_placeholder(text)
-    reply = {"role": "assistant", "content": mark}
-    with_mark = [*conversation[: after_reply - 1], reply, *conversation[after_reply:]]
-    _, marked, tail = render_all(with_mark).partition(mark)
+    _, marked, tail = rendered([*earlier, {"role": "assistant", "content": mark}, *new_messages]).partition(mark)
     if not marked:  # the template does not show the reply at all
-        tail = "\n".join(str(message.get("content", "")) for message in conversation[after_reply:])
+        tail = "\n".join(str(message.get("content", "")) for message in new_messages)
     ids = encode_escaped(tokenizer.hf, text, placeholders, source)
-    return ids, _encode_after_end(tokenizer, tail, tokenizer.end_ids, placeholders, source)
+    return ids, _encode_after_end(tokenizer, tail, placeholders, source)
 
 
-def _encode_after_end(
-    tokenizer: ChatTokenizer, tail: str, end_ids: Collection[int], placeholders: Placeholders, source: str
-) -> list[int]:
+def _encode_after_end(tokenizer: Tokenizer, tail: str, placeholders: Placeholders, source: str) -> list[int]:
     """Encode what follows the sampled end token. It is tokenized after that token, where the result may differ."""
-    for end in sorted(end_ids):
+    for end in sorted(tokenizer.end_ids):
         text = str(tokenizer.hf.convert_ids_to_tokens(end))
         if tail.lstrip().startswith(text):
             tail = tail.lstrip().removeprefix(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,25 @@ def enable_gradients(clone: nn.Module, model: nn.Module) -> nn.Module:
     for parameter in trainable_parameters(clone, model).values():
         parameter.requires_grad_(True)
     return clone
+
+
+def replace_parameters(
+    modules: Iterable[nn.Module],
+    make: Callable[[nn.Parameter], Tensor],
+    created: dict[Tensor, nn.Parameter] | None = None,
+) -> None:
+    """Replace the modules' parameters by `make(parameter)`, tied ones by one; keep those that it returns as they are.
+
+    `created` has the parameters made by earlier calls, by the one that they replace.
+    """
+    created = {} if created is None else created
+    for module in modules:
+        for key, p in module._parameters.items():
+            if p is not None:
+                if p not in created:
+                    new = make(p)
+                    created[p] = p if new is p else nn.Parameter(new, p.requires_grad)
+                module._parameters[key] = created[p]
 
 
 # Tensors that are sharded across processes (DTensor).

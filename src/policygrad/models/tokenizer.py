@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from policygrad.errors import ModelError
 from policygrad.models.chat_template import (
-    ChatTokenizer,
     Message,
     Tools,
     encode_continuation,
@@ -91,8 +91,7 @@ class Tokenizer:
             ModelError: See `encode_demonstration`.
         """
         completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        ids, is_assistant = encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source)
-        return [token for token, learned in zip(ids, is_assistant, strict=True) if learned]
+        return list(compress(*encode_demonstration(self, prompt_ids.tolist(), prompt, completion, source)))
 
     @property
     def tool_call_parser(self) -> ToolCallParser:
@@ -105,7 +104,7 @@ class Tokenizer:
 
 
 def encode_demonstration(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     prompt_ids: list[int],
     prompt: str | Sequence[Message],
     completion: str | Sequence[Message],

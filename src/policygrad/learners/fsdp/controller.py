@@ -29,7 +29,7 @@ from policygrad.learners.fsdp.sharding import ModelSkeleton, move_to_meta
 from policygrad.learners.fsdp.tensor_parallel import check_tensor_parallel
 from policygrad.learners.fsdp.torchrun import resolve_world_size
 from policygrad.learners.fsdp.watchdog import ControlStore
-from policygrad.learners.local.learner import check_learner_state, check_vocabulary_sizes
+from policygrad.learners.local.learner import check_vocabulary_sizes
 from policygrad.models.adapters import is_initial_adapter
 from policygrad.models.moe_routing import Routing
 from policygrad.utils.signals import defer_signals
@@ -205,7 +205,7 @@ class FsdpController:
         return self._call(FsdpLearner.state)
 
     def check_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        check_learner_state(tensors, values)
+        self._learner.check_state(tensors, values)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint written by any number of processes."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import ceil
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,11 @@ from policygrad.learners.fsdp.processes import WorkerGroup
 from policygrad.learners.fsdp.sharding import (
     FsdpUnit,
     apply_fsdp,
-    observe_parameters,
     swap_parameters,
     swap_when_called,
 )
 from policygrad.learners.local.curvature import Curvature, make_dual, output_hessian_product, unpack_dual
-from policygrad.learners.local.packing import Pack, WorkDivision, count_nodes, pack_micro_batches
+from policygrad.learners.local.packing import Pack, WorkDivision, pack_micro_batches
 from policygrad.learners.local.score_norms import Norms, ScoreNorms, pack_singly
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention, copy_weights, full_tensor, local_tensor
@@ -81,8 +80,8 @@ class ShardedCurvature(Curvature):
         return self
 
     @property
-    def _root(self) -> Callable[..., Any]:
-        return cast(Callable[..., Any], self.units[-1].module)
+    def _root(self) -> nn.Module:
+        return self.units[-1].module
 
     def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         def add_tangent(name: str, p: Tensor) -> Tensor:
@@ -154,9 +153,9 @@ class ShardedScoreNorms(ScoreNorms):
         total = torch.zeros((), dtype=torch.float64, device=next(self.evaluator.model.parameters()).device)
         seen, handles = dict[int, Tensor](), list[RemovableHandle]()
 
-        def observe(name: str, p: Tensor) -> None:  # FSDP reuses one object for each full parameter
+        def observe(name: str, p: Tensor) -> Tensor:  # FSDP reuses one object for each full parameter
             if id(p) in seen or not p.requires_grad:
-                return
+                return p
 
             def add_square(p: Tensor) -> None:
                 assert p.grad is not None
@@ -166,13 +165,14 @@ class ShardedScoreNorms(ScoreNorms):
 
             seen[id(p)] = p
             handles.append(p.register_post_accumulate_grad_hook(add_square))  # type: ignore[no-untyped-call]
+            return p
 
         def backward(part: Pack) -> None:
             with torch.enable_grad():
                 torch.autograd.backward(self.evaluator(part.to(total.device)).sum())
 
         try:
-            with observe_parameters(self.units, observe):
+            with swap_when_called(self.units, observe):
                 for part in self.division.distribute(pack_singly(batch, rows), backward):
                     total.zero_()
                     backward(part)
@@ -200,15 +200,14 @@ class FsdpWorkDivision(WorkDivision):
         make_packs: Callable[[int], Iterator[T]],
         budget: int,
         dummy_pass: Callable[[Pack], object],
-        tokens: Callable[[T], int] | None = None,
+        count_tokens: Callable[[T], int],
     ) -> Iterator[T]:
         """Divide micro-batches, smaller ones if that gives each rank equally many."""
-        count: Callable[[Any], int] = count_nodes if tokens is None else tokens
         size = self.workers.size // self.tensor_parallel
         packs = list(make_packs(budget))
         slots = -(-len(packs) // size) * size
         if len(packs) != slots:
-            smaller = list(make_packs(ceil(PACKING_SLACK * sum(map(count, packs)) / slots)))
+            smaller = list(make_packs(ceil(PACKING_SLACK * sum(map(count_tokens, packs)) / slots)))
             packs = smaller if len(smaller) <= slots else packs
         return self.distribute(iter(packs), dummy_pass)
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,10 @@ class FsdpLearner(LocalLearner):
         self.division = FsdpWorkDivision(workers, self._dp_mesh, spec.policy.compute_dtype, tp_size)
         self._reference_evaluator: ShardedEvaluator | None = None
         if spec.adapterless_reference:
-            self._reference_evaluator = AdapterlessEvaluator.of(self._policy_evaluator)
+            policy = self._policy_evaluator
+            self._reference_evaluator = AdapterlessEvaluator(
+                policy.network, policy.temperature, policy.window, root=policy.root
+            )
         elif spec.reference is not None:
             self._reference_evaluator = shard_model(spec.reference, reference, workers, self._place, temperature)
             self._reference_evaluator.model.requires_grad_(False)
@@ -213,7 +216,7 @@ class FsdpLearner(LocalLearner):
         ids = ids.to(self._device)
         positions = torch.arange(ids.shape[1], device=self._device).expand_as(ids)
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions, "use_cache": False}
-        output: Tensor = cast(Any, self._policy_evaluator.root)(lambda: self.model(**call).logits)
+        output: Tensor = self._policy_evaluator.root(lambda: self.model(**call).logits)
         return output
 
     @torch.no_grad()
@@ -266,18 +269,15 @@ class FsdpLearner(LocalLearner):
         if self._tp_mesh is None:
             return shard_rows(like, read, self._dp_mesh, self._device)
         # placed as the parameter is that it belongs to; otherwise sharded by rows
-        prefix, _, key = name.partition("/")
-        parameters: Mapping[str, Tensor] = self.optimizer.masters
+        prefix, _, rest = name.partition("/")
+        optimizers = self._auxiliary_optimizers()
+        parameters: Mapping[str, Tensor] = optimizers.get(prefix, self.optimizer).masters
+        kind, _, key = (rest if prefix in optimizers else name).partition("/")
         if prefix == "reference" and self.reference is not None:
-            parameters, key = dict(self.reference.model.named_parameters()), f"weights/{key}"
-        elif prefix == "critic" and self.critic is not None:
-            parameters = self.critic.optimizer.masters
-        elif prefix == "reward_model" and self.reward_model is not None:
-            parameters = self.reward_model.optimizer.masters
-        else:
-            key = name
-        kind, _, key = key.partition("/")
-        parameter = parameters.get(key if kind == "weights" else key.rpartition("/")[0])
+            parameters = dict(self.reference.model.named_parameters())
+        elif kind != "weights":  # adam/NAME/MOMENT
+            key = key.rpartition("/")[0]
+        parameter = parameters.get(key)
         if not isinstance(parameter, DTensor):
             return shard_rows(like, read, self._dp_mesh, self._device)
         return shard_like(parameter, like, read)

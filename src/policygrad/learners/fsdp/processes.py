@@ -61,7 +61,7 @@ class LocalWorker(subprocess.Popen[bytes]):
     Its standard input is a pipe that nothing is written to: see `exit_with_parent`.
     """
 
-    def __init__(self, port: int, rank: int, size: int) -> None:
+    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
         command = [sys.executable, "-P", "-c", _WORKER_SCRIPT, json.dumps(sys.path), *map(str, (port, rank, size))]
         super().__init__(command, stdin=subprocess.PIPE, start_new_session=True)  # a terminal's Ctrl-C is rank 0's
 
@@ -73,16 +73,11 @@ class LocalWorker(subprocess.Popen[bytes]):
         return code
 
 
-def launch_worker(host: str, port: int, rank: int, size: int) -> WorkerProcess:
-    """Start a rank on this machine."""
-    return LocalWorker(port, rank, size)
-
-
 @dataclass(frozen=True)
 class WorkerLauncher:
     """Starts the ranks above 0, by default on this machine."""
 
-    start: Callable[[str, int, int, int], WorkerProcess] = launch_worker
+    start: Callable[[str, int, int, int], WorkerProcess] = LocalWorker
     """(host, port, rank, size) → a process that calls `WorkerGroup.join` with these."""
     host: str = LOCALHOST  # the address of this machine for those processes
 
@@ -147,7 +142,7 @@ class WorkerGroup:
         try:
             for rank in range(1, size):  # appended one by one, so that an interruption kills those already started
                 processes.append(launcher.start(launcher.host, store.port, rank, size))
-            ready_keys = [_ready_key(rank) for rank in range(1, size)]
+            ready_keys = [f"rank {rank} is ready" for rank in range(1, size)]
             while processes and not store.check(ready_keys):
                 if exit_message := describe_exit(processes):
                     raise RunError(f"{exit_message} before the run began: its output is above")
@@ -165,7 +160,7 @@ class WorkerGroup:
         of this rank's GPU on its own machine (None = its rank)."""
         os.environ["LOCAL_RANK"] = str(rank if device is None else device)
         store = TCPStore(host, port, size, is_master=False, wait_for_workers=False)
-        store.set(_ready_key(rank), "")
+        store.set(f"rank {rank} is ready", "")
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
         return cls(rank, size, host=host)
 
@@ -270,7 +265,3 @@ def _destroy_process_group() -> None:
 
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _ready_key(rank: int) -> str:
-    return f"rank {rank} is ready"

@@ -260,8 +260,7 @@ class Watchdog:
         """What hung, and how to resume; empty while nothing has."""
 
     def start(self, timeout: float, folder: Path | None) -> None:
-        """Start watching for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or standard
-        error if it is None."""
+        """Watch for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or stderr if None."""
         self._limit, self._folder = ceil(timeout / BEAT_SECONDS), folder
         if self._thread is None and self._size > 1:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -291,7 +290,12 @@ class Watchdog:
         while diagnosis is None:
             if self._closed.wait(BEAT_SECONDS):
                 return
-            self._collect_heartbeats()
+            self._beats[0] = self._monitor.beat()
+            for rank in range(1, self._size):
+                text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
+                beat = before if text is None else Heartbeat(**json.loads(text))
+                arrived = beat is not None and (before is None or beat.number != before.number)
+                self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
             operation = self._operation
             if operation and self._limit:
                 diagnosis = diagnose_hang(self._beats, self._missed, self._limit)
@@ -315,21 +319,13 @@ class Watchdog:
             print("error: rank 0 is stuck and could not be interrupted; exiting", file=sys.stderr, flush=True)
             os._exit(HangError.code)
 
-    def _collect_heartbeats(self) -> None:
-        self._beats[0] = self._monitor.beat()
-        for rank in range(1, self._size):
-            text, before = self._store.get(heartbeat_key(rank)), self._beats[rank]
-            beat = before if text is None else Heartbeat(**json.loads(text))
-            arrived = beat is not None and (before is None or beat.number != before.number)
-            self._beats[rank], self._missed[rank] = beat, 0 if arrived else self._missed[rank] + 1
-
     def _signal_local(self, rank: int, number: int) -> bool:
         beat = self._beats[rank]
-        is_local = beat is not None and beat.host == socket.gethostname()
-        if beat is not None and is_local:
-            with suppress(OSError):
-                os.kill(beat.pid, number)
-        return is_local
+        if beat is None or beat.host != socket.gethostname():
+            return False
+        with suppress(OSError):
+            os.kill(beat.pid, number)
+        return True
 
     def _write_stacks(self) -> str:
         """Write the stacks of all ranks to the run's folder or standard error; return where they are and how to resume."""

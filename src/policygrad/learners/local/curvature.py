@@ -28,7 +28,6 @@ from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
 _Function = Callable[..., Tensor]
-_DummyPass = Callable[[Pack], object]
 
 
 def output_hessian_product(
@@ -127,7 +126,7 @@ class Curvature:
         def dummy_pass(part: Pack) -> None:
             self._product(part, tangents, 0 * part.mask.double(), sampled)
 
-        for part, weight in self._micro_batches(batch, dummy_pass=dummy_pass):
+        for part, weight in self._micro_batches(batch, dummy_pass):
             self._product(part, tangents, weight, sampled)
             optimizer.accumulate_master_grads()
         return optimizer.pop_flat_gradient()
@@ -154,7 +153,7 @@ class Curvature:
         bare = replace(batch, prompts=None, tokens=None)
         totals = torch.zeros(2, dtype=torch.float64)
         with self._shifted(delta) as compare:
-            for part, weight in self._micro_batches(batch, algorithm.gate.requires_full_groups, compare):
+            for part, weight in self._micro_batches(batch, compare, algorithm.gate.requires_full_groups):
                 rows, device = part.rows.cpu(), weight.device
                 coef = tuple(c[rows].to(device) for c in coefficients)
                 share, row_psi = bare.select(rows).to(device), psi[rows].to(device)
@@ -186,11 +185,11 @@ class Curvature:
         yield compare
 
     def _micro_batches(
-        self, batch: Batch, keep_groups: bool = False, dummy_pass: _DummyPass | None = None
+        self, batch: Batch, dummy_pass: Callable[[Pack], object] | None = None, keep_groups: bool = False
     ) -> Iterator[tuple[Pack, Tensor]]:
         """Iterate over all completions with a sampled token, whatever their Ψ, with each token's share [b, T] of the mean."""
         tokens, device = max(1, int(batch.mask.sum())), self.networks.device
-        for part in self.networks.micro_batches(batch, keep_groups=keep_groups, dummy_pass=dummy_pass):
+        for part in self.networks.micro_batches(batch, dummy_pass, keep_groups=keep_groups):
             yield part.to(device), (part.mask.double() / tokens).to(device)
 
     def _head(self, states: Tensor) -> Tensor:

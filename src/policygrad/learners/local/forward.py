@@ -53,8 +53,7 @@ class Network:
     @property
     def head(self) -> nn.Module | None:
         """The module from states to logits; None if a state is logits."""
-        head: nn.Module = self._root.get_output_embeddings()
-        return head if self.split_head else None
+        return self._root.get_output_embeddings() if self.split_head else None
 
     def width(self, states: Tensor) -> int:
         """Return V, the number of logits per state."""
@@ -118,9 +117,8 @@ def gather_positions(x: Tensor, index: Tensor) -> Tensor:
 
 def get_backbone(model: Any) -> nn.Module:
     """Return the model without its head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    network: nn.Module = model.base_model if decoder is None else decoder
-    return network
+    decoder: nn.Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model.base_model if decoder is None else decoder
 
 
 def scale_logits(logits: Tensor, temperature: float) -> Tensor:
@@ -174,14 +172,6 @@ class Evaluator:
         """The full model."""
         return self.network.model
 
-    def with_model(self, model: nn.Module) -> Evaluator:
-        """Return the evaluator of another model with the same architecture."""
-        return replace(self, network=replace(self.network, model=model, routing=None))
-
-    def with_routing(self, routing: Routing) -> Evaluator:
-        """Return the evaluator that uses the sampler's experts where a batch has them."""
-        return replace(self, network=replace(self.network, routing=routing))
-
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] this model's states for a comparison with another's; `network.logits` may read them until `release`."""
         return self.network_for(part).states(part)
@@ -213,20 +203,20 @@ class Evaluator:
         reference: Evaluator | None = None,
         expected: Tensor | None = None,
     ) -> Forward:
-        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary. Raises
-        ValueError if an unknown statistic, kl_old without `old`, or kl_ref without `reference`.
+        """Return log π [b, T] with graph, 0 off the mask, and the statistics `needs`, exact over the vocabulary.
 
         Args:
             needs: entropy, kl_old = KL(π_old‖π), kl_ref = KL(π‖π_ref).
             old: Evaluator of π_old.
             reference: Evaluator of π_ref.
             expected: [b, T] the gradient that log π will receive, if known: it saves a product with the head.
+
+        Raises:
+            ValueError: An unknown statistic, kl_old without `old`, or kl_ref without `reference`.
         """
         names = sorted(needs)
-        if unknown := set(names) - {"entropy", "kl_old", "kl_ref"}:
-            raise ValueError(
-                f"an evaluator computes logp, entropy, kl_old and kl_ref, not {', '.join(sorted(unknown))}"
-            )
+        if unknown := sorted(needs - {"entropy", "kl_old", "kl_ref"}):
+            raise ValueError(f"an evaluator computes logp, entropy, kl_old and kl_ref, not {', '.join(unknown)}")
         if "kl_old" in names and old is None:
             raise ValueError("kl_old compares with the old policy: pass its evaluator as `old`")
         if "kl_ref" in names and reference is None:
@@ -283,8 +273,7 @@ def build_evaluator(model: nn.Module, temperature: float) -> Evaluator:
             out[p.rows] = evaluator(p.to(device)).cpu().float()
         return out
 
-    config: Any = getattr(model, "config", None)
-    config = None if config is None else config.get_text_config()
+    config = model.config.get_text_config() if hasattr(model, "config") else None  # type: ignore[operator, union-attr]
     windows = [w for name in _WINDOWS if isinstance(w := getattr(config, name, None), int) and w > 0]
     plain = Evaluator(Network(model), temperature, min(windows, default=None))
     truth = evaluate(plain, batch)
@@ -324,9 +313,8 @@ def backward_mode(model: nn.Module, recompute: bool) -> Iterator[None]:
 
 def recompute_activations(model: Any) -> None:
     """Turn on gradient checkpointing, by its name in transformers ≥ 5.2x or the one before."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable()
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

@@ -53,8 +53,11 @@ class Optimizer:
     def step(self, explain: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[float | None, float]:
         """Take an AdamW step; return (gradient norm before clipping, learning rate), or None as norm without any gradient.
 
-        For a gradient that is not finite it raises NumericsError, with the weights unchanged; `explain` then returns (the
-        part that made it so, a sentence about it), or ("", "").
+        Args:
+            explain: Returns (the part that made a gradient not finite, a sentence about it), or ("", "").
+
+        Raises:
+            NumericsError: The gradient is not finite; the weights are unchanged.
         """
         rate = self.lr * self.config.lr_factor(self.num_updates, self.total)
         masters = [m for m in self.masters.values() if m.grad is not None]
@@ -118,13 +121,12 @@ class Optimizer:
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
-    def reset_moments(self) -> None:
-        """Clear AdamW's moments; the schedule continues."""
-        self.adam.state.clear()
-
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return master weights, AdamW's moments and the number of updates. Raises CheckpointError if an error has
-        interrupted a step, so that only some weights have changed."""
+        """Return master weights, AdamW's moments and the number of updates.
+
+        Raises:
+            CheckpointError: An error has interrupted a step, so that only some weights have changed.
+        """
         if not self.consistent:
             raise CheckpointError("an error interrupted an update, so the weights belong to no single step")
         tensors = {f"weights/{name}": master.detach() for name, master in self.masters.items()}
@@ -135,8 +137,12 @@ class Optimizer:
         return tensors, {"taken": self.num_updates, "moments": moments}
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint, bit for bit. Raises KeyError if the checkpoint is of another model;
-        CheckpointError if AdamW's moments are missing, or shapes differ."""
+        """Load the state of a checkpoint, bit for bit.
+
+        Raises:
+            KeyError: The checkpoint is of another model.
+            CheckpointError: AdamW's moments are missing, or shapes differ.
+        """
         check_moments(tensors, values)
         for name, master in self.masters.items():  # copying would broadcast
             for key in (f"weights/{name}", f"adam/{name}/exp_avg", f"adam/{name}/exp_avg_sq"):
@@ -185,8 +191,11 @@ def check_moments(tensors: Mapping[str, Tensor], values: Mapping[str, Any], pref
 
 
 def set_trainable(model: nn.Module, pattern: str) -> None:
-    """Train only the parameters whose name a regular expression matches; an empty one changes nothing. Raises
-    ConfigError if it matches none."""
+    """Train only the parameters whose name a regular expression matches; an empty one changes nothing.
+
+    Raises:
+        ConfigError: It matches none.
+    """
     if not pattern:
         return
     trainable = {name: re.search(pattern, name) is not None for name, _ in model.named_parameters()}
