@@ -210,28 +210,23 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def resolve_model(model: str) -> str:
     """Return a folder or hub id: `tiny` is the model inside the package, a run's folder stands for the model it trained."""
-    if model == EMBEDDED_MODEL:
-        return str(Path(__file__).with_name(EMBEDDED_MODEL))
-    check_model_name(model)
-    trained = Path(model) / "model"
-    return str(trained) if is_model_folder(trained) else locate_model(model)
-
-
-def check_model_name(model: str) -> None:
-    """Raise ModelError for a name that no file system accepts."""
-    if any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in Path(model).parts):
-        raise ModelError(
-            f"there is no model {model[:40]!r}…: a name has at most {MAX_NAME_BYTES} bytes, this has {len(model)} characters"
-        )
+    return str(Path(__file__).with_name(EMBEDDED_MODEL)) if model == EMBEDDED_MODEL else locate_model(model)
 
 
 def locate_model(model: str) -> str:
-    """Return a folder or hub id as it is, or the folder in the hub's cache if the hub cannot be reached.
+    """Return the model that a run's folder contains, any other folder or hub id as it is, or the folder in the hub's cache if the
+    hub cannot be reached.
 
     Raises:
         ModelError: Neither a folder nor an existing hub id.
     """
+    if any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in Path(model).parts):
+        raise ModelError(
+            f"there is no model {model[:40]!r}…: a name has at most {MAX_NAME_BYTES} bytes, this has {len(model)} characters"
+        )
     path = Path(model)
+    if is_model_folder(path / "model"):
+        return str(path / "model")
     if path.is_dir():
         return model
     if path.exists():
@@ -309,7 +304,7 @@ def push_to_hub(folder: Path, repo: str, public: bool = False) -> str:
 
 def check_hub_repo(repo: str) -> None:
     """Raise ModelError unless the name is OWNER/NAME."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+    if "/" not in repo or not _HUB_ID.fullmatch(repo):
         raise ModelError(f"{repo!r} is not a hub repository: give OWNER/NAME, such as me/my-model")
 
 

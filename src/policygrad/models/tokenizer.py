@@ -6,22 +6,25 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import compress
+from functools import partial
+from itertools import compress, count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policygrad.errors import ModelError
+from policygrad.errors import DataError, ModelError
 from policygrad.models.chat_template import (
+    HistoryRewrittenError,
     Message,
     Tools,
-    encode_continuation,
-    encode_prompt,
-    encode_rewritten,
     extend_ids,
+    format_tools,
+    render,
+    render_ids,
 )
+from policygrad.models.control_tokens import Placeholders, encode_escaped, escape_special_tokens
 from policygrad.models.loading import context_length, load_error, resolve_model
 from policygrad.models.lora_config import adapter_base
 from policygrad.models.tool_calls import ToolCallParser, get_chat_template, parser_for_template
@@ -29,7 +32,11 @@ from policygrad.models.tool_calls import ToolCallParser, get_chat_template, pars
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The model's tokenizer, with the ids that end a completion."""
+    """The model's tokenizer, with the ids that end a completion.
+
+    Sampled tokens are never tokenized again: the next turn's prompt is the ids so far, the sampled ids, and `encode_continuation`.
+    If a template rewrites earlier turns, that is impossible, and the next turn's prompt is `encode_rewritten`.
+    """
 
     hf: Any
     """The transformers tokenizer."""
@@ -48,7 +55,13 @@ class Tokenizer:
             ModelError: No chat template, or one that refuses the messages; a prompt without tokens, or one that leaves no room
                 for max_tokens.
         """
-        ids = encode_prompt(self, prompt, tools=tools, source=source)
+        if isinstance(prompt, str):
+            text = f"{format_tools(tools)}\n\n{prompt}" if tools else prompt
+            ids = list(self.hf(text, add_special_tokens=True)["input_ids"])
+            if len(ids) > 1 and ids[-1] in self.end_ids:  # some tokenizers close every text; a prompt stays open
+                ids.pop()
+        else:
+            ids = render_ids(self, prompt, generation_prompt=True, tools=tools, source=source)
         if not ids:
             raise ModelError(f"{source} has no tokens: {prompt!r}. A prompt needs at least one")
         if self.context_length is not None and len(ids) + max_tokens > self.context_length:
@@ -66,9 +79,43 @@ class Tokenizer:
         source: str = "a conversation",
         tools: Tools | None = None,
     ) -> Tensor:
-        """Encode what stands between a sampled turn and the next, [n] int64: see `chat_template.encode_continuation`."""
-        ids = encode_continuation(self, so_far, reply, new, tools=tools, source=source)
-        return torch.tensor(ids, dtype=torch.int64)
+        """Encode what stands between a sampled turn and the next, [n] int64: prompt + sampled ids + these are the next prompt.
+
+        They are the rendered difference. Decoded, the concatenation is the template's rendering of the conversation, except for
+        whitespace around the reply and the end token, which a template may trim or leave out. New messages come from tools and
+        environments: control tokens that they spell out are encoded letter by letter.
+
+        Args:
+            so_far: The conversation that the reply answers, each earlier reply as its sampled text.
+            reply: The sampled turn, decoded without its end token.
+            new: Text if the conversation is text, else messages.
+
+        Raises:
+            DataError: Text continued by messages, or the reverse.
+            ModelError: See `render`; or letters that cannot be encoded without a control token.
+            HistoryRewrittenError: The template renders earlier turns differently once there are more.
+        """
+        if isinstance(so_far, str) != isinstance(new, str):
+            raise DataError(f"{source}: a text must be continued by text, and messages by messages")
+        prefix = _make_placeholder(repr((so_far, reply, new, tools)))
+        if isinstance(so_far, str) or isinstance(new, str):
+            [text], placeholders = escape_special_tokens(self.hf, [{"content": str(new)}], prefix)
+            return torch.tensor(encode_escaped(self.hf, text["content"], placeholders, source), dtype=torch.int64)
+        escaped, placeholders = escape_special_tokens(self.hf, new, prefix)
+        rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
+        before = rendered(so_far).rstrip()
+        full = rendered([*so_far, {"role": "assistant", "content": reply}, *escaped])
+        mark = _make_placeholder(full)
+        head, marked, tail = rendered([*so_far, {"role": "assistant", "content": mark}, *escaped]).partition(mark)
+        rendered_reply = full[len(before) : len(full) - len(tail)]
+        appends = head.rstrip() == before and full.startswith(before) and full.endswith(tail)
+        if not marked or not appends or rendered_reply.strip() != reply.strip():
+            raise HistoryRewrittenError(
+                f"{source}: the chat template of {self.name!r} rewrites earlier turns once there is another message (for example, "
+                "it drops their reasoning), so the next turn cannot continue the sampled tokens: begin a new trajectory at every "
+                "turn, or use a template that only appends"
+            )
+        return self._encode_after_end(tail, placeholders, source)
 
     def encode_rewritten(
         self,
@@ -78,9 +125,47 @@ class Tokenizer:
         source: str = "a conversation",
         tools: Tools | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Encode a conversation that the template rewrites, ([P'], [n]) int64: see `chat_template.encode_rewritten`."""
-        ids, new_ids = encode_rewritten(self, messages, opening, new, tools=tools, source=source)
-        return torch.tensor(ids, dtype=torch.int64), torch.tensor(new_ids, dtype=torch.int64)
+        """Encode a conversation whose template rewrites earlier turns.
+
+        Earlier replies are text here, as the template renders them. Control tokens that they, tools or environments spell out are
+        encoded letter by letter.
+
+        Args:
+            opening: Number of messages in the task's prompt, which are encoded as they are.
+            new: Number of messages after the last reply.
+
+        Returns:
+            The ids of the conversation up to where the assistant's turn begins [P'], and of the new messages [n], int64.
+
+        Raises:
+            ModelError: See `encode_continuation`.
+        """
+        prefix = _make_placeholder(repr((messages, tools)))
+        escaped, placeholders = escape_special_tokens(self.hf, messages[opening:], prefix)
+        conversation = [*messages[:opening], *escaped]
+        earlier, new_messages = conversation[: -1 - new], conversation[len(conversation) - new :]
+        rendered = partial(render, self, generation_prompt=True, tools=tools, source=source)
+        text = rendered(conversation)
+        mark = _make_placeholder(text)
+        _, marked, tail = rendered([*earlier, {"role": "assistant", "content": mark}, *new_messages]).partition(mark)
+        if not marked:  # the template does not show the reply at all
+            tail = "\n".join(str(message.get("content", "")) for message in new_messages)
+        ids = torch.tensor(encode_escaped(self.hf, text, placeholders, source), dtype=torch.int64)
+        return ids, self._encode_after_end(tail, placeholders, source)
+
+    def _encode_after_end(self, tail: str, placeholders: Placeholders, source: str) -> Tensor:
+        """Encode what follows the sampled end token. It is tokenized after that token, where the result may differ."""
+        ids: list[int] | None = None
+        for end in sorted(self.end_ids):
+            text = str(self.hf.convert_ids_to_tokens(end))
+            if tail.lstrip().startswith(text):
+                tail = tail.lstrip().removeprefix(text)
+                with_end = encode_escaped(self.hf, text + tail, placeholders, source)
+                ids = with_end[1:] if with_end[:1] == [end] else None
+                break
+        return torch.tensor(
+            encode_escaped(self.hf, tail, placeholders, source) if ids is None else ids, dtype=torch.int64
+        )
 
     def encode_answer(
         self, prompt_ids: Tensor, prompt: str | Sequence[Message], text: str, source: str = "an answer"
@@ -101,6 +186,11 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """Return the text, without end and padding tokens."""
         return str(self.hf.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _make_placeholder(text: str) -> str:
+    """Return a word that is not in the text, of letters that no template trims, escapes or splits."""
+    return next(word for i in count() if (word := f"PLACEHOLDER{i}X") not in text)
 
 
 def encode_demonstration(
