@@ -142,8 +142,7 @@ class ShardedTensors:
         invalid index; OSError, SafetensorError for an invalid file."""
         self._folder, self._aliases = folder, record["aliases"]
         self._stack, self._files = ExitStack(), dict[str, Any]()
-        self.unsharded = set(self._file(TENSORS_FILE).keys())
-        """Names of the tensors in TENSORS_FILE."""
+        self.unsharded = set(self._file(TENSORS_FILE).keys())  # names of the tensors in TENSORS_FILE
         self._index: dict[str, Any] = record.get("shards", {})
         for name, entry in self._index.items():
             _check_entry(name, entry)

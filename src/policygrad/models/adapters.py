@@ -17,8 +17,7 @@ from policygrad.errors import ConfigError, ModelError, install_command
 from policygrad.models.lora_config import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."
-"""Prefix of the names in an adapter's file and in a PEFT model."""
+PEFT_PREFIX = "base_model.model."  # prefix of the names in an adapter's file and in a PEFT model
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from policygrad.models.loading import (
 from policygrad.models.lora_config import adapter_base, read_adapter_config
 from policygrad.models.tokenizer import Tokenizer, load_pretrained_tokenizer
 
-MICRO_BATCH_TOKENS = 8192
-"""Tokens per forward pass, including padding."""
+MICRO_BATCH_TOKENS = 8192  # tokens per forward pass, including padding
 Messages = Sequence[Mapping[str, str]]
 
 

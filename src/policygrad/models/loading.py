@@ -45,12 +45,10 @@ ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
 """oneDNN's variable for the number of compiled operations it caches (1024 by default), and a sufficient value."""
 HUB_TIMEOUT = 5.0  # seconds for the hub's first answer; transformers alone would try for half a minute
 MAX_NAME_BYTES = 255
-MAX_NAMES_SHOWN = 5
-"""Tensors named in a message; the others are counted."""
+MAX_NAMES_SHOWN = 5  # tensors named in a message; the others are counted
 TRUST_FLAG = "--trust-remote-code"
 ADAPTER = "adapter_model.bin"
-LoadingInfo = Mapping[str, Any]
-"""transformers' lists of missing, unexpected and mismatched tensors."""
+LoadingInfo = Mapping[str, Any]  # transformers' lists of missing, unexpected and mismatched tensors
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _PICKLES = ("pytorch_model*.bin", "model*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _COMPUTED = re.compile(  # buffers that older versions saved and newer ones compute

@@ -110,14 +110,14 @@ class Router:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self.recorded is not None or self.replayed is not None:
             self._calls = 0
-            self._modes.append(_TopK(self._select))
+            self._modes.append(_TopK(self.choose))
             self._modes[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def _after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._modes:
             self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _select(self, live: Tensor) -> Tensor | None:
+    def choose(self, live: Tensor) -> Tensor | None:
         """Record the model's selection in a call of `topk`, and return the experts [n, k] to use instead; None = the model's."""
         self._calls += 1
         if self._calls != self.call:

@@ -21,8 +21,7 @@ from policygrad.models.adapters import (
 from policygrad.models.loading import disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 
-ModelFactory = Callable[[], nn.Module]
-"""Creates another instance of a model, whose weights are then replaced."""
+ModelFactory = Callable[[], nn.Module]  # creates another instance of a model, whose weights are then replaced
 _BUILD_HINT = "pass build=, a function that creates another instance of the model (its weights are copied)"
 
 

@@ -23,8 +23,7 @@ class AsyncRunner:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
-        self._owner: threading.Thread | None = None
-        """The thread that runs the loop; None if none does."""
+        self._owner: threading.Thread | None = None  # the thread that runs the loop; None if none does
         self._pending = list[Future[Any]]()
         """Coroutines of other threads than the one that ran the loop when they were submitted."""
 

@@ -35,8 +35,7 @@ class SignalHandlers:
         self._handler, self._numbers = handler, numbers
         self._previous: dict[signal.Signals, Any] = {}
         self._imports = 0
-        self._deferred: dict[int, float] = {}
-        """Signals that wait for an import, and since when."""
+        self._deferred: dict[int, float] = {}  # signals that wait for an import, and since when
         # so that no signal is sent after the handlers are restored, which would kill the process
         self._lock = threading.Lock()
 

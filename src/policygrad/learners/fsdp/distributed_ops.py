@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from math import ceil
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from policygrad.learners.fsdp.sharding import (
 )
 from policygrad.learners.local.curvature import Curvature, make_dual, output_hessian_product, unpack_dual
 from policygrad.learners.local.packing import Pack, WorkDivision, pack_micro_batches
-from policygrad.learners.local.score_norms import Norms, ScoreNorms, pack_singly
+from policygrad.learners.local.score_norms import Norms, ScoreNorms
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention, copy_weights, full_tensor, local_tensor
 
@@ -114,11 +115,8 @@ class ShardedCurvature(Curvature):
             total = traced.new_zeros(())
             for which, index, tokens, order in chunks:
                 inputs = (traced[which], change[which], index, tokens, weights[order])
-                recompute = len(chunks) > 1
-                value = (
-                    checkpoint(chunk_surrogate, *inputs, use_reentrant=False) if recompute else chunk_surrogate(*inputs)
-                )
-                total = total + value
+                recomputed = partial(checkpoint, chunk_surrogate, use_reentrant=False)
+                total = total + (recomputed if len(chunks) > 1 else chunk_surrogate)(*inputs)
             return total
 
         with self.networks.backward_mode():
@@ -173,7 +171,7 @@ class ShardedScoreNorms(ScoreNorms):
 
         try:
             with swap_when_called(self.units, observe):
-                for part in self.division.distribute(pack_singly(batch, rows), backward):
+                for part in self.division.distribute(pack_micro_batches(batch, rows, 0), backward):
                     total.zero_()
                     backward(part)
                     yield part.rows, total.clone()[None]

@@ -114,8 +114,7 @@ class WorkerGroup:
     """This process as a member of the group of processes that learn together."""
 
     def __init__(self, rank: int, size: int, processes: Sequence[WorkerProcess] = (), host: str = LOCALHOST) -> None:
-        """Wrap torch's default process group, which must be initialised, with the `processes` that this one has started and
-        the address of rank 0's machine."""
+        """Wrap torch's default process group, with the `processes` that this one has started and rank 0's address."""
         self.rank, self.size, self._processes = rank, size, processes
         self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         self.store = ControlStore.connect(rank, size, self._control, host)
@@ -123,9 +122,15 @@ class WorkerGroup:
 
     @classmethod
     def start(cls, size: int, launcher: WorkerLauncher | None = None) -> WorkerGroup:
-        """Start the other ranks, or join torchrun's, and return the group as rank 0. `launcher` starts the ranks; None
-        = on this machine. Raises ConfigError if torch.distributed is missing or already in use in this process;
-        RunError if a rank exits while it starts."""
+        """Start the other ranks, or join torchrun's, and return the group as rank 0.
+
+        Args:
+            launcher: Starts the ranks; None = on this machine.
+
+        Raises:
+            ConfigError: torch.distributed is missing or already in use in this process.
+            RunError: A rank exits while it starts.
+        """
         if not dist.is_available():
             raise ConfigError(
                 "learner.world_size above 1 needs torch.distributed, which this torch is built without: set it to 1"

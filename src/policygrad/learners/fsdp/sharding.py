@@ -70,11 +70,8 @@ class ModelSkeleton:
     def build_empty(self, device: torch.device, *, at_least_fp32: bool = False) -> nn.Module:
         """Build the model on a device, frozen, with uninitialised weights."""
         model: nn.Module = self.build_meta()
-
-        def values(p: nn.Parameter) -> Tensor:
-            return torch.empty_like(at_least_float32(p) if at_least_fp32 else p, device=device)
-
-        materialise(list(model.modules()), device, values)
+        like = at_least_float32 if at_least_fp32 else nn.Parameter.detach
+        materialise(list(model.modules()), device, lambda p: torch.empty_like(like(p), device=device))
         return model.requires_grad_(False)
 
 
@@ -193,10 +190,9 @@ def shard_model(
 def shard_copy(evaluator: Evaluator, skeleton: ModelSkeleton, place: ShardPlacement) -> ShardedEvaluator:
     """Build a second, frozen model with the evaluator's weights, of which each rank copies its shard."""
 
-    def values(name: str, p: Tensor) -> Tensor:
-        return torch.empty_like(p, device=place.device)
-
-    copied = _build_sharded(skeleton, values, place, evaluator.temperature)
+    copied = _build_sharded(
+        skeleton, lambda name, like: torch.empty_like(like, device=place.device), place, evaluator.temperature
+    )
     copy_weights(evaluator.model, copied.model)
     copied.model.requires_grad_(False)
     return copied
@@ -228,8 +224,10 @@ def apply_fsdp(
     compute_dtype: torch.dtype | None,
     prepare: Callable[[nn.Module], None] = lambda unit: None,
 ) -> None:
-    """Shard a module's parameters layer by layer, each after `prepare`. `compute_dtype` is the precision in which
-    parameters are gathered, if lower than theirs; gradients are then summed in float32."""
+    """Shard a module's parameters layer by layer, each after `prepare`.
+
+    `compute_dtype`: the precision in which parameters are gathered, if lower than theirs; gradients are then summed in float32.
+    """
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -310,7 +308,6 @@ def swap_parameters(slots: Iterable[ParameterSlot], replacement: Replacement) ->
 @contextmanager
 def swap_when_called(units: Sequence[FsdpUnit], replacement: Replacement) -> Iterator[None]:
     """Replace the parameters of each unit while it is called; `replacement` may gather if all ranks call the same units."""
-
     with ExitStack() as hooks:
         for unit in units:
             stack = ExitStack()

@@ -256,8 +256,7 @@ class Watchdog:
         self._operation, self._operation_count = "", 0
         self._limit = 0
         self._folder: Path | None = None
-        self.diagnosis = ""
-        """What hung, and how to resume; empty while nothing has."""
+        self.diagnosis = ""  # what hung, and how to resume; empty while nothing has
 
     def start(self, timeout: float, folder: Path | None) -> None:
         """Watch for a `timeout` in seconds without progress (0 = for ever); `folder` receives the stacks, or stderr if None."""

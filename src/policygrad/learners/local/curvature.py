@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.models.loading import at_least_float32
 from policygrad.models.replica import PlainAttention
 
+make_dual: Callable[[Tensor, Tensor], Tensor] = (
+    forward_ad.make_dual
+)  # x with a tangent (forward mode); untyped in torch
 _Function = Callable[..., Tensor]
 
 
@@ -50,15 +53,9 @@ def output_hessian_product(
     return (-total * p).index_put_((index, tokens), share, accumulate=True)
 
 
-def make_dual(x: Tensor, change: Tensor) -> Tensor:
-    """Return x with a tangent (forward mode)."""
-    result: Tensor = cast(Any, forward_ad.make_dual)(x, change)  # untyped in torch
-    return result
-
-
 def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x and its tangent, 0 if it has none."""
-    value, tangent = cast(Any, forward_ad.unpack_dual)(x)
+    value, tangent = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
     return value, torch.zeros_like(value) if tangent is None else tangent
 
 
@@ -161,8 +158,8 @@ class Curvature:
                 assert out.kl_old is not None
                 totals[0] += float(objective(replace(out, logp=out.logp.double()), share, row_psi, algorithm, coef))
                 totals[1] += float((weight * out.kl_old).sum())
-        total, divergence = self.networks.division.all_reduce(totals).tolist()
-        return total, divergence
+        surrogate, divergence = self.networks.division.all_reduce(totals).tolist()
+        return surrogate, divergence
 
     @contextmanager
     def _shifted(self, delta: Tensor) -> Iterator[Callable[[Pack], Forward]]:
@@ -199,9 +196,8 @@ class Curvature:
 
     def _call_with(self, parameters: Mapping[str, Tensor], f: _Function, *args: Any) -> Tensor:
         """Return f(*args) with other parameters in the model."""
-        model = CallModule(self.networks.policy.model)
-        output: Tensor = functional_call(model, {f"model.{n}": p for n, p in parameters.items()}, (f, *args))
-        return output
+        named = {f"model.{n}": p for n, p in parameters.items()}
+        return functional_call(CallModule(self.networks.policy.model), named, (f, *args))  # type: ignore[no-any-return]
 
     def _chunks(self, part: Pack, states: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Iterate over chunks of at most `MAX_LOGITS` logits: which states, and of each token that they predict the index of its

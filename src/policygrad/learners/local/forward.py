@@ -33,7 +33,7 @@ class Network:
     `fsdp/sharding.py`).
     """
 
-    model: nn.Module
+    model: Any  # an AutoModelForCausalLM
     split_head: bool = False
     """The head on last hidden states gives the model's logits, so it need only see predicting positions; otherwise a state is the
     logits themselves."""
@@ -43,21 +43,21 @@ class Network:
     @property
     def vocabulary(self) -> int:
         """Number of token ids that it reads."""
-        return int(self._root.get_input_embeddings().weight.shape[0])
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def hidden_size(self) -> int:
         """H."""
-        return int(self._root.get_output_embeddings().weight.shape[1])
+        return int(self.model.get_output_embeddings().weight.shape[1])
 
     @property
     def head(self) -> nn.Module | None:
         """The module from states to logits; None if a state is logits."""
-        return self._root.get_output_embeddings() if self.split_head else None
+        return self.model.get_output_embeddings() if self.split_head else None
 
     def width(self, states: Tensor) -> int:
         """Return V, the number of logits per state."""
-        return int(self._root.get_output_embeddings().weight.shape[0]) if self.split_head else states.shape[1]
+        return int(self.model.get_output_embeddings().weight.shape[0]) if self.split_head else states.shape[1]
 
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] the states at `part.predicting_nodes`, which `logits` reads."""
@@ -86,7 +86,7 @@ class Network:
         """Return [n, ·] the states at flat positions [n] of the inputs."""
         if self.split_head:
             return _hidden_states(get_backbone(self.model), index, call)
-        return gather_positions(self._root(**call, use_cache=False).logits, index)
+        return gather_positions(self.model(**call, use_cache=False).logits, index)
 
     def hidden(self, part: Pack, network: nn.Module | None = None) -> Tensor:
         """Return [u, H] last hidden states at `part.predicting_nodes`; `network`: another backbone to use."""
@@ -94,12 +94,7 @@ class Network:
 
     def logits(self, states: Tensor) -> Tensor:
         """Return [n, V]."""
-        output: Tensor = self._root.get_output_embeddings()(states) if self.split_head else states
-        return output
-
-    @property
-    def _root(self) -> Any:
-        return self.model
+        return self.model.get_output_embeddings()(states) if self.split_head else states
 
 
 def _hidden_states(network: nn.Module, index: Tensor, call: Inputs) -> Tensor:
@@ -169,8 +164,7 @@ class Evaluator:
 
     @property
     def model(self) -> nn.Module:
-        """The full model."""
-        return self.network.model
+        return self.network.model  # type: ignore[no-any-return]
 
     def states(self, part: Pack) -> Tensor:
         """Return [u, ·] this model's states for a comparison with another's; `network.logits` may read them until `release`."""

@@ -101,8 +101,8 @@ class Optimizer:
 
     def pop_flat_gradient(self) -> Tensor:
         """Return the accumulated gradients as one vector [P], as `split` takes it, and clear them."""
-        gradients = [local_tensor(torch.zeros_like(m) if m.grad is None else m.grad) for m in self.masters.values()]
-        flat = torch.cat([x.flatten() for x in gradients])
+        gradients = (torch.zeros_like(m) if m.grad is None else m.grad for m in self.masters.values())
+        flat = torch.cat([local_tensor(x).flatten() for x in gradients])
         self.adam.zero_grad(set_to_none=True)
         return flat
 
@@ -175,10 +175,9 @@ def group_by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def describe_nonfinite(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     """Return as text the first parameter whose gradient is not finite, and whether its weight is."""
     for name, gradient in gradients.items():
-        if not bool((full_gradient := full_tensor(gradient)).isfinite().all()):
-            bad, finite = int((~full_gradient.isfinite()).sum()), bool(full_tensor(weights[name]).isfinite().all())
-            weight_note = "" if finite else "; the weight itself is not finite"
-            return f", first in {name} ({bad} of {full_gradient.numel()} numbers are not finite{weight_note})"
+        if bad := int((~full_tensor(gradient).isfinite()).sum()):
+            note = "" if bool(full_tensor(weights[name]).isfinite().all()) else "; the weight itself is not finite"
+            return f", first in {name} ({bad} of {gradient.numel()} numbers are not finite{note})"
     return ", though every number in it is finite: their squares are not"
 
 
