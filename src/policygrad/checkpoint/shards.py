@@ -166,8 +166,7 @@ class ShardedTensors:
         CheckpointError if a file contains another shard than the index says."""
         name = self._aliases.get(name, name)
         if box is None and name in self.unsharded:
-            data: Tensor = self._file(TENSORS_FILE).get_tensor(name)
-            return data.clone()
+            return self._file(TENSORS_FILE).get_tensor(name).clone()  # type: ignore[no-any-return]
         dtype, shape, shards = self._entry(name)
         begin, size = ([0] * len(shape), shape) if box is None else box
         for file, _, extent in shards:  # before allocating memory for what may not exist

@@ -58,7 +58,7 @@ def encode_for_scoring(
 def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Yield batches of indices into `lengths`, longest first, with at most `tokens` padded tokens (or one text)."""
     batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
             yield batch
             batch = []
@@ -73,8 +73,7 @@ def forward(model: nn.Module, texts: Sequence[Sequence[int]]) -> Tensor:
     The model scores the last token that is not padding, so a model without a padding token is padded with an id that occurs in
     none of the texts.
     """
-    config: Any = model.config
-    config = config.get_text_config()
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     device = next(model.parameters()).device
     original = filler = config.pad_token_id
     if filler is None and len(texts) > 1:
@@ -198,11 +197,8 @@ def set_padding_token(model: nn.Module, tokenizer: object) -> None:
 
 def score_head_modules(model: Any) -> tuple[str, ...]:
     """Return the names of the modules outside the body, which compute the score; a new head must be trained completely."""
-    return tuple(
-        name
-        for name, module in model.named_children()
-        if name != model.base_model_prefix and any(True for _ in module.parameters())
-    )
+    heads = (name for name, module in model.named_children() if next(module.parameters(), None) is not None)
+    return tuple(name for name in heads if name != model.base_model_prefix)
 
 
 def read_num_labels(path: str, trust_remote_code: bool = False) -> tuple[int, list[str]]:

@@ -193,9 +193,8 @@ def disable_dropout(model: nn.Module) -> nn.Module:
 
 def context_length(model: nn.Module) -> int | None:
     """Return the number of positions, in tokens; None if the configuration does not state it."""
-    config: Any = model.config
-    # the language model's, if there is a vision tower too
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # without the vision tower, if there is one
+    return getattr(text, "max_position_embeddings", None)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -79,8 +79,9 @@ def _build_clone(model: nn.Module) -> nn.Module:
     if getattr(model, "is_quantized", False):  # it cannot be built from a configuration
         return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) in shared})
     with torch.device("meta"):
-        has_adapters = bool(adapter_configs(model))
-        clone = rebuild_with_adapters(model, _build_from_config) if has_adapters else _build_from_config(model)
+        clone = (
+            rebuild_with_adapters(model, _build_from_config) if adapter_configs(model) else _build_from_config(model)
+        )
     memo: dict[Tensor, Tensor] = {p: p for p in model.parameters() if id(p) in shared}
     modules = dict(clone.named_modules())
     for name, module in model.named_modules():
@@ -95,12 +96,12 @@ def _build_clone(model: nn.Module) -> nn.Module:
 
 
 def _build_from_config(model: Any) -> nn.Module:
-    make = getattr(type(model), "_from_config", None)
-    if make is None or not hasattr(model, "config"):
+    if not hasattr(type(model), "_from_config") or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} has no configuration to build a second one from: {_BUILD_HINT}")
     config = copy.deepcopy(model.config)
-    built: nn.Module = make(config, dtype=model.dtype, attn_implementation=config._attn_implementation)
-    return built
+    return type(model)._from_config(  # type: ignore[no-any-return]
+        config, dtype=model.dtype, attn_implementation=config._attn_implementation
+    )
 
 
 def unshared_parameters(clone: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -166,10 +167,9 @@ def redistribute_like(shard: Tensor, x: Tensor) -> Tensor:
         return shard.view_as(x)
     like: Any = x  # a DTensor, which does not exist in a torch without torch.distributed
     local = shard.view_as(local_tensor(x.detach()))
-    sharded: Tensor = type(like).from_local(
+    return type(like).from_local(  # type: ignore[no-any-return]
         local, like.device_mesh, like.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
-    return sharded
 
 
 # Attention in plain operations: the fused kernels lack forward mode, double backward and batched gradients.
@@ -200,8 +200,7 @@ def _math_attention(
     """Compute `scaled_dot_product_attention`. The math kernel adds its mask to the scores, so a Boolean one becomes 0 and −∞."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
-    out: Tensor = torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
-    return out
+    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
 
 
 def load_reference(

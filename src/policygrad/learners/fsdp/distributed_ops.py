@@ -54,10 +54,11 @@ class ShardedCurvature(Curvature):
         of the model has no forward mode."""
         optimizer, part = self.networks.optimizer, self._synthetic_pack()
         generator = torch.Generator().manual_seed(0)
-        shards = [local_tensor(p.detach()) for p in optimizer.masters.values()]
+        shards = [local_tensor(p.detach()).flatten() for p in optimizer.masters.values()]
         scales = [float(p.std(correction=0)) + 1e-3 if p.numel() else 0.0 for p in shards]
-        directions = [torch.randn(p.numel(), generator=generator) * x for p, x in zip(shards, scales, strict=True)]
-        v = torch.cat([x.to(p) for x, p in zip(directions, shards, strict=True)])
+        v = torch.cat(
+            [(torch.randn(len(p), generator=generator) * x).to(p) for p, x in zip(shards, scales, strict=True)]
+        )
         try:
             states, change = self._jvp_states(part, optimizer.split(v))
         except NotImplementedError as error:

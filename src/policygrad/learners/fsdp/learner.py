@@ -53,9 +53,11 @@ BoxReader = Callable[[tuple[Sequence[int], Sequence[int]] | None], Tensor]
 
 def shard_to_write(x: Tensor, is_first: bool, is_first_of_tp: bool) -> tuple[tuple[int, ...], Tensor] | None:
     """Return (offset, local tensor) of what this rank writes; None if it holds nothing or another rank writes the same.
-    Raises ConfigError if the tensor's placement gives a rank no box.
 
     The first rank writes tensors that are not sharded; the ranks that share layers all hold the parameters outside them.
+
+    Raises:
+        ConfigError: The tensor's placement gives a rank no box.
     """
     if not isinstance(x, DTensor):
         return ((0,) * x.ndim, x) if is_first else None
@@ -77,8 +79,7 @@ def local_box(x: DTensor) -> Box:
     that hold the same.
     """
     offset, size = [0] * x.ndim, list(x.shape)
-    coordinates: Sequence[int] = x.device_mesh.get_coordinate() or ()
-    splits = zip(x.placements, coordinates, x.device_mesh.shape, strict=True)
+    splits = zip(x.placements, x.device_mesh.get_coordinate() or (), x.device_mesh.shape, strict=True)
     for p, at, count in sorted(splits, key=lambda split: isinstance(split[0], _StridedShard)):
         if isinstance(p, _SHARDS):
             each = -(-size[p.dim] // count)

@@ -131,8 +131,7 @@ class ShardedEvaluator(Evaluator):
 
     def run_in_root(self, work: Callable[[], Tensor]) -> Tensor:
         """Call `work` inside the root, in all ranks at the same time."""
-        output: Tensor = self.root(lambda: work().clone())  # FSDP may lose track of a view
-        return output
+        return self.root(lambda: work().clone())  # type: ignore[no-any-return]  # FSDP may lose track of a view
 
     def release(self) -> None:
         """Shard the root again."""
@@ -162,8 +161,7 @@ class ShardedNetwork(Network):
         """Return last hidden states, calling the root if it is this model's backbone."""
         if network is not None:
             return Network.hidden(self, part, network)
-        states: Tensor = self.root(lambda: Network.hidden(self, part))
-        return states
+        return self.root(lambda: Network.hidden(self, part))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,10 +177,10 @@ def shard_model(
     skeleton: ModelSkeleton, source: nn.Module | None, workers: WorkerGroup, place: ShardPlacement, temperature: float
 ) -> ShardedEvaluator:
     """Build the skeleton's model with the weights of `source`, which rank 0 has; no rank ever holds more than one full layer."""
-    weights = None if source is None else dict(source.named_parameters())
+    weights: dict[str, nn.Parameter] = {} if source is None else dict(source.named_parameters())
 
-    def values(name: str, p: Tensor) -> Tensor:
-        return workers.broadcast_tensor(None if weights is None else weights[name], p, place.device)
+    def values(name: str, like: Tensor) -> Tensor:
+        return workers.broadcast_tensor(weights[name] if weights else None, like, place.device)
 
     return _build_sharded(skeleton, values, place, temperature)
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
 from types import FrameType
@@ -75,15 +76,12 @@ class ControlStore:
         self._store.set(key, b64encode(zlib.compress(text.encode(), 1)).decode())  # a store value is limited to 8 MiB
 
     def contains(self, *keys: str) -> bool:
-        """Return whether every key has a value."""
         return self._store.check(list(keys))
 
     def get(self, key: str) -> str | None:
-        """Return the text of a key, or None."""
         return self._fetch(key) if self.contains(key) else None
 
     def pop(self, key: str) -> str:
-        """Return the text of a key and delete it."""
         text = self._fetch(key)
         self._store.delete_key(key)
         return text
@@ -152,12 +150,8 @@ def iter_frames(innermost: FrameType | None) -> Iterator[FrameType]:
 
 def is_in_collective(innermost: FrameType | None) -> bool:
     """Return whether a thread is in torch.distributed, with nothing but torch's own frames further in."""
-    for frame in iter_frames(innermost):
-        if not frame.f_code.co_filename.startswith(_TORCH):
-            return False
-        if frame.f_code.co_filename.startswith(_DISTRIBUTED):
-            return True
-    return False
+    files = (frame.f_code.co_filename for frame in iter_frames(innermost))
+    return any(file.startswith(_DISTRIBUTED) for file in takewhile(lambda file: file.startswith(_TORCH), files))
 
 
 def describe_location(innermost: FrameType | None) -> str:
@@ -176,15 +170,8 @@ def heartbeat_key(rank: int) -> str:
     return f"heartbeat {rank}"
 
 
-def exit_key(rank: int) -> str:
-    return f"exit {rank}"
-
-
 class HeartbeatThread:
-    """Sends the heartbeats of a rank above 0 until `close`.
-
-    It ends the process when rank 0 requests it, and when rank 0 has exited and the process does not notice.
-    """
+    """Sends a rank's heartbeats until `close`, and ends the process if rank 0 requests it, or has exited unnoticed."""
 
     def __init__(self, store: ControlStore, rank: int) -> None:
         self._store, self._rank, self._closed = store, rank, threading.Event()
@@ -196,7 +183,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         try:
-            while not self._store.contains(exit_key(self._rank)):
+            while not self._store.contains(f"exit {self._rank}"):
                 self._store.set(heartbeat_key(self._rank), json.dumps(asdict(self._monitor.beat())))
                 if self._closed.wait(BEAT_SECONDS):
                     return
@@ -341,12 +328,10 @@ class Watchdog:
             )
         text = "\n".join(stacks)
         resume = f"resume from the last checkpoint with --resume {self._folder}"
-        try:
-            if self._folder is not None:
+        if self._folder is not None:
+            with suppress(OSError):
                 (self._folder / STACKS_FILE).write_text(text, encoding="utf-8")
                 return f"The stacks are in {self._folder / STACKS_FILE}; {resume}, and raise --learner.hang-timeout if nothing hung"
-        except OSError:
-            pass
         print(text, file=sys.stderr, flush=True)
         return "The stacks are above" if self._folder is None else f"The stacks are above; {resume}"
 
@@ -355,5 +340,5 @@ class Watchdog:
         if rank != 0 and self._processes:
             self._processes[rank - 1].kill()
         elif rank != 0:
-            self._store.set(exit_key(rank), "")
+            self._store.set(f"exit {rank}", "")
             self._signal_local(rank, signal.SIGKILL)

@@ -110,8 +110,7 @@ class Curvature:
         pad = getattr(getattr(policy.model, "config", None), "pad_token_id", None)
         tokens = torch.tensor([[*range(min(8, policy.network.vocabulary)), pad or 0]])
         one, size = torch.zeros(1, dtype=torch.int64), tokens.shape[1]
-        mask = torch.ones(1, size, dtype=torch.bool)
-        batch = Batch(mask=mask, group=one, reward=torch.zeros(1), tokens=tokens, prompts=(tokens[0, :1],))
+        batch = Batch(mask=tokens >= 0, group=one, reward=torch.zeros(1), tokens=tokens, prompts=(tokens[0, :1],))
         return next(pack_micro_batches(batch, one, size)).to(self.networks.device)
 
     def fisher(self, batch: Batch, v: Tensor, sampled: bool) -> Tensor:
@@ -208,8 +207,7 @@ class Curvature:
             yield which, pairs.index[pair] - which.start, pairs.tokens[pair], pairs.order[pair]
 
     def _states(self, part: Pack) -> Tensor:
-        policy = self.networks.policy
-        return policy.network_for(part).states(part)
+        return self.networks.policy.network_for(part).states(part)
 
     def _jvp_states(self, part: Pack, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the states [u, H] and their change along the tangents, without a graph."""

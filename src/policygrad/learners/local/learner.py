@@ -77,8 +77,8 @@ class LocalLearner:
         self.evaluator = self._build_evaluator(model, spec.temperature)
         if config.routing_replay:
             check_routing_replay(algorithm)
-            network = replace(self.evaluator.network, routing=Routing.for_model(model))
-            self.evaluator = replace(self.evaluator, network=network)
+            routed = replace(self.evaluator.network, routing=Routing.for_model(model))
+            self.evaluator = replace(self.evaluator, network=routed)
         self.optimizer = Optimizer(model, spec.optimizer, spec.lr or 0.0, spec.steps * rule.updates)
         critic = algorithm.critic
         self.critic = None if critic is None else ValueModel(self.evaluator, critic, spec, build, self.division)

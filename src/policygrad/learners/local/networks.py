@@ -81,7 +81,6 @@ class ValueModel:
         build: ModelFactory | None = None,
         division: WorkDivision | None = None,
     ) -> None:
-        """Make a critic that starts from the policy's weights."""
         self.config, self.division = spec.config, division or WorkDivision()
         self.network = ValueNetwork(evaluator, critic, spec.config.gradient_checkpointing, build)
         self.division.shard(self.network)
@@ -160,7 +159,6 @@ class ValueModel:
         return {"value_loss": Mean(metrics["value_loss"].value)} if metrics else {}
 
     def descend(self) -> Metrics:
-        """Take one AdamW step."""
         norm, _ = self.optimizer.step()
         return {} if norm is None else {"value_grad_norm": Max(norm)}
 
@@ -214,7 +212,6 @@ class ImplicitRewardModel:
         return {"reward_model/loss": Mean(self.division.reduce_metrics(metrics)["reward_model/loss"].value)}
 
     def descend(self) -> Metrics:
-        """Take one AdamW step."""
         norm, _ = self.optimizer.step()
         return {} if norm is None else {"reward_model/grad_norm": Max(norm)}
 

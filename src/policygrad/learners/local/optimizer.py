@@ -91,13 +91,9 @@ class Optimizer:
         return norm, rate
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
-        """Split a vector [P] over all masters into tensors by name, in the masters' shapes and placements.
-
-        For sharded masters v contains this process's shards.
-        """
+        """Split a vector [P] (of this process's shards) into tensors by name, in the masters' shapes and placements."""
         shards = torch.split(v, [local_tensor(m.detach()).numel() for m in self.masters.values()])
-        named = zip(self.masters.items(), shards, strict=True)
-        return {name: redistribute_like(shard, master) for (name, master), shard in named}
+        return {n: redistribute_like(x, m) for (n, m), x in zip(self.masters.items(), shards, strict=True)}
 
     def pop_flat_gradient(self) -> Tensor:
         """Return the accumulated gradients as one vector [P], as `split` takes it, and clear them."""

@@ -134,10 +134,7 @@ class TokenSequences:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """A micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts.
-
-    A completion whose earlier tokens were rewritten on the way is on several texts.
-    """
+    """A micro-batch: a tree of N nodes, each a token, with b completions of T positions on S distinct texts."""
 
     rows: Tensor  # [b] completions of the batch
     ids: Tensor  # [N] token of each node

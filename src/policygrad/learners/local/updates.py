@@ -137,10 +137,7 @@ class LocalGradientProblem:
 
     @torch.no_grad()
     def _find_faulty_part(self) -> tuple[str, str]:
-        """Return the part that made a gradient not finite and a sentence about it; ("", "") if the model did, or no part alone.
-
-        This takes a pass over the completions, in all processes that learn together.
-        """
+        """Return the part that made a gradient not finite and a sentence about it; ("", "") if the model did, or no part alone."""
         batch, needs, counts = self.batch_with_selection(), self.algorithm.forward_needs, Metrics()
         rows, coefficients = batch.mask.any(1).nonzero().squeeze(1), self.algorithm.all_coefficients(batch)
         for pack, share, psi, coef in self._micro_batches(batch, rows, coefficients):
