@@ -87,11 +87,7 @@ class Checkpointer(Generic[P]):
         if final or progress.step % self.every == 0:
             try:
                 self.sync()
-                if self.sharded is None:
-                    self._write(progress, self.pack(progress), torch.get_rng_state(), self.keep)
-                else:
-                    self.wait_for_save()
-                    self._start_sharded_save(self.sharded, progress, torch.get_rng_state(), self.keep)
+                self._save(progress, None, torch.get_rng_state(), self.keep)
                 if final:
                     self._wait_pending()
             except CheckpointError as error:
@@ -144,32 +140,31 @@ class Checkpointer(Generic[P]):
         if it cannot be written; the weights have changed, and there is no copy of them."""
         if self.snapshot is None and self.version() != self._snapshot_version:
             raise CheckpointError("the weights have changed since, and the state is too large for a copy to be kept")
-        if self.snapshot is None and self.sharded is not None:
-            self._start_sharded_save(self.sharded, self.last, self.random, keep)
-            self._wait_pending()
-        else:
-            self._write(self.last, self.snapshot or self.pack(self.last), self.random, keep)
+        self._save(self.last, self.snapshot, self.random, keep)
+        self._wait_pending()
 
-    def _start_sharded_save(self, sharded: ShardedState[P], progress: P, random: Tensor, keep: int) -> None:
-        """Let every process copy its shard; a thread waits until all are on the disk and writes the rest."""
-        tensors, values = sharded.pack(progress)
-        local = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    def _save(self, progress: P, state: SavedState | None, random: Tensor, keep: int) -> None:
+        """Save a state (None = the current one). If it is sharded every process copies its shard, and a thread waits until all are
+        on the disk and writes the rest."""
+        if self.sharded is None or state is not None:
+            tensors, values = state or self.pack(progress)
+            tensors = tensors | {"rng/torch": random}
+            checkpoints.save_checkpoint(self.folder, progress.step, tensors, values, keep=keep, every=self.every)
+            self.saved = progress.step
+            return
+        self.wait_for_save()
+        tensors, values = self.sharded.pack(progress)
+        local = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()} | {"rng/torch": random}
         suffix = f"-{secrets.token_hex(4)}"  # a process that outlived an earlier run may still be writing
-        state = local | {"rng/torch": random}
-        writer = checkpoints.CheckpointWriter(self.folder, progress.step, state, values, keep, suffix, self.every)
+        writer = checkpoints.CheckpointWriter(self.folder, progress.step, local, values, keep, suffix, self.every)
         writer.begin()
         try:
-            wait_for_shards = sharded.start_save(writer.folder)
+            wait_for_shards = self.sharded.start_save(writer.folder)
         except BaseException:
             writer.abandon()
             raise
         outcome, _ = start_thread(lambda: writer.finish(wait_for_shards), f"checkpoint {progress.step}")
         self._pending = progress.step, outcome
-
-    def _write(self, progress: P, state: SavedState, random: Tensor, keep: int) -> None:
-        tensors, values = state[0] | {"rng/torch": random}, state[1]
-        checkpoints.save_checkpoint(self.folder, progress.step, tensors, values, keep=keep, every=self.every)
-        self.saved = progress.step
 
     @contextmanager
     def save_on_error(self) -> Iterator[None]:

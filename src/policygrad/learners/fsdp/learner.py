@@ -171,7 +171,7 @@ class FsdpLearner(LocalLearner):
     def _frozen_copy(self, evaluator: Evaluator, build: ModelFactory | None) -> Evaluator:
         is_reference = evaluator is self._reference_evaluator
         skeleton = self._fsdp_spec.reference if is_reference else self._fsdp_spec.policy
-        assert skeleton is not None  # an adapterless reference is never copied: see `FsdpController.of`
+        assert skeleton is not None  # an adapterless reference is never copied: see `FsdpController`
         return shard_copy(evaluator, skeleton, self._place)
 
     def _build_curvature(self) -> Curvature:
