@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
