@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from policygrad.core.batch import Batch
 from policygrad.learners.local.forward import Network
-from policygrad.learners.local.packing import pack_micro_batches
+from policygrad.learners.local.packing import Pack, pack_micro_batches
 from policygrad.learners.local.tree_attention import enable_tree_attention
 from policygrad.models.adapters import add_adapters
 from policygrad.models.lora_config import Lora
@@ -31,15 +31,7 @@ def saved_activation_bytes(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
 
-    rows = max(1, round(tokens / (prompt / group + completion)))
-    batch = Batch(
-        mask=torch.ones(rows, completion, dtype=torch.bool),
-        group=torch.arange(rows) // group,
-        reward=torch.zeros(rows),
-        tokens=torch.arange(rows)[:, None].expand(-1, completion).contiguous(),
-        prompts=tuple(torch.full((max(1, prompt),), rows + g) for g in range(-(-rows // group))),
-    )
-    part = next(pack_micro_batches(batch, torch.arange(rows), 10**12))
+    part = make_synthetic_pack(tokens, prompt, completion, group)
     causal: Any = AutoModelForCausalLM
     make = partial(causal.from_config, copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     if lora is not None:  # PEFT moves the adapters it makes, which fake tensors do not support
@@ -75,3 +67,16 @@ def count_saved_tensors(storages: dict[int, int], model: nn.Module) -> Iterator[
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
         yield
+
+
+def make_synthetic_pack(tokens: int, prompt: int, completion: int, group: int) -> Pack:
+    """Make a pack of about so many tokens: groups of completions, at least one completion."""
+    rows = max(1, round(tokens / (prompt / group + completion)))
+    batch = Batch(
+        mask=torch.ones(rows, completion, dtype=torch.bool),
+        group=torch.arange(rows) // group,
+        reward=torch.zeros(rows),
+        tokens=torch.arange(rows)[:, None].expand(-1, completion).contiguous(),
+        prompts=tuple(torch.full((max(1, prompt),), rows + g) for g in range(-(-rows // group))),
+    )
+    return next(pack_micro_batches(batch, torch.arange(rows), 10**12))
