@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pages.figures import gate_section
-from pages.formatting import block, page, table
+from pages.markdown import block, page, table
 from pages.measured import row_of, summary_sentence
 from policygrad import algorithms
 from policygrad.algorithms import ALGORITHMS

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from check_extras import project
-from pages.formatting import Data, block, load, page, table
+from check_extras import read_extras
+from pages.markdown import Data, block, load, page, table
 from pages.measured import DARK, STYLE
 from policygrad.commands.foreign_options import load_foreign_options
 from policygrad.trackers.glossary import MetricSection, load_glossary
@@ -84,7 +84,7 @@ def _chapter(chapter: MetricSection) -> str:
 
 
 EXTRAS_HEAD = ("extra", "tried", "packages", "adds, MiB", "s to install", "without it", "with it")
-WITHOUT = {"named": "refused by its name", "policygrad brings it along": "policygrad brings it along"}
+WITHOUT = {"refused": "refused", "already installed": "already installed"}
 
 
 def extras_block(found: Data | None = None) -> str:
@@ -92,7 +92,7 @@ def extras_block(found: Data | None = None) -> str:
     found = load("extras") if found is None else found
     if not found:
         return "Not tried yet: `python scripts/check_extras.py` does it, and `make docs` writes this."
-    base, (extras, _) = found["policygrad"], project()
+    base, (extras, _) = found["policygrad"], read_extras()
     left = [name for name in extras if name not in {*found, "dev"}]
     versions = ", ".join(f"{name} {number}" for name, number in base["versions"].items())
     return "\n\n".join(
@@ -111,7 +111,7 @@ def _extras_row(name: str, extra: dict[str, Any]) -> tuple[str, ...]:
     refused = dict.fromkeys(WITHOUT.get(said, "**not as it should be**") for said in extra["without"])
     works = dict.fromkeys(said if said == "works" else "**not as it should be**" for said in extra["with"])
     size = f"{extra['mib']:,.0f}" if "mib" in extra else ""  # of some it was not taken
-    seconds, shown = f"{extra['seconds']:.0f}", "; ".join(extra["shows"])
+    seconds, shown = f"{extra['seconds']:.0f}", "; ".join(extra["features"])
     return f"`{name}`", shown, packages, size, seconds, ", ".join(refused), ", ".join(works)
 
 

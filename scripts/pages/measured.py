@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from measure_algorithms import REGIME, UNGATED
-from pages.formatting import Data, block, estimate, files, link, load, page, short, table
+from pages.markdown import Data, block, estimate, files, link, load, page, short, table
 from policygrad.algorithms import ALGORITHMS
 from policygrad.compare.plan import LADDERS, OVERRIDES
 

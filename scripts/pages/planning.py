@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from measure_algorithms import RESULTS
-from pages.formatting import table
+from pages.markdown import table
 from policygrad.planning.cost_model import MICRO_TOKENS_CPU, AlgorithmCost, ParallelLayout, Workload, learner_memory
 from policygrad.planning.hardware import DEVICES, Calibration, Efficiency, load_calibration
 from policygrad.planning.model_shapes import KNOWN_SHAPES, ModelShape

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pages.formatting import Data, block, load, page, table
+from pages.markdown import Data, block, load, page, table
 
 COUNTED = {
     "kills": ("SIGKILL before and after each call of a save", "the checkpoint before, or this one, whole"),

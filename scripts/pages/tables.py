@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import policygrad as pg
-from pages.formatting import page, table
+from pages.markdown import page, table
 from policygrad.algorithms import ALGORITHMS, GRPO, PPO
 from policygrad.catalog import CATALOG
 from policygrad.core.algorithm import Algorithm

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import make_docs
-from make_primer import FIGURES
+from make_lab import PRIMER_FIGURES
 from pages import algorithms as lab_numbers
 from pages import figures as gate
 from pages.figures import Scale, chart
@@ -89,6 +89,6 @@ def test_findings_are_quoted_whole() -> None:
 
 def test_the_primers_figures_are_those_of_its_page() -> None:
     folder: Path = make_docs.DOCS / "primer"
-    assert {path.stem for path in folder.glob("*.svg")} == set(FIGURES)
+    assert {path.stem for path in folder.glob("*.svg")} == set(PRIMER_FIGURES)
     page = (make_docs.DOCS / "primer.md").read_text(encoding="utf-8")
-    assert re.findall(r"primer/(\w+)\.svg", page) == list(FIGURES)
+    assert re.findall(r"primer/(\w+)\.svg", page) == list(PRIMER_FIGURES)

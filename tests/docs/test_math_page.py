@@ -4,7 +4,7 @@ import pytest
 from measure_math import RIGHT, WRONG, cases, other
 
 from pages.blocks import judged_block
-from pages.formatting import load
+from pages.markdown import load
 
 
 def written(answer, rewrites):

@@ -12,12 +12,12 @@ from policygrad.tasks.rows import (
     HasPrompt,
     RowOptions,
     check_encodable,
-    choose_eval_rows,
     open_rows,
     parse_message,
     parse_prompt,
     parse_rows,
     prompt_key,
+    split_indices,
 )
 from policygrad.tasks.sources import Row, open_source
 
@@ -68,29 +68,30 @@ def _require_columns(row: Row, names: Sequence[str], missing: str, example: str)
 def _parse_preference(row: Row) -> PreferencePair:
     where, columns = row
     _require_columns(row, ("prompt", "chosen", "rejected"), "no column {name}", PREFERENCE_EXAMPLE)
-    prompt = parse_prompt(columns["prompt"], where)
-    chosen, rejected = (_parse_response(columns[name], prompt, f"{where}: {name!r}") for name in ("chosen", "rejected"))
+    prompt, responses = parse_prompt(columns["prompt"], where), list[str]()
+    for name in ("chosen", "rejected"):
+        value, place = columns[name], f"{where}: {name!r}"
+        if not isinstance(value, str):
+            messages = [value] if isinstance(value, dict) else value
+            if not isinstance(messages, list):
+                raise DataError(f"{place} must be text or an assistant message, got {type(value).__name__}")
+            if isinstance(prompt, str):
+                raise DataError(
+                    f"{place} is a chat message and 'prompt' is text: give both as text, or both as messages"
+                )
+            parsed = [parse_message(message, f"{place}: message {i}") for i, message in enumerate(messages, 1)]
+            if len(parsed) != 1 or parsed[0]["role"] != "assistant":
+                roles = ", ".join(message["role"] for message in parsed) or "nothing"
+                raise DataError(f"{place} must be one assistant message, got {roles}; earlier turns belong in 'prompt'")
+            value = parsed[0]["content"]
+        check_encodable(value, place)
+        if not value.strip():
+            raise DataError(f"{place} is empty; give its text, or remove the line")
+        responses.append(value)
+    chosen, rejected = responses
     if chosen == rejected:
         raise DataError(f"{where}: 'chosen' and 'rejected' are equal, so they express no preference; remove the line")
     return PreferencePair(prompt, chosen, rejected, where)
-
-
-def _parse_response(value: Any, prompt: Prompt, where: str) -> str:
-    if not isinstance(value, str):
-        messages = [value] if isinstance(value, dict) else value
-        if not isinstance(messages, list):
-            raise DataError(f"{where} must be text or an assistant message, got {type(value).__name__}")
-        if isinstance(prompt, str):
-            raise DataError(f"{where} is a chat message and 'prompt' is text: give both as text, or both as messages")
-        parsed = [parse_message(message, f"{where}: message {i}") for i, message in enumerate(messages, 1)]
-        if len(parsed) != 1 or parsed[0]["role"] != "assistant":
-            roles = ", ".join(message["role"] for message in parsed) or "nothing"
-            raise DataError(f"{where} must be one assistant message, got {roles}; earlier turns belong in 'prompt'")
-        value = parsed[0]["content"]
-    check_encodable(value, where)
-    if not value.strip():
-        raise DataError(f"{where} is empty; give its text, or remove the line")
-    return str(value)
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,8 @@ def split_by_prompt(rows: Sequence[HasPrompt]) -> TrainEvalSplit:
 
     With fewer than 32 rows, or when the hash selects none or all of them, both halves are all rows.
     """
-    chosen, indices = choose_eval_rows(rows), tuple(range(len(rows)))
-    if chosen is None:
-        return TrainEvalSplit(indices, indices, True)
-    return TrainEvalSplit(tuple(i for i in indices if not chosen[i]), tuple(i for i in indices if chosen[i]), False)
+    train, evaluated = split_indices(rows)
+    return TrainEvalSplit(tuple(train), tuple(evaluated or train), not evaluated)
 
 
 def exclude_eval_prompts(

@@ -80,36 +80,26 @@ def final_answer(entry: Mapping[str, Any]) -> str | None:
 
 def worked_solution(dataset: str, entry: Mapping[str, Any]) -> str | None:
     """Return the reference answer preceded by its steps, for the datasets of the embedded tasks."""
-    answer, steps = final_answer(entry), _STEPS.get(dataset)
-    return answer if answer is None or steps is None else f"Step by step: {', '.join(steps(entry))}. {answer}"
-
-
-def _sum_steps(entry: Mapping[str, Any]) -> list[str]:
-    """90 - 10 = 80, 2 - 8 = -6: add up the tens and the ones separately."""
-    first, *rest = entry["metadata"]["expression"].split()
-    signs, numbers = rest[::2], [int(n) for n in (first, *rest[1::2])]
-    steps = []
-    for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
-        total = digits[0] + sum(n if sign == "+" else -n for sign, n in zip(signs, digits[1:], strict=True))
-        left = " ".join([str(digits[0]), *(f"{sign} {n}" for sign, n in zip(signs, digits[1:], strict=True))])
-        steps.append(f"{left} = {total}")
-    return steps
-
-
-def _equation_steps(entry: Mapping[str, Any]) -> list[str]:
-    """7*q = 35, q = 5: find the variable's term, then the variable."""
-    variable, solution = entry["metadata"]["variable"], int(entry["answer"])
-    match = re.search(rf"(\d+)\*{variable}\b", entry["metadata"]["equation"])
-    term = [f"{match.group(1)}*{variable} = {int(match.group(1)) * solution}"] if match else []
-    return [*term, f"{variable} = {solution}"]
-
-
-def _spelling_steps(entry: Mapping[str, Any]) -> list[str]:
-    """n-i-c-u-m: spell the word from its end."""
-    return ["-".join(entry["answer"])]
-
-
-_STEPS = {"chain_sum": _sum_steps, "simple_equations": _equation_steps, "spell_backward": _spelling_steps}
+    answer = final_answer(entry)
+    if answer is None:
+        return None
+    steps = list[str]()
+    match dataset:
+        case "chain_sum":  # 90 - 10 = 80, 2 - 8 = -6: add up the tens and the ones separately
+            first, *rest = entry["metadata"]["expression"].split()
+            signs, numbers = rest[::2], [int(n) for n in (first, *rest[1::2])]
+            for digits in ([n - n % 10 for n in numbers], [n % 10 for n in numbers]):
+                terms = list(zip(signs, digits[1:], strict=True))
+                total = digits[0] + sum(n if sign == "+" else -n for sign, n in terms)
+                steps.append(" ".join([str(digits[0]), *(f"{sign} {n}" for sign, n in terms), f"= {total}"]))
+        case "simple_equations":  # 7*q = 35, q = 5: find the variable's term, then the variable
+            variable, solution = entry["metadata"]["variable"], int(entry["answer"])
+            if match := re.search(rf"(\d+)\*{variable}\b", entry["metadata"]["equation"]):
+                steps.append(f"{match[1]}*{variable} = {int(match[1]) * solution}")
+            steps.append(f"{variable} = {solution}")
+        case "spell_backward":  # n-i-c-u-m: spell the word from its end
+            steps.append("-".join(entry["answer"]))
+    return f"Step by step: {', '.join(steps)}. {answer}" if steps else answer
 
 
 @lru_cache(maxsize=1)
@@ -173,29 +163,24 @@ class ReasoningGymTask:
 
     def eval_examples(self, count: int) -> list[Example]:
         """Return `count` different evaluation problems; a smaller count gives a prefix. Raises DataError if there are too few."""
-        examples: list[Example] = []
-        for number, entry in islice(self._iterate_eval(set()), count):
-            if entry is None:
-                raise DataError(
-                    f"task {self._components[number].name!r} has too few evaluation problems: {count} requested, "
-                    f"{len(examples)} found; request at most {len(examples)}, or widen its settings"
-                )
-            examples.append(self._make_example(number, entry))
+        examples = list(islice(self.iterate_unseen(set()), count))
+        if len(examples) < count:
+            name = self._components[hash_choice(_EVAL_SEED, len(examples), self._weights)].name
+            raise DataError(
+                f"task {name!r} has too few evaluation problems: {count} requested, "
+                f"{len(examples)} found; request at most {len(examples)}, or widen its settings"
+            )
         return examples
 
     def iterate_unseen(self, seen: set[str]) -> Iterator[Example]:
         """Yield evaluation problems whose question is not in `seen`, adding it; ends when a dataset has no more."""
-        for number, entry in self._iterate_eval(seen):
-            if entry is None:
-                return
-            yield self._make_example(number, entry)
-
-    def _iterate_eval(self, seen: set[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield (component, its next evaluation item or None) without end."""
         scans = [self._scan_eval_items(number, seen) for number in range(len(self._components))]
         for draw in count_from():
             number = hash_choice(_EVAL_SEED, draw, self._weights)
-            yield number, next(scans[number], None)
+            entry = next(scans[number], None)
+            if entry is None:
+                return
+            yield self._make_example(number, entry)
 
     def _scan_eval_items(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
         """Yield evaluation items of one component that are not `seen` yet; ends when a long stretch has no new one."""
@@ -233,9 +218,16 @@ class ReasoningGymTask:
         return dataset
 
     def _find_template(self, number: int) -> Any:
-        """Return a dataset to copy, or None when more than the seed attribute depends on the seed, so that copies would differ."""
+        """Return a dataset to copy, or None when copies would differ: more than the seed attribute depends on the seed."""
         one, other = (self._create_dataset(number, seed, 16) for seed in (0, 1))
-        return self._create_dataset(number, 0, PAGE_SIZE) if _differ_only_in_seed(one, other) else None
+        a, b = vars(one), vars(other)
+        try:
+            same = replace(one.config, seed=other.seed) == other.config and all(
+                bool(a[name] == b[name]) for name in a.keys() - {"seed", "config"}
+            )
+        except (TypeError, ValueError):  # not a dataclass; an array
+            return None
+        return self._create_dataset(number, 0, PAGE_SIZE) if same and a.keys() == b.keys() else None
 
     def _create_dataset(self, number: int, seed: int, size: int) -> Any:
         import reasoning_gym
@@ -246,18 +238,6 @@ class ReasoningGymTask:
                 return reasoning_gym.create_dataset(component.name, seed=seed, size=size, **component.config)
         except (AssertionError, TypeError, ValueError) as error:
             raise DataError(f"task {component.name!r}: bad settings {component.config}: {error}") from error
-
-
-def _differ_only_in_seed(one: Any, other: Any) -> bool:
-    """Return True when two datasets are equal except for the seed, as far as `==` can tell."""
-    a, b = vars(one), vars(other)
-    try:
-        same = replace(one.config, seed=other.seed) == other.config and all(
-            bool(a[name] == b[name]) for name in a.keys() - {"seed", "config"}
-        )
-    except (TypeError, ValueError):  # not a dataclass; an array
-        return False
-    return same and a.keys() == b.keys()
 
 
 def check_component(component: Component) -> None:
