@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from policygrad.errors import RunError
 
@@ -166,6 +166,20 @@ def parse_json(text: str | bytes) -> Any:
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         _check_depth(value)
     return value
+
+
+def reject_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity: the `parse_constant` of JSON that other programs can read."""
+    raise ValueError(f"{name} is not JSON; write null where there is no number")
+
+
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object, refusing a repeated key: JSON allows it, and the last value would silently win."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice; keep one")
+    return row
 
 
 def read_toml(path: Path) -> dict[str, Any]:
