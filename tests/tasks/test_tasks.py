@@ -43,7 +43,7 @@ def test_a_page_equals_a_dataset_created_with_its_seed(name):
     """Most pages are copies of a template; for some datasets more than the seed attribute depends on the seed."""
     task = ReasoningGymTask(name, parse_components(name))
     copied = task._create_page(0, base=12345, page=3)
-    assert (task._template(0) is None) is (name in ("gsm_symbolic", "manipulate_matrix"))
+    assert (task._templates[0] is None) is (name in ("gsm_symbolic", "manipulate_matrix"))
     made = reasoning_gym.create_dataset(name, seed=12345 + 3 * PAGE_SIZE, size=PAGE_SIZE)
     for place in (0, 7, 700):
         random.seed(0)

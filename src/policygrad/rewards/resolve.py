@@ -123,7 +123,7 @@ def _load_function(name: str) -> RewardFunction:
         return _BUILTIN[name]
     path, colon, function = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return FileFunction.load(str(Path(path).resolve()), function)
+        return FileFunction(str(Path(path).resolve()), function)
     if _DOTTED.fullmatch(name):
         return import_function(name)
     similar = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
@@ -410,7 +410,7 @@ def load_foreign_reward(kind: str, name: str) -> RewardFunction:
         )
     file, attribute = split_location(kind, name)
     is_file = file.endswith(".py")
-    function = FileFunction.load(str(Path(file).resolve()), attribute) if is_file else import_function(name)
+    function = FileFunction(str(Path(file).resolve()), attribute) if is_file else import_function(name)
     return VerlReward(function) if kind == "verl" else OpenRLHFReward(function)
 
 

@@ -19,8 +19,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from policygrad.sandbox import function_tests, landlock, seccomp
 from policygrad.sandbox.backends import PACKAGES, Limits, SandboxBackend, find_backend, list_interpreter_paths
@@ -33,15 +32,10 @@ _BOOT = (
 )
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONNOUSERSITE": "1",
-    "PYTHONUTF8": "1",
-    "PYTHONSAFEPATH": "1",
+    **dict.fromkeys(("PYTHONDONTWRITEBYTECODE", "PYTHONNOUSERSITE", "PYTHONUTF8", "PYTHONSAFEPATH"), "1"),
 }
 
 
@@ -123,7 +117,7 @@ class Pipe:
 _FileId = tuple[int, int]  # (device, inode)
 
 
-class SandboxedProcess:
+class SandboxedProcess(contextlib.AbstractContextManager["SandboxedProcess"]):
     """A Python process in a sandbox; a context manager, which ends it. It reports first that the sandbox is set up.
 
     Args:
@@ -169,14 +163,13 @@ class SandboxedProcess:
                 }
             )
         ).fileno()
-        home = {} if self.folder is None else {"HOME": self.folder, "TMPDIR": self.folder}
         try:
             self.process = subprocess.Popen(
                 backend.command([sys.executable, "-P", "-c", _BOOT, str(task_file), PACKAGES], readable, limits.files),
                 stdin=self._create_file(stdin) if stdin else subprocess.DEVNULL,
                 stdout=write_ends.get("stdout", subprocess.DEVNULL),
                 stderr=write_ends.get("stderr", subprocess.DEVNULL),
-                env=_ENVIRONMENT | home,
+                env=_ENVIRONMENT | dict.fromkeys(("HOME", "TMPDIR"), self.folder or "/tmp"),
                 cwd=self.folder or "/",
                 start_new_session=True,
                 pass_fds=(task_file, *(write_ends[name] for name in write_ends.keys() & {"ready", "verdict"}), *shared),
@@ -193,10 +186,7 @@ class SandboxedProcess:
         self._resources.callback(os.close, self.exit)
         self.started_at = 0.0  # when the sandbox was set up, by the clock
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.end()
 
     @property

@@ -50,8 +50,7 @@ class MixedTask:
         self._weights = tuple(part.weight for part in train)
         self._eval_parts = [replace(part, rows=sort_by_hash(part.rows)) for part in eval_parts or train]
         self.rows: Sequence[Example] = reduce(concatenate, [part.rows for part in (*train, *eval_parts)])
-        self._block = lru_cache(maxsize=4)(self._locate_block)
-        self._counts_before, self._lock = [(0,) * len(train)], Lock()
+        self._counts_before, self._lock = [(0,) * len(train)], Lock()  # of each part's examples before a block
 
     @classmethod
     def from_parts(
@@ -91,8 +90,13 @@ class MixedTask:
         if index < 0:
             raise IndexError(f"training examples are numbered from 0, got {index}")
         block, offset = divmod(index, BLOCK)
-        part, row = self._block(block)[offset]
-        return self._epochs[part][row]
+        with self._lock:  # a later rollout may be sampled during an evaluation
+            while len(self._counts_before) <= block:  # a resumed run counts from the start: two seconds per million
+                parts = choose_parts(self.seed, self._weights, len(self._counts_before) - 1)
+                self._counts_before.append(tuple(n + parts.count(i) for i, n in enumerate(self._counts_before[-1])))
+        parts = choose_parts(self.seed, self._weights, block)
+        part = parts[offset]
+        return self._epochs[part][self._counts_before[block][part] + parts[:offset].count(part)]
 
     def eval_examples(self, count: int) -> list[Example]:
         """Return at most `count` rows, or all when there are fewer. A smaller count gives a prefix of a larger one."""
@@ -106,24 +110,11 @@ class MixedTask:
                 weights[part] = 0.0
         return chosen
 
-    def _choose_parts(self, block: int) -> list[int]:
-        return [hash_choice(f"{self.seed}", i, self._weights) for i in range(block * BLOCK, (block + 1) * BLOCK)]
 
-    def _locate_block(self, block: int) -> list[tuple[int, int]]:
-        """Return (part, index of its row) for every example of a block.
-
-        A resumed run first counts the examples of each part in the blocks before it: about two seconds per million.
-        """
-        with self._lock:  # a later rollout may be sampled during an evaluation
-            while len(self._counts_before) <= block:
-                parts = self._choose_parts(len(self._counts_before) - 1)
-                self._counts_before.append(tuple(n + parts.count(i) for i, n in enumerate(self._counts_before[-1])))
-            counts = list(self._counts_before[block])
-        located = list[tuple[int, int]]()
-        for part in self._choose_parts(block):
-            located.append((part, counts[part]))
-            counts[part] += 1
-        return located
+@lru_cache(maxsize=4)
+def choose_parts(seed: int, weights: tuple[float, ...], block: int) -> list[int]:
+    """Choose the part of every example of a block."""
+    return [hash_choice(f"{seed}", i, weights) for i in range(block * BLOCK, (block + 1) * BLOCK)]
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:

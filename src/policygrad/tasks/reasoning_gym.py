@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import os
-import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +15,15 @@ from itertools import cycle, islice
 from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.tasks.base import EVAL_ONE_IN, Example, decode_level_index, hash_choice, hash_int, is_eval_prompt
+from policygrad.tasks.base import (
+    EVAL_ONE_IN,
+    Example,
+    IsolatedRandom,
+    decode_level_index,
+    hash_choice,
+    hash_int,
+    is_eval_prompt,
+)
 
 CURRICULUM_PREFIX = "curriculum:"
 
@@ -45,9 +51,7 @@ EMBEDDED_MIX: tuple[Component, ...] = (
     # Text: "Spell this word backward (example: sun -> nus): splat".
     Component("spell_backward", 1.0, {"min_word_len": 3, "max_word_len": 5}),
 )
-EMBEDDED_STEPS_MIX: tuple[Component, ...] = tuple(
-    c for c in EMBEDDED_MIX if c.name in ("chain_sum", "simple_equations")
-)
+EMBEDDED_STEPS_MIX = EMBEDDED_MIX[:2]
 """The part of the mix whose answers take several steps."""
 MAX_NEW_TOKENS = 32
 """Enough for the longest answer with steps that the base model knows."""
@@ -111,7 +115,7 @@ def dataset_names() -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def load_dataset_table() -> Mapping[str, Any]:
     """Return reasoning-gym's table of datasets. Importing it uses the global generators, whose states are restored."""
-    with _isolated_random_state(0):
+    with IsolatedRandom(0)():
         from reasoning_gym.factory import DATASETS
 
     table: Mapping[str, Any] = DATASETS
@@ -142,7 +146,7 @@ class ReasoningGymTask:
         self._components = tuple(components)
         self._weights = tuple(component.weight for component in components)
         self._pages = lru_cache(maxsize=4 * len(self._components))(self._create_page)
-        self._template = lru_cache(maxsize=None)(self._find_template)
+        self._templates = dict[int, Any]()  # by component; None = none can be copied
         for number, component in enumerate(self._components):
             check_component(component)
             self._pages(number, 0, 0)  # a bad value fails now, not at step 900
@@ -174,24 +178,17 @@ class ReasoningGymTask:
 
     def iterate_unseen(self, seen: set[str]) -> Iterator[Example]:
         """Yield evaluation problems whose question is not in `seen`, adding it; ends when a dataset has no more."""
-        scans = [self._scan_eval_items(number, seen) for number in range(len(self._components))]
+        items = [count_from() for _ in self._components]
         for draw in count_from():
             number = hash_choice(_EVAL_SEED, draw, self._weights)
-            entry = next(scans[number], None)
-            if entry is None:
-                return
-            yield self._make_example(number, entry)
-
-    def _scan_eval_items(self, number: int, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield evaluation items of one component that are not `seen` yet; ends when a long stretch has no new one."""
-        base, misses = hash_int(f"{_EVAL_SEED}/{self._components[number].name}", 1 << 31), 0
-        for item in count_from():
-            entry = self._entry(number, base, item)
-            if is_eval_prompt(entry["question"]) and entry["question"] not in seen:
-                seen.add(entry["question"])
-                misses = 0
-                yield entry
-            elif (misses := misses + 1) > 128 * EVAL_ONE_IN:
+            base = hash_int(f"{_EVAL_SEED}/{self._components[number].name}", 1 << 31)
+            for item in islice(items[number], 128 * EVAL_ONE_IN + 1):  # a long stretch without a new one is the end
+                entry = self._entry(number, base, item)
+                if is_eval_prompt(entry["question"]) and entry["question"] not in seen:
+                    seen.add(entry["question"])
+                    yield self._make_example(number, entry)
+                    break
+            else:
                 return
 
     def _make_example(self, number: int, entry: dict[str, Any]) -> Example:
@@ -203,38 +200,37 @@ class ReasoningGymTask:
     def _entry(self, number: int, base: int, item: int) -> dict[str, Any]:
         page, offset = divmod(item, PAGE_SIZE)
         dataset = self._pages(number, base, page)
-        with _isolated_random_state(base + item):
+        with IsolatedRandom(base + item)():
             entry: dict[str, Any] = dataset[offset]
             return entry
 
     def _create_page(self, number: int, base: int, page: int) -> Any:
         """Create the dataset of a page: a copy of the component's template with the page's seed, or a new one without template."""
-        seed, template = (base + page * PAGE_SIZE) % (1 << 31), self._template(number)
-        if template is None:
+        seed = (base + page * PAGE_SIZE) % (1 << 31)
+        if number not in self._templates:  # copies differ if more than the seed attribute depends on the seed
+            one, other = (self._create_dataset(number, seed, 16) for seed in (0, 1))
+            a, b = vars(one), vars(other)
+            try:
+                same = replace(one.config, seed=other.seed) == other.config and all(
+                    bool(a[name] == b[name]) for name in a.keys() - {"seed", "config"}
+                )
+            except (TypeError, ValueError):  # not a dataclass; an array
+                same = False
+            same = same and a.keys() == b.keys()
+            self._templates[number] = self._create_dataset(number, 0, PAGE_SIZE) if same else None
+        if (template := self._templates[number]) is None:
             return self._create_dataset(number, seed, PAGE_SIZE)
         dataset = copy.deepcopy(template)
         dataset.seed = seed
         dataset.config = replace(dataset.config, seed=seed)
         return dataset
 
-    def _find_template(self, number: int) -> Any:
-        """Return a dataset to copy, or None when copies would differ: more than the seed attribute depends on the seed."""
-        one, other = (self._create_dataset(number, seed, 16) for seed in (0, 1))
-        a, b = vars(one), vars(other)
-        try:
-            same = replace(one.config, seed=other.seed) == other.config and all(
-                bool(a[name] == b[name]) for name in a.keys() - {"seed", "config"}
-            )
-        except (TypeError, ValueError):  # not a dataclass; an array
-            return None
-        return self._create_dataset(number, 0, PAGE_SIZE) if same and a.keys() == b.keys() else None
-
     def _create_dataset(self, number: int, seed: int, size: int) -> Any:
         import reasoning_gym
 
         component = self._components[number]
         try:
-            with _isolated_random_state(seed):
+            with IsolatedRandom(seed)():
                 return reasoning_gym.create_dataset(component.name, seed=seed, size=size, **component.config)
         except (AssertionError, TypeError, ValueError) as error:
             raise DataError(f"task {component.name!r}: bad settings {component.config}: {error}") from error
@@ -256,21 +252,6 @@ def check_component(component: Component) -> None:
             "run or another run's evaluation has other problems; set PYTHONHASHSEED=0 to reproduce them",
             stacklevel=4,
         )
-
-
-@contextlib.contextmanager
-def _isolated_random_state(seed: int) -> Iterator[None]:
-    """Seed the global generators, which some datasets use or seed, and restore the caller's states at the end."""
-    import numpy
-
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(seed % (1 << 32))
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
 
 
 class CurriculumTask:

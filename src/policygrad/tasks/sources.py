@@ -26,6 +26,7 @@ from typing import IO, Any, Protocol
 
 from policygrad.errors import ConfigError, DataError, install_command
 from policygrad.tasks.reasoning_gym import Component
+from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
 
 HUB_PREFIX = "hf:"
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -51,7 +52,6 @@ class Source(Protocol):
 
     def __getitem__(self, index: int) -> Row:
         """Return a row. Raises DataError, with the location, for one that cannot be read."""
-        ...
 
 
 def is_source(name: str) -> bool:
@@ -291,9 +291,7 @@ class JsonLines:
             size, limit = f"{len(line) / 2**20:.0f}", MAX_LINE_BYTES >> 20
             raise DataError(f"{where}: a line of {size} MiB, more than {limit} MiB: is a line break missing?")
         try:
-            row = json.loads(
-                line.decode("utf-8"), parse_constant=_reject_constant, object_pairs_hook=_reject_duplicate_keys
-            )
+            row = json.loads(line.decode(), parse_constant=reject_constant, object_pairs_hook=reject_duplicate_keys)
         except UnicodeDecodeError as error:
             place = f"byte {error.start + 1} (0x{line[error.start]:02x})"
             raise DataError(f"{where}: {place} is not UTF-8; save the file as UTF-8") from None
@@ -313,19 +311,6 @@ class JsonLines:
 
 def _missing_file(path: str) -> DataError:
     return DataError(f"{path}: no such file; a relative path starts at the current folder")
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON; write null where there is no number")
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object, refusing a repeated key: JSON allows it, and the last value would silently win."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice; keep one")
-    return row
 
 
 # Parquet, Arrow, and everything of `datasets`. pyarrow and datasets are imported here alone, when such data is opened.
