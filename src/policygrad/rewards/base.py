@@ -42,9 +42,7 @@ class Reward:
         if not math.isfinite(self.weight):
             raise ConfigError(f"reward {self.name!r}: the weight {self.weight} is not a finite number")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise ConfigError(
-                f"reward {self.name!r}: the timeout {self.timeout} s must be positive and finite, or None"
-            )
+            raise ConfigError(f"reward {self.name!r}: the timeout {self.timeout} must be positive and finite, or None")
         if self.dedicated_worker and not self.batched:
             raise ConfigError(f"reward {self.name!r}: only a batched function can have a dedicated worker")
 

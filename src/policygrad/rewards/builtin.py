@@ -142,9 +142,7 @@ class RepetitionPenalty:
 # Process rewards: the steps of a worked-out answer to a problem of the embedded tasks, and steps that end at a pattern.
 
 _TERM = r"(?:\d+(?:\s*\*\s*[a-z]|[a-z])?|[a-z])"
-_STATEMENT = re.compile(
-    rf"(?<![\w*/.+-])(?P<left>-?{_TERM}(?:\s*[-+*/]\s*{_TERM})*)\s*=\s*(?P<right>-?\d+)(?![\w.]*\w)"
-)
+_EQUATION = re.compile(rf"(?<![\w*/.+-])(?P<left>-?{_TERM}(?:\s*[-+*/]\s*{_TERM})*)\s*=\s*(?P<right>-?\d+)(?![\w.]*\w)")
 _SPELLED = re.compile(r"(?<![\w-])[\w'](?:-[\w'])+(?![\w-])")
 
 
@@ -167,7 +165,7 @@ def worked_steps(
             scores.append(None)
             continue
         stated, steps = set[str](), []
-        for match in (_SPELLED if name == "spell_backward" else _STATEMENT).finditer(text.partition("<answer>")[0]):
+        for match in (_SPELLED if name == "spell_backward" else _EQUATION).finditer(text.partition("<answer>")[0]):
             if match.re is _SPELLED:
                 left, right = "", match.group()
             else:  # `9 * d = 27` states that 9d is 27

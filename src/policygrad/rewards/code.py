@@ -11,22 +11,14 @@ import pickletools
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from policygrad.errors import ConfigError, DataError
 from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.limits import parse_size
-from policygrad.sandbox import (
-    FunctionTests,
-    Limits,
-    ProgramVerdict,
-    StdioTests,
-    find_backend,
-    run_function_tests,
-    run_stdio_tests,
-)
+from policygrad.sandbox import FunctionTests, Limits, StdioTests, find_backend, run_function_tests, run_stdio_tests
 
 _START_ALLOWANCE = 120.0  # seconds that a call may take beyond its program's: three interpreters have to start
 _MAX_PROGRAM = 200_000  # characters
@@ -74,9 +66,7 @@ class Code:
             program = complete_program(prompt, completion, tests)
             if not program.strip() or len(program) > _MAX_PROGRAM:
                 return 0.0
-            run: Callable[..., ProgramVerdict] = (
-                run_stdio_tests if isinstance(tests, StdioTests) else run_function_tests
-            )
+            run: Any = run_stdio_tests if isinstance(tests, StdioTests) else run_function_tests
             verdict = run(program, tests, self._limits(), self.sandbox, to_end=self.share)
             if verdict.unfit:
                 raise DataError(f"no program can pass its tests: {verdict.unfit}")
@@ -84,7 +74,7 @@ class Code:
             ids = [f"row {column}={row[column]!r}" for column in _ID_COLUMNS if row.get(column) is not None]
             name = ids[0] if ids else f"the row with the prompt {_get_prompt_text(prompt)[:60]!r}"
             raise DataError(f"{name}: {error}") from None
-        passed = sum(verdict.points) / len(verdict.points)
+        passed: float = sum(verdict.points) / len(verdict.points)
         return passed if self.share else float(passed == 1.0)
 
     @classmethod
@@ -481,20 +471,17 @@ def _build_statements(tests: Any, setup: str = "") -> FunctionTests | None:
 
 
 def _build_pairs(inputs: Any, outputs: Any, *, imports: bool = False) -> StdioTests | None:
-    given, expected = _check_texts(_join_lines(inputs), "inputs"), _check_texts(_join_lines(outputs), "outputs")
+    """From inputs and outputs, each a text or a list of its lines (APPS)."""
+    texts = []
+    for what, values in (("inputs", inputs), ("outputs", outputs)):
+        if isinstance(values, (list, tuple)):
+            is_lines = [isinstance(each, list) and all(isinstance(line, str) for line in each) for each in values]
+            values = ["\n".join(each) if lines else each for each, lines in zip(values, is_lines, strict=True)]
+        texts.append(_check_texts(values, what))
+    given, expected = texts
     if len(given) != len(expected):
         raise DataError(f"reward 'code': a row has {len(given)} inputs and {len(expected)} outputs; give one for each")
     return StdioTests(tuple(zip(given, expected, strict=True)), imports=imports) if given else None
-
-
-def _join_lines(values: Any) -> Any:
-    """Join each text that is given as a list of lines (APPS)."""
-    if not isinstance(values, (list, tuple)):
-        return values
-    return [
-        "\n".join(each) if isinstance(each, list) and all(isinstance(line, str) for line in each) else each
-        for each in values
-    ]
 
 
 def _check_texts(values: Any, what: str) -> tuple[str, ...]:

@@ -376,10 +376,8 @@ class ForeignReward:
     def load(cls, name: str) -> Self:
         """Load the function at `FILE.py`, `FILE.py:NAME` or `package.module.NAME`. Raises ConfigError."""
         if not name:
-            default = DEFAULT_FUNCTION_NAMES[cls.kind]
-            raise ConfigError(
-                f"reward '{cls.kind}:' names no function: {cls.kind}:mine.py, {cls.kind}:mine.py:{default}"
-            )
+            kind, default = cls.kind, DEFAULT_FUNCTION_NAMES[cls.kind]
+            raise ConfigError(f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{default}")
         file, attribute = split_location(cls.kind, name)
         is_file = file.endswith(".py")
         return cls(FileFunction.load(str(Path(file).resolve()), attribute) if is_file else import_function(name))
@@ -415,9 +413,7 @@ class VerlReward(ForeignReward):
             if isinstance(model, Mapping) and "ground_truth" in model:
                 row["answer"] = model["ground_truth"]
             elif "answer" not in row:
-                raise RewardError(
-                    "verl's functions need a ground_truth, and the task has neither reward_model nor answer"
-                )
+                raise RewardError("verl's functions need a ground_truth: the task has neither reward_model nor answer")
             source, truth, extra = (row.get(column) for column in ("data_source", "answer", "extra_info"))
             returned.append(self.function(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra))
         if not any(map(inspect.isawaitable, returned)):

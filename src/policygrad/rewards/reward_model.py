@@ -94,16 +94,14 @@ class ModelReward:
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
                 ids = encode_for_scoring(tokenizer, prompt, completion)
+                if context is not None and len(ids) > context:
+                    raise ModelError(
+                        f"prompt and completion have {len(ids)} tokens, and the reward model reads {context}: lower --max-tokens, "
+                        "or shorten the prompts"
+                    )
+                texts[i] = ids
             except ModelError as error:
                 scores[i] = error
-                continue
-            if context is not None and len(ids) > context:
-                scores[i] = ModelError(
-                    f"prompt and completion have {len(ids)} tokens, and the reward model reads {context}: lower --max-tokens, "
-                    "or shorten the prompts"
-                )
-            else:
-                texts[i] = ids
         for i, value in zip(texts, score(model, list(texts.values())).tolist(), strict=True):
             scores[i] = value
         return scores

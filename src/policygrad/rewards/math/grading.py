@@ -305,22 +305,19 @@ def _parse_interval(text: str) -> Interval | None:
     if match is None:
         return None
     a, first, b, second, c = (part and part.strip() for part in match.groups())
-    if second is None:  # x < 5 or 5 < x
-        if _VARIABLE.fullmatch(a) and not _VARIABLE.fullmatch(b):
-            return _create_half_line(first, b)
-        return _create_half_line(_FLIPPED[first], a) if _VARIABLE.fullmatch(b) and not _VARIABLE.fullmatch(a) else None
+    if second is None:  # x < 5 is -∞ < x < 5, and 5 < x is 5 < x < ∞
+        if bool(_VARIABLE.fullmatch(a)) == bool(_VARIABLE.fullmatch(b)):
+            return None
+        increasing = first in "<≤"
+        if _VARIABLE.fullmatch(a):
+            a, first, b, second, c = "-inf" if increasing else "inf", "<" if increasing else ">", a, first, b
+        else:
+            second, c = ("<", "inf") if increasing else (">", "-inf")
     if not _VARIABLE.fullmatch(b) or (first in "<≤") != (second in "<≤"):
         return None
     if first in ">≥":
         a, first, second, c = c, _FLIPPED[second], _FLIPPED[first], a
     return Interval(_parse_end(a), _parse_end(c), first == "≤", second == "≤")
-
-
-def _create_half_line(sign: str, end: str) -> Interval:
-    """The interval of `x SIGN end`."""
-    if sign in "<≤":
-        return Interval("-inf", _parse_end(end), False, sign == "≤")
-    return Interval(_parse_end(end), "inf", sign == "≥", False)
 
 
 def _parse_end(text: str) -> str:

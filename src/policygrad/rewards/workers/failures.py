@@ -69,11 +69,9 @@ class FailedStepTracker:
             return reason
         if not self._max_steps or len(self._failed) < self._max_steps:
             return None
-        fractions = ", ".join(f"{x:.0%}" for x in self._failed)
+        shares = ", ".join(f"{x:.0%}" for x in self._failed)
         steps = "the last step" if len(self._failed) == 1 else f"the last {len(self._failed)} steps, all in a row"
-        return self._format(
-            f"more than {self._max_fraction:.0%} of the samples have no reward in {steps} ({fractions})"
-        )
+        return self._format(f"more than {self._max_fraction:.0%} of the samples have no reward in {steps} ({shares})")
 
     def record_evaluation(self, failed: bool, messages: Sequence[str]) -> str | None:
         """Record an evaluation; failed: no sample of it has a reward."""

@@ -213,9 +213,7 @@ class RewardPool(RewardScorer):
         self.rewards = tuple(resolve_reward(reward) for reward in rewards)
         ((name, count),) = Counter(reward.name for reward in self.rewards).most_common(1)
         if count > 1:
-            raise ConfigError(
-                f"{count} rewards are called {name!r}; give each its own: Reward('another name', function)"
-            )
+            raise ConfigError(f"{count} rewards are called {name!r}; rename them: Reward('another name', function)")
         check_variable_names(environment, "environment")
         process.check_sandbox(sandbox, self.rewards)
         memory_limit = parse_size(memory)
@@ -676,7 +674,7 @@ class Dispatcher:
             for slot in busy:
                 assert slot.worker
                 selector.register(slot.worker.output, selectors.EVENT_READ, slot)
-                if slot.worker.writing:
+                if slot.worker.outbox:
                     selector.register(slot.worker.input, selectors.EVENT_WRITE, slot)
             timeout = min(due, *(slot.deadline for slot in busy)) - time.monotonic()
             readable = []

@@ -58,6 +58,7 @@ class WorkerProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.pid = self._process.pid
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
@@ -66,31 +67,22 @@ class WorkerProcess:
             self.output_tail = OutputTail(os.dup(self._process.stderr.fileno()))
             self._process.stderr.close()
         self.replies = ReplyParser(nonce)
-        self._outbox = memoryview(b"")
+        self.outbox = memoryview(b"")  # what `flush` has to write
         self.send(replace(start, nonce=nonce))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def writing(self) -> bool:
-        """True while `flush` has bytes to write."""
-        return len(self._outbox) > 0
 
     def send(self, message: WorkerStart | Chunk) -> None:
         """Queue a message, and write what the pipe accepts now."""
-        self._outbox = memoryview(bytes(self._outbox) + pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        self.outbox = memoryview(bytes(self.outbox) + pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
         self.flush()
 
     def flush(self) -> None:
         try:
-            while self._outbox:
-                self._outbox = self._outbox[os.write(self.input, self._outbox) :]
+            while self.outbox:
+                self.outbox = self.outbox[os.write(self.input, self.outbox) :]
         except BlockingIOError:
             pass
         except OSError:  # the worker has ended; reading from it shows that
-            self._outbox = memoryview(b"")
+            self.outbox = memoryview(b"")
 
     def receive(self) -> bool:
         """Feed what has arrived to `replies`, and return whether the worker has ended.
@@ -174,10 +166,8 @@ class OutputTail:
     def last_lines(self) -> str:
         """Return the last printed lines, joined into one; "" where nothing was printed."""
         self._read()
-        lines = [
-            line.strip()[:_MAX_WIDTH] for line in self._bytes.decode(errors="replace").splitlines() if line.strip()
-        ]
-        return replace_control_characters(" / ".join(lines[-_MAX_LINES:]))
+        lines = (line.strip() for line in self._bytes.decode(errors="replace").splitlines())
+        return replace_control_characters(" / ".join([line[:_MAX_WIDTH] for line in lines if line][-_MAX_LINES:]))
 
     def clear(self) -> None:
         """Drop what has been printed so far."""
