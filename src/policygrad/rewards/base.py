@@ -10,6 +10,8 @@ from policygrad.errors import ConfigError
 
 StepScores = tuple[tuple[int, float], ...]
 """(end, score) of each step of a completion; a step ends after `end` characters of its text."""
+Columns = Mapping[str, Sequence[Any]]
+"""Values of the task's columns by name, one per completion."""
 RewardResult = Sequence[float | Exception | None] | Sequence[StepScores | None]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -96,18 +98,13 @@ def reward(
 # Options in a reward's name, `name=value,name=value`.
 
 T = TypeVar("T")
-OptionReader = Callable[[str], Any]
-"""Parses an option's value. Raises ValueError with a text for "NAME is …, not VALUE"."""
 
 
-def parse_reward_options(
-    kind: type[T], reward: str, text: str, readers: Mapping[str, OptionReader] | None = None, **fixed: Any
-) -> T:
+def parse_reward_options(kind: type[T], reward: str, text: str, **fixed: Any) -> T:
     """Create a dataclass from options, its fields that are compared.
 
     Args:
         reward: Its name, for messages.
-        readers: For the options whose type is no text, number, bool or Literal.
         fixed: Values of fields that are not options.
 
     Raises:
@@ -122,7 +119,7 @@ def parse_reward_options(
                 f"reward {reward!r} has no option {name!r}; write {reward}:{','.join(f'{n}=…' for n in options)}"
             )
         try:
-            values[name] = readers[name](value) if readers and name in readers else _parse_value(types[name], value)
+            values[name] = _parse_value(types[name], value)
         except ValueError as error:
             raise ConfigError(f"reward {reward!r}: {name} is {error}, not {value!r}") from None
     required = [name for name, field in options.items() if field.default is field.default_factory is MISSING]
@@ -134,7 +131,7 @@ def parse_reward_options(
 
 
 def _parse_value(kind: Any, text: str) -> Any:
-    """Parse a value of this type; `none` where it may be None. Raises as an OptionReader."""
+    """Parse a value of this type. Raises ValueError with a text for "NAME is …, not VALUE"."""
     if get_origin(kind) is UnionType:  # X | None
         return None if text == "none" else _parse_value(get_args(kind)[0], text)
     if get_origin(kind) is Literal:
@@ -145,7 +142,14 @@ def _parse_value(kind: Any, text: str) -> Any:
         if text.lower() not in ("yes", "no", "true", "false"):
             raise ValueError("yes or no")
         return text.lower() in ("yes", "true")
+    if kind == tuple[str, ...]:
+        return tuple(filter(None, text.split("+")))
     try:
-        return kind(text)
+        if kind != tuple[float, float]:
+            return kind(text)
+        low, high = map(float, text.split(".."))
     except ValueError:
-        raise ValueError("a whole number" if kind is int else "a number") from None
+        raise ValueError({int: "a whole number", float: "a number"}.get(kind, "LOW..HIGH")) from None
+    if not -1e9 < low < high < 1e9:
+        raise ValueError("LOW..HIGH")
+    return low, high

@@ -15,7 +15,7 @@ import sqlite3
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -94,12 +94,8 @@ class LLMJudge:
             ) from error
         if not rubric.strip():
             raise ConfigError(f"reward 'judge': the rubric {path} is empty: describe a good completion in it")
-        readers = {
-            "scale": _parse_scale,
-            "columns": lambda text: tuple(filter(None, text.split("+"))),
-            "cache": lambda text: str(Path(text).expanduser().resolve()),
-        }
-        return parse_reward_options(cls, "judge", settings, readers, rubric=rubric)
+        judge = parse_reward_options(cls, "judge", settings, rubric=rubric)
+        return replace(judge, cache=str(Path(judge.cache).expanduser().resolve())) if judge.cache else judge
 
     @property
     def reward_options(self) -> dict[str, Any]:
@@ -230,16 +226,6 @@ def parse_score(text: str, low: float, high: float) -> float:
     if isinstance(score, bool) or not isinstance(score, int | float) or not low <= score <= high:
         raise RewardError(f'the judge\'s response is not {{"score": {low:g} to {high:g}}}: {quote(text)}')
     return float(score)
-
-
-def _parse_scale(text: str) -> tuple[float, float]:
-    try:
-        low, high = map(float, text.split(".."))
-    except ValueError:
-        low = high = 0.0
-    if not -1e9 < low < high < 1e9:
-        raise ValueError("LOW..HIGH")
-    return low, high
 
 
 # Scores and request counts, in one file that all workers share: sqlite serialises their access.

@@ -17,7 +17,6 @@ from policygrad.errors import ConfigError, RewardError
 from policygrad.rewards import builtin, code
 from policygrad.rewards import math as math_rewards
 from policygrad.rewards.base import Reward, RewardFunction
-from policygrad.rewards.builtin import Format, RepetitionPenalty, exact_match, worked_steps
 from policygrad.rewards.workers.messages import SampleResult, select_samples
 from policygrad.rewards.workers.worker import RewardCaller, Signature
 from policygrad.utils.user_code import FileFunction, import_function, load_object
@@ -45,26 +44,26 @@ def resolve_reward(name: str | Reward | RewardFunction) -> Reward:
     if isinstance(name, Reward):
         return name
     if callable(name):
-        return _create_reward(getattr(name, "__name__", type(name).__name__), name, 1.0)
+        return _create_reward(getattr(name, "__name__", type(name).__name__), name)
     if not isinstance(name, str):
         raise ConfigError(f"a reward is a name or a function, got {type(name).__name__}")
     spec = parse_reward(name)
-    inner, *gates = (_create_reward(part, _load_function(part), 1.0) for part in spec.names)
-    if not gates and spec.low == -math.inf and spec.high == math.inf:
-        return replace(inner, weight=spec.weight)
-    return _create_reward(spec.title, GatedReward(inner, tuple(gates), spec.low, spec.high), spec.weight)
+    reward, *gates = (_create_reward(part, _load_function(part)) for part in spec.names)
+    if gates or spec.low > -math.inf or spec.high < math.inf:
+        reward = _create_reward(spec.title, GatedReward(reward, tuple(gates), spec.low, spec.high))
+    return replace(reward, weight=spec.weight)
 
 
 _BUILTIN: dict[str, RewardFunction] = {
     "code": code.code,
-    "exact_match": exact_match,
-    "format": Format(),
+    "exact_match": builtin.exact_match,
+    "format": builtin.Format(),
     "gsm8k": math_rewards.gsm8k,
     "math": math_rewards.math,
     "reasoning_gym": builtin.reasoning_gym,
     "reasoning_gym_partial": builtin.reasoning_gym_partial,
-    "repetition_penalty": RepetitionPenalty(),
-    "worked_steps": worked_steps,
+    "repetition_penalty": builtin.RepetitionPenalty(),
+    "worked_steps": builtin.worked_steps,
 }
 _PRESETS = {
     "code": "policygrad.rewards.code:Code.from_options",
@@ -84,8 +83,8 @@ _LOCALHOST = ("localhost", "127.0.0.1", "::1")
 _DOTTED = re.compile(r"\w+(\.\w+)+")
 
 
-def _create_reward(name: str, function: RewardFunction, weight: float) -> Reward:
-    return Reward(name, function, weight, **getattr(function, "reward_options", {}))
+def _create_reward(name: str, function: RewardFunction) -> Reward:
+    return Reward(name, function, **getattr(function, "reward_options", {}))
 
 
 def _load_function(name: str) -> RewardFunction:

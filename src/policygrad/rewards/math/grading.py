@@ -56,10 +56,6 @@ class AnswerReward:
         """Score one completion; None where the row has no answer."""
         raise NotImplementedError
 
-    def extract_answer(self, completion: str) -> str | None:
-        """Return the answer by which completions vote: a number by its value, a formula by its letters; None = there is none."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Math(AnswerReward):
@@ -85,6 +81,7 @@ class Math(AnswerReward):
         return float(given is not None and any(compare_answers(reference, given) for reference in references))
 
     def extract_answer(self, completion: str) -> str | None:
+        """Return the answer by which completions vote: a number by its value, a formula by its letters; None = there is none."""
         given = self._extract(completion)
         if given is None:
             return None
@@ -118,6 +115,7 @@ class Gsm8k(AnswerReward):
         return float(number is not None and any(reference.equals(number) for reference in references))
 
     def extract_answer(self, completion: str) -> str | None:
+        """Return the number by which completions vote; None = there is none."""
         number = self._extract_number(completion)
         return None if number is None else number.key
 

@@ -11,14 +11,14 @@ import pickle
 import struct
 import traceback
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NoReturn
 
 import cloudpickle
 
-from policygrad.rewards.base import StepScores
+from policygrad.rewards.base import Columns, StepScores
 
 MAX_ABS_REWARD = 1e18
 """A reward beyond ± this counts as infinite: its square, in a group's standard deviation, leaves float32."""
@@ -36,7 +36,7 @@ class SampleResult:
     steps: StepScores = ()  # of a process reward, in place of `value`
 
 
-Samples = tuple[Sequence[Any], Sequence[str], Mapping[str, Sequence[Any]]]
+Samples = tuple[Sequence[Any], Sequence[str], Columns]
 """(prompts, completions, columns)"""
 
 

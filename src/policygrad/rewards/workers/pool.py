@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from policygrad.errors import ConfigError, DataError, RewardError
-from policygrad.rewards.base import ProcessScores, Reward, RewardFunction, RewardScores, StepScores
+from policygrad.rewards.base import Columns, ProcessScores, Reward, RewardFunction, RewardScores, StepScores
 from policygrad.rewards.resolve import resolve_reward
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.failures import MIN_LOST_CALLS, UnresponsiveFunctionDetector
@@ -65,7 +65,7 @@ class RewardScorer:
         self,
         prompts: Sequence[Any],
         completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
+        columns: Columns,
         incremental: IncrementalScoring | None = None,
     ) -> RewardScores:
         """Score completion i of prompt i, with value i of every column, by every reward that is not a process reward.
@@ -98,9 +98,7 @@ class RewardScorer:
         messages = [*failures.messages.values(), *self.collect_notes()]
         return RewardScores(total, parts, dict(failures.counts), messages, weights)
 
-    def score_steps(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> ProcessScores:
+    def score_steps(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> ProcessScores:
         """Return the weighted steps of completion i by all process rewards, merged; None where one of them fails.
 
         Arguments and errors are those of `score`.
@@ -135,7 +133,7 @@ class RewardScorer:
         return False
 
     def score_incrementally(
-        self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+        self, prompts: Sequence[Any], columns: Columns
     ) -> AbstractContextManager[IncrementalScoring]:
         """Score finished completions of these prompts while others are still being sampled; `score` inside the context completes
         it.
@@ -226,7 +224,6 @@ class RewardPool(RewardScorer):
         for number in range(len(self.rewards)):
             pickled.append(self._pickle_function(number, sandbox))
         launcher = WorkerLauncher()
-
         timeouts = [reward.timeout or timeout for reward in self.rewards]
 
         def create_slot(functions: set[int], memory: int | None, sandbox: str, start_timeout: float) -> WorkerSlot:
@@ -281,9 +278,7 @@ class RewardPool(RewardScorer):
         return seconds * count / self._num_workers >= MIN_OVERLAP_SECONDS
 
     @contextmanager
-    def score_incrementally(
-        self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
-    ) -> Iterator[IncrementalScoring]:
+    def score_incrementally(self, prompts: Sequence[Any], columns: Columns) -> Iterator[IncrementalScoring]:
         _, single = self._worker_functions(process_rewards=False)
         with self._lock:
             incremental = IncrementalScoring(prompts, columns, single, self._dispatcher)
@@ -366,13 +361,7 @@ class IncrementalScoring:
     It has no thread: the sampling code calls `add_completions` from time to time, which collects replies and hands out work.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
-        single: Sequence[int],
-        dispatcher: Dispatcher,
-    ) -> None:
+    def __init__(self, prompts: Sequence[Any], columns: Columns, single: Sequence[int], dispatcher: Dispatcher) -> None:
         """`single`: functions that get one sample per call."""
         self._single, self._dispatcher = single, dispatcher
         self._completions = [""] * len(prompts)

@@ -10,12 +10,12 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from policygrad.errors import DataError
-from policygrad.rewards.base import StepScores
+from policygrad.rewards.base import Columns, StepScores
 from policygrad.rewards.workers import process
 from policygrad.rewards.workers.limits import MemoryLimit, raise_oom_score
 from policygrad.rewards.workers.messages import (
@@ -43,7 +43,17 @@ def main(parent: int) -> None:
     """Serve the process with id `parent` over standard input and output, and exit with it."""
     process.adopt_descendants(parent)
     raise_oom_score()
-    source, sink = _reserve_pipes()
+    # The message pipes get high descriptors that no program started here inherits. User code prints to standard error instead, and
+    # reads the end of its input.
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    first = max(min(limit if limit > 0 else _MAX_DESCRIPTOR, _MAX_DESCRIPTOR) - 16, 3)
+    pipe, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first) for fd in (0, 1))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    source = os.fdopen(pipe, "rb")
     start: WorkerStart = pickle.load(source)
     callers: list[RewardCaller | None] = []
     for name, pickled, process_reward in start.functions:
@@ -105,20 +115,6 @@ class _Service:
                 return
 
 
-def _reserve_pipes() -> tuple[BinaryIO, int]:
-    """Move the message pipes to high descriptors that no program started here inherits. User code prints to standard error instead,
-    and reads the end of its input."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    first = max(min(limit if limit > 0 else _MAX_DESCRIPTOR, _MAX_DESCRIPTOR) - 16, 3)
-    source, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first) for fd in (0, 1))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return os.fdopen(source, "rb"), sink
-
-
 def _send(sink: int, frame: bytes) -> None:
     data = memoryview(frame)
     while data:
@@ -172,9 +168,7 @@ class RewardCaller:
         self._signature = Signature.from_function(function)
         self._runner = AsyncRunner()  # one event loop per function, so that its connections stay open
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[SampleResult]:
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> list[SampleResult]:
         """Return one result per completion. Never raises because of the function, except KeyboardInterrupt."""
         try:
             returned = self._signature.call(self._function, (prompts, completions, columns))
