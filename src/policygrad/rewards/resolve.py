@@ -221,10 +221,26 @@ class RewardSpec:
 
 def parse_reward(text: str) -> RewardSpec:
     """Parse a reward. Raises ConfigError for two weights, empty bounds, and gates with weights, bounds or gates of their own."""
-    name, gates = _split_gates(text.strip())
+    name, gates = text.strip(), tuple[str, ...]()
+    for split in _IF.finditer(name):  # the first `if` that is followed by a reward starts the gates
+        rest = name[split.end() :].strip()
+        if not _starts_with_reward(rest):
+            continue
+        ands = [match.span() for match in _AND.finditer(rest) if _starts_with_reward(rest[match.end() :].strip())]
+        starts, ends = [0, *(end for _, end in ands)], [*(start for start, _ in ands), len(rest)]
+        gates = tuple(rest[start:end].strip() for start, end in zip(starts, ends, strict=True))
+        for gate in gates:
+            gated = any(_starts_with_reward(gate[inner.end() :].strip()) for inner in _IF.finditer(gate))
+            if gated or _WEIGHT_AFTER.search(gate) or _WEIGHT_BEFORE.match(gate) or _WITHIN.search(gate):
+                raise ConfigError(
+                    f"reward {text!r}: the gate {gate!r} holds or does not, so it has no weight, bounds or gate of its own: "
+                    f"write `NAME if GATE and GATE`; {_USE_BRACKETS}"
+                )
+        name = name[: split.start()]
+        break
     weights = []
-    if match := _WEIGHT_BEFORE.match(name):
-        name, weights = name[match.end() :], [float(match[1])]
+    if before := _WEIGHT_BEFORE.match(name):
+        name, weights = name[before.end() :], [float(before[1])]
     name, after = _strip_end(_WEIGHT_AFTER, name)
     name, within = _strip_end(_WITHIN, name)
     if within and not after:
@@ -241,26 +257,6 @@ def parse_reward(text: str) -> RewardSpec:
         if not low < high or (within[1] is None and within[2] is None):
             raise ConfigError(f"reward {text!r}: within LOW..HIGH needs LOW below HIGH, or one of them: within ..1")
     return RewardSpec(name.strip(), weights[0] if weights else 1.0, low, high, gates)
-
-
-def _split_gates(text: str) -> tuple[str, tuple[str, ...]]:
-    """Split at the first `if` that is followed by a reward: (text before it, names of the gates)."""
-    for match in _IF.finditer(text):
-        after = text[match.end() :].strip()
-        if not _starts_with_reward(after):
-            continue
-        cuts = [cut.span() for cut in _AND.finditer(after) if _starts_with_reward(after[cut.end() :].strip())]
-        starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(after)]
-        names = tuple(after[start:end].strip() for start, end in zip(starts, ends, strict=True))
-        for name in names:
-            gated = any(_starts_with_reward(name[inner.end() :].strip()) for inner in _IF.finditer(name))
-            if gated or _WEIGHT_AFTER.search(name) or _WEIGHT_BEFORE.match(name) or _WITHIN.search(name):
-                raise ConfigError(
-                    f"reward {text!r}: the gate {name!r} holds or does not, so it has no weight, bounds or gate of its own: "
-                    f"write `NAME if GATE and GATE`; {_USE_BRACKETS}"
-                )
-        return text[: match.start()], names
-    return text, ()
 
 
 def _starts_with_reward(text: str) -> bool:

@@ -167,9 +167,22 @@ def compare_answers(reference: str, given: str) -> bool:
         return True
     if is_word or given_is_word:
         return False
-    for compare in (_compare_based, _compare_times):
-        if (same := compare(reference, given)) is not None:
-            return same
+    # numbers with bases, 4343_9: by digits and, where both have one, base
+    mine, theirs = parse_based_number(reference), parse_based_number(given)
+    if (mine and mine[1]) or (theirs and theirs[1]):
+        if mine and theirs:
+            return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
+        if "_" in reference and "_" in given:
+            return False
+    # times of day, where one has a.m. or p.m. and the other the same or nothing
+    time, given_time = parse_clock_time(reference), parse_clock_time(given)
+    if (time and time[1]) or (given_time and given_time[1]):
+        if time is None or given_time is None:
+            return False
+        # without a.m. or p.m. an hour from 1 to 12 may mean either half of the day
+        either_half = all(has_half or 60 <= minute < 780 for minute, has_half in (time, given_time))
+        ambiguous = either_half and not (time[1] and given_time[1])
+        return time[0] == given_time[0] or (ambiguous and (time[0] - given_time[0]) % 720 == 0)
     quantity, given_quantity = parse_quantity(reference), parse_quantity(given)
     if quantity is not None and given_quantity is not None:
         return quantity.equals(given_quantity)
@@ -184,29 +197,6 @@ def _split_equation(text: str) -> tuple[str, str] | None:
     left, equals, right = normalise_latex(text).partition("=")
     single = equals and "=" not in right and left.strip() and right.strip()
     return (left.strip(), right.strip()) if single and not _COMPARISON.search(text) else None
-
-
-def _compare_based(reference: str, given: str) -> bool | None:
-    """Compare numbers with bases, 4343_9, by digits and, where both have one, base; None = neither has one."""
-    mine, theirs = parse_based_number(reference), parse_based_number(given)
-    if not (mine and mine[1]) and not (theirs and theirs[1]):
-        return None
-    if mine is None or theirs is None:
-        return None if "_" not in reference or "_" not in given else False
-    return mine[0] == theirs[0] and (mine[1] == theirs[1] or not (mine[1] and theirs[1]))
-
-
-def _compare_times(reference: str, given: str) -> bool | None:
-    """Compare times of day, where one has a.m. or p.m. and the other the same or nothing; None = neither has."""
-    mine, theirs = parse_clock_time(reference), parse_clock_time(given)
-    if not (mine and mine[1]) and not (theirs and theirs[1]):
-        return None
-    if mine is None or theirs is None:
-        return False
-    # without a.m. or p.m. an hour from 1 to 12 may mean either half of the day
-    either_half = all(has_half or 60 <= minute < 780 for minute, has_half in (mine, theirs))
-    ambiguous = either_half and not (mine[1] and theirs[1])
-    return mine[0] == theirs[0] or (ambiguous and (mine[0] - theirs[0]) % 720 == 0)
 
 
 @lru_cache(maxsize=4096)
@@ -275,8 +265,29 @@ def parse_intervals(text: str) -> tuple[Interval, ...] | None:
     parts = _UNION.split(text)
     if len(parts) > _MAX_INTERVALS:
         return None
-    intervals = [interval for part in parts if (interval := _parse_interval(part.strip())) is not None]
-    return tuple(intervals) if len(intervals) == len(parts) else None
+    intervals = []
+    for part in parts:
+        if match := _BRACKETS.fullmatch(part.strip()):
+            intervals.append(Interval(_parse_end(match[2]), _parse_end(match[3]), match[1] == "[", match[4] == "]"))
+            continue
+        match = _CHAIN.fullmatch(part.strip())
+        if match is None:
+            return None
+        a, first, b, second, c = (group and group.strip() for group in match.groups())
+        if second is None:  # x < 5 is -∞ < x < 5, and 5 < x is 5 < x < ∞
+            if bool(_VARIABLE.fullmatch(a)) == bool(_VARIABLE.fullmatch(b)):
+                return None
+            increasing = first in "<≤"
+            if _VARIABLE.fullmatch(a):
+                a, first, b, second, c = "-inf" if increasing else "inf", "<" if increasing else ">", a, first, b
+            else:
+                second, c = ("<", "inf") if increasing else (">", "-inf")
+        if not _VARIABLE.fullmatch(b) or (first in "<≤") != (second in "<≤"):
+            return None
+        if first in ">≥":
+            a, first, second, c = c, _FLIPPED[second], _FLIPPED[first], a
+        intervals.append(Interval(_parse_end(a), _parse_end(c), first == "≤", second == "≤"))
+    return tuple(intervals)
 
 
 def is_unambiguous(text: str) -> bool:
@@ -294,28 +305,6 @@ def compare_intervals(left: tuple[Interval, ...], right: tuple[Interval, ...]) -
             return False
         unmatched.remove(match)
     return not unmatched
-
-
-def _parse_interval(text: str) -> Interval | None:
-    if match := _BRACKETS.fullmatch(text):
-        return Interval(_parse_end(match[2]), _parse_end(match[3]), match[1] == "[", match[4] == "]")
-    match = _CHAIN.fullmatch(text)
-    if match is None:
-        return None
-    a, first, b, second, c = (part and part.strip() for part in match.groups())
-    if second is None:  # x < 5 is -∞ < x < 5, and 5 < x is 5 < x < ∞
-        if bool(_VARIABLE.fullmatch(a)) == bool(_VARIABLE.fullmatch(b)):
-            return None
-        increasing = first in "<≤"
-        if _VARIABLE.fullmatch(a):
-            a, first, b, second, c = "-inf" if increasing else "inf", "<" if increasing else ">", a, first, b
-        else:
-            second, c = ("<", "inf") if increasing else (">", "-inf")
-    if not _VARIABLE.fullmatch(b) or (first in "<≤") != (second in "<≤"):
-        return None
-    if first in ">≥":
-        a, first, second, c = c, _FLIPPED[second], _FLIPPED[first], a
-    return Interval(_parse_end(a), _parse_end(c), first == "≤", second == "≤")
 
 
 def _parse_end(text: str) -> str:

@@ -555,7 +555,23 @@ class Dispatcher:
             else:
                 slot.set_deadline()  # anew: its first message may have been waiting for long
         busy = [slot for slot in self._slots if slot.work]
-        readable = self._wait(busy, due) if busy else []
+        if not busy:
+            return []
+        # write what the pipes accept, until a worker sends something, a deadline passes, or `due`
+        readable = []
+        with selectors.DefaultSelector() as selector:
+            for slot in busy:
+                assert slot.worker
+                selector.register(slot.worker.output, selectors.EVENT_READ, slot)
+                if slot.worker.outbox:
+                    selector.register(slot.worker.input, selectors.EVENT_WRITE, slot)
+            timeout = min(due, *(slot.deadline for slot in busy)) - time.monotonic()
+            for key, events in selector.select(max(timeout, 0.0)):
+                if events & selectors.EVENT_READ:
+                    readable.append(key.data)
+                else:
+                    key.data.worker.flush()
+                    key.data.set_deadline()  # a call begins once its samples have arrived
         now = time.monotonic()  # before killing workers, which takes time
         scored: list[ScoredCall] = []
         for slot in busy:
@@ -656,24 +672,6 @@ class Dispatcher:
         if remaining := item.after(slot.done + 1):
             (queue.appendleft if self._detector.has_succeeded(name) else queue.append)(remaining)
         self._detector.record_lost(name, what)
-
-    def _wait(self, busy: Sequence[WorkerSlot], due: float) -> list[WorkerSlot]:
-        """Write what the pipes accept, until a worker sends something, a deadline passes, or `due`. Returns the readable slots."""
-        with selectors.DefaultSelector() as selector:
-            for slot in busy:
-                assert slot.worker
-                selector.register(slot.worker.output, selectors.EVENT_READ, slot)
-                if slot.worker.outbox:
-                    selector.register(slot.worker.input, selectors.EVENT_WRITE, slot)
-            timeout = min(due, *(slot.deadline for slot in busy)) - time.monotonic()
-            readable = []
-            for key, events in selector.select(max(timeout, 0.0)):
-                if events & selectors.EVENT_READ:
-                    readable.append(key.data)
-                else:
-                    key.data.worker.flush()
-                    key.data.set_deadline()  # a call begins once its samples have arrived
-            return readable
 
 
 START_TIMEOUT = 120.0  # seconds for a worker to import what its functions need; not part of any call's timeout
