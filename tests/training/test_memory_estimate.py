@@ -29,7 +29,7 @@ def test_saved_activations_are_counted_without_weights(name: str, completion: in
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     evaluator = build_evaluator(model, 1.0)
     assert evaluator.network.use_tree
-    part, held = activation_memory._synthetic_pack(140, 12, completion, 4), dict[int, int]()
+    part, held = activation_memory.make_synthetic_pack(140, 12, completion, 4), dict[int, int]()
     with activation_memory.count_saved_tensors(held, model):
         states = evaluator.network.hidden(part)
     found = activation_memory.saved_activation_bytes(config, torch.float32, 140, 12, completion, 4)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any
 
 import cloudpickle
@@ -40,7 +40,7 @@ from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, Rewa
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.base import gather_or_cancel
 from policygrad.samplers.engines.http import ServerUnavailableError
-from policygrad.samplers.engines.server_pool import EngineServer, ServerPool
+from policygrad.samplers.engines.server_pool import ServerPool
 from policygrad.samplers.local.sampler import LocalSampler
 from policygrad.tasks.base import Example
 from policygrad.training.config.run import Run
@@ -109,14 +109,24 @@ class ActorPool:
     def __init__(self, actors: dict[str, Any], timeout: float, role: str, on_progress: ProgressCallback) -> None:
         """`timeout`: seconds to wait for an actor to come back."""
         self._actors, self._timeout, self._role = actors, timeout, role
-        self.servers = ServerPool(list(actors), self._prepare_server, 1, timeout, on_progress)
+        self.servers = ServerPool(
+            list(actors),
+            lambda server: call_actor(actors[server.url], *self.setup, timeout=timeout),
+            max_concurrency=1,
+            recovery_timeout=timeout,
+            on_progress=on_progress,
+        )
 
     def __len__(self) -> int:
         return len(self._actors)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return the result of an actor's method, or raise its PolicygradError, or EngineError if no actor comes back. An
-        actor has one call at a time, others wait."""
+        """Return the result of an actor's method. An actor has one call at a time, others wait.
+
+        Raises:
+            PolicygradError: The method has raised it.
+            EngineError: No actor comes back.
+        """
         with self._explaining():
             return await self.servers.call(lambda server: call_actor(self._actors[server.url], method, *args))
 
@@ -131,13 +141,6 @@ class ActorPool:
 
         for actor in self._actors.values():
             ray.kill(actor)
-
-    async def _prepare_server(self, server: EngineServer) -> None:
-        try:
-            async with asyncio.timeout(self._timeout):
-                await call_actor(self._actors[server.url], *self.setup)
-        except TimeoutError as error:
-            raise ServerUnavailableError(f"not ready after {self._timeout:g} s") from error
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -154,17 +157,24 @@ class ActorPool:
             ) from error
 
 
-async def call_actor(actor: Any, method: str, *args: Any) -> Any:
-    """Return the result of an actor's method, or raise its PolicygradError, or ServerUnavailableError if it has died or is
-    restarting."""
+async def call_actor(actor: Any, method: str, *args: Any, timeout: float | None = None) -> Any:
+    """Return the result of an actor's method.
+
+    Raises:
+        PolicygradError: The method has raised it.
+        ServerUnavailableError: The actor has died, is restarting, or needs more than `timeout` seconds.
+    """
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
-        return await getattr(actor, method).remote(*args)
+        async with asyncio.timeout(timeout):
+            return await getattr(actor, method).remote(*args)
     except RayActorError as error:
         raise ServerUnavailableError(str(error)) from error
     except RayTaskError as error:
         raise unwrap_error(error) from error
+    except TimeoutError as error:
+        raise ServerUnavailableError(f"not ready after {timeout:g} s") from error
 
 
 def unwrap_error(error: Any) -> BaseException:
@@ -174,8 +184,11 @@ def unwrap_error(error: Any) -> BaseException:
 
 
 def serialise(value: Any, what: str) -> bytes:
-    """Pickle a value for another machine; classes from the user's files are sent by value. Raises ConfigError if it
-    cannot be pickled."""
+    """Pickle a value for another machine; classes from the user's files are sent by value.
+
+    Raises:
+        ConfigError: It cannot be pickled.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith(FILE_MODULE):
             cloudpickle.register_pickle_by_value(module)
@@ -252,7 +265,7 @@ class RaySampler:
         bounds = [len(requests) * i // parts for i in range(parts + 1)]  # neighbours share a prompt
         chunks = [list(requests[a:b]) for a, b in pairwise(bounds) if b > a]
         sampled: list[Any] = await gather_or_cancel([self._pool.call("generate", chunk) for chunk in chunks])
-        return [generation for chunk in sampled for generation in chunk]
+        return list(chain.from_iterable(sampled))
 
     async def close(self) -> None:
         await self._pool.servers.close()
@@ -504,7 +517,6 @@ class LearnerActors:
 
     @property
     def launcher(self) -> WorkerLauncher:
-        """Starts them for a `WorkerGroup`."""
         from ray.util import get_node_ip_address
 
         def start(host: str, port: int, rank: int, size: int) -> _ActorProcess:

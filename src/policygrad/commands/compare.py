@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.commands import STOPPED
-from policygrad.commands.options import reject_cluster_flags, reject_empty_values, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_paragraphs, wrap_styled
+from policygrad.commands.options import parse_arguments, reject_cluster_flags, reject_empty_values, write_text_file
+from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_styled
 from policygrad.compare.plan import (
     FIRST_TUNING_SEED,
     LABEL_PATTERN,
@@ -351,13 +351,7 @@ def compare(args: list[str]) -> int:
     at = args.index("--") if "--" in args else len(args)
     mine, common = args[:at], args[at + 1 :]
     reject_empty_values(mine, "--allow-code")
-    options = tyro.cli(
-        CompareOptions,
-        args=mine,
-        prog="policygrad compare",
-        description=wrap_paragraphs(*HELP),
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = parse_arguments(CompareOptions, mine, "compare", *HELP)
     plan, folder = _make_plan(options, common, shlex.join(["policygrad", "compare", *args]))
     if options.dry_run:
         print(format_commands(plan))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from policygrad.commands.render import wrap_paragraphs
+from policygrad.commands.options import parse_arguments
 from policygrad.errors import ConfigError
 from policygrad.models.loading import check_hub_repo, push_to_hub
 from policygrad.models.lora_config import is_model_folder
@@ -71,10 +71,7 @@ class ExportOptions:
 
 def export(args: list[str]) -> int:
     """`policygrad export RUN [--merge [--output DIR]] [--push OWNER/NAME]`, or `… --format gguf [--output FILE]`."""
-    config = (tyro.conf.FlagCreatePairsOff,)
-    options = tyro.cli(
-        ExportOptions, args=args, prog="policygrad export", description=wrap_paragraphs(*HELP), config=config
-    )
+    options = parse_arguments(ExportOptions, args, "export", *HELP)
     folder = Path(options.run)
     trained, files = folder / "model", ("run.toml", "sft.toml", "reward-model.toml")
     stopped = not is_model_folder(trained) and any((folder / name).is_file() for name in files)

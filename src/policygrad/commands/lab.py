@@ -14,17 +14,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.options import check_writable, merge_repeated_flags, write_text_file
+from policygrad.commands.options import check_writable, merge_repeated_flags, parse_arguments, write_text_file
 from policygrad.commands.render import (
     HEAD,
     NAME,
     QUIET,
     StyledLine,
     build_matrix_row,
-    describe_command,
     format_part,
     print_lines,
     wrap_styled,
@@ -251,7 +248,7 @@ def lab(args: list[str]) -> int:
     if args[:1] == ["control"]:
         return control(args[1:])
     args = merge_repeated_flags(args, "--algorithm", "--part", "--experiment")
-    options = tyro.cli(LabOptions, args=args, prog="policygrad lab", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_arguments(LabOptions, args, "lab")
     from policygrad.lab.report import EXPERIMENTS, build_lab_report
 
     width = shutil.get_terminal_size((100, 24)).columns
@@ -470,13 +467,7 @@ class ControlOptions:
 
 def control(args: list[str]) -> int:
     """Run `policygrad lab control`."""
-    options = tyro.cli(
-        ControlOptions,
-        args=args,
-        prog="policygrad lab control",
-        description=describe_command(ControlOptions),
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = parse_arguments(ControlOptions, args, "lab control")
     algorithm, settings = resolve_control(options)
     if options.output is not None:
         check_writable(options.output, "--output")

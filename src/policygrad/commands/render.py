@@ -76,11 +76,6 @@ def wrap_paragraphs(*texts: str) -> str:
     return "\n".join(f" {line}" for line in lines)
 
 
-def describe_command(options: type) -> str:
-    """Return a command's description, the docstring of its options."""
-    return wrap_paragraphs(" ".join((options.__doc__ or "").split()))
-
-
 def get_page_width() -> int:
     """Return the columns for running text: the terminal's, at most 100; 80 in a pipe."""
     return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
@@ -107,24 +102,25 @@ def format_part(part: Any, *, names: bool = False, changed: bool = False) -> str
         names: write `Clip(low=0.2, high=0.28)`.
         changed: omit the values if all of them are defaults.
     """
-    kind = type(part)
-    if changed and list_settings(part) == list_settings(replace(part, **_defaults(kind))):
-        return kind.__name__
-    shown, usual = list_settings(part), _defaults(kind)
-    if not names and len(shown) > 3:  # too many to read by position: name those that are not defaults
-        names, shown = True, [(name, v) for name, v in shown if v != usual.get(name)]
+    name, settings = type(part).__name__, list_settings(part)
+    if changed and settings == list_settings(replace(part, **_defaults(type(part)))):
+        return name
+    if not names and len(settings) > 3:  # too many to read by position
+        return format_changed_part(part)
     written = [
-        (f"{name}=" if names else "") + (format_part(v, names=names) if is_dataclass(v) else shorten_number(v))
-        for name, v in shown
+        (f"{key}=" if names else "") + (format_part(v, names=names) if is_dataclass(v) else shorten_number(v))
+        for key, v in settings
     ]
-    return f"{kind.__name__}({', '.join(written)})" if written else kind.__name__
+    return f"{name}({', '.join(written)})" if written else name
 
 
 def format_changed_part(part: Any) -> str:
     """Format a part with the names and values of the settings that are not defaults, as `Reference(refresh_every=100)`."""
     usual = _defaults(type(part))
     values = ", ".join(
-        f"{name}={shorten_number(value)}" for name, value in list_settings(part) if value != usual.get(name)
+        f"{key}={format_part(v, names=True) if is_dataclass(v) else shorten_number(v)}"
+        for key, v in list_settings(part)
+        if v != usual.get(key)
     )
     return f"{type(part).__name__}({values})" if values else type(part).__name__
 
@@ -256,12 +252,21 @@ def diff_algorithms(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str
     changed: dict[str, tuple[str, str]] = {}
     for name, (_, label) in EQUATION_COLUMNS.items():
         theirs, mine = _list_parts(parent, name), _list_parts(a, name)
-        if [list_settings(p) for p in theirs] != [list_settings(p) for p in mine] or list(map(type, theirs)) != list(
-            map(type, mine)
-        ):
-            changed[label] = _format_change(
-                theirs, mine, names=name in ("update_rule", "critic", "reward_model", "reference")
-            )
+        kinds, other_kinds = [type(p) for p in mine], [type(p) for p in theirs]
+        old, new = [dict(list_settings(p)) for p in theirs], [dict(list_settings(p)) for p in mine]
+        if kinds == other_kinds and old == new:
+            continue
+        if len(mine) == 1 and kinds == other_kinds:  # of many settings only those that differ
+            differ = [key for key in {**old[0], **new[0]} if old[0].get(key) != new[0].get(key)]
+            if len(differ) < len(new[0]):
+                sides = (
+                    ", ".join(f"{key}={shorten_number(side.get(key))}" for key in differ) for side in (old[0], new[0])
+                )
+                before, after = (f"{kinds[0].__name__}({side})" for side in sides)
+                changed[label] = (before, after)
+                continue
+        write = format_changed_part if name in ("update_rule", "critic", "reward_model", "reference") else format_part
+        changed[label] = (" ".join(map(write, theirs)) or "–", " ".join(map(write, mine)) or "–")
     if parent.samples_per_prompt != a.samples_per_prompt:
         changed["samples"] = (str(parent.samples_per_prompt), str(a.samples_per_prompt))
     return changed
@@ -272,16 +277,3 @@ def _list_parts(a: Algorithm, name: str) -> tuple[Any, ...]:
     value = getattr(a, name)
     parts = value if isinstance(value, tuple) else (value,)
     return tuple(p for p in parts if p is not None and (name != "reference" or "logp_ref" in a.needs))
-
-
-def _format_change(theirs: tuple[Any, ...], mine: tuple[Any, ...], *, names: bool) -> tuple[str, str]:
-    """Format both sides; for one part with many settings, only those that differ."""
-    if len(theirs) == len(mine) == 1 and type(theirs[0]) is type(mine[0]) and len(list_settings(mine[0])) > 1:
-        old, new = dict(list_settings(theirs[0])), dict(list_settings(mine[0]))
-        differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        if len(differ) < len(new):
-            sides = [", ".join(f"{n}={shorten_number(side.get(n))}" for n in differ) for side in (old, new)]
-            return f"{type(mine[0]).__name__}({sides[0]})", f"{type(mine[0]).__name__}({sides[1]})"
-    write = format_changed_part if names else format_part
-    written = [" ".join(map(write, side)) or "–" for side in (theirs, mine)]
-    return written[0], written[1]

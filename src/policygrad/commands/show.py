@@ -19,6 +19,7 @@ import tyro
 import policygrad
 from policygrad.algorithms import ALGORITHMS, get_algorithm
 from policygrad.catalog import CATALOG
+from policygrad.commands.options import parse_arguments
 from policygrad.commands.render import (
     EQUATION,
     EQUATION_COLUMNS,
@@ -28,7 +29,6 @@ from policygrad.commands.render import (
     StyledLine,
     build_matrix_row,
     describe_algorithm,
-    describe_command,
     format_part,
     get_page_width,
     print_lines,
@@ -116,44 +116,34 @@ def format_matrix(width: int | None) -> list[StyledLine]:
 def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[StyledLine]:
     """Format lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells."""
     lead = max(map(len, rows)) + 2 if width >= 72 else 4
+
+    def tie(text: str) -> str:
+        return text.replace(" ", _TIED) if len(text) <= width - lead else text
+
     labels = [column.split() for column in next(iter(rows.values()))]
     legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
-    lines = [*wrap_styled((("", ""),), legend, width, QUIET)]
+    lines = [*wrap_styled((), legend, width, QUIET)]
     for family, names in grouped.items():
-        lines += [(), *wrap_styled((("", ""),), family, width, HEAD)]
+        lines += [(), *wrap_styled((), family, width, HEAD)]
         for name in names:
-            named = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
-            cells = [
-                " ".join(
-                    [f"{symbol} {parts[0]}".replace(" ", _TIED), *(part.replace(" ", _TIED) for part in parts[1:])]
-                )
-                for symbol, parts in named
-            ]
-            lines += _packed(name, cells, lead, width)
+            # A cell longer than a line is broken between parts, and a part longer than a line between its settings.
+            cells = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
+            text = "   ".join(
+                tie(" ".join([tie(f"{symbol}{_TIED}{first}"), *map(tie, more)])) for symbol, (first, *more) in cells
+            )
+            head = name.ljust(max(lead, len(name) + 2))
+            wrapped = textwrap.wrap(
+                text,
+                width,
+                initial_indent=head,
+                subsequent_indent=" " * lead,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            wrapped = [row.replace(_TIED, " ") for row in wrapped]
+            lines.append(((head, NAME), (wrapped[0].removeprefix(head), "")))
+            lines += [((row, ""),) for row in wrapped[1:]]
     return lines
-
-
-def _packed(name: str, cells: list[str], lead: int, width: int) -> list[StyledLine]:
-    """Cells one after the other, as many on a line as fit; one that is longer than a line breaks between parts, then"""
-    first = max(lead, len(name) + 2)
-    lines, row, indent = list[StyledLine](), "", first
-    for cell in cells:
-        if row and indent + len(row) + 3 + len(cell) > width:
-            lines.append(_line(name if not lines else "", indent, row))
-            row, indent = "", lead
-        row = f"{row}   {cell}" if row else cell
-        while indent + len(row) > width:
-            head = row[: width - indent + 1]
-            cut = at if (at := head.rfind(" ")) > 0 else head.rfind(_TIED)
-            if cut <= 0:
-                break
-            lines.append(_line(name if not lines else "", indent, row[:cut]))
-            row, indent = row[cut + 1 :], lead + 2
-    return [*lines, _line(name if not lines else "", indent, row)]
-
-
-def _line(name: str, indent: int, text: str) -> StyledLine:
-    return ((name.ljust(indent), NAME), (text.replace(_TIED, " ").rstrip(), ""))
 
 
 def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:
@@ -294,7 +284,7 @@ class MatrixOptions:
 
 def algorithms(args: list[str]) -> int:
     """Run `policygrad algorithms [--json]`."""
-    options = tyro.cli(MatrixOptions, args=args, prog="policygrad algorithms", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_arguments(MatrixOptions, args, "algorithms")
     if options.json:
         rows = {
             name: {**algorithm_to_dict(a), "departs": CATALOG[name].deviations if name in CATALOG else ""}
@@ -322,12 +312,24 @@ class ShowOptions:
 
 def show(args: list[str]) -> int:
     """Run `policygrad show [NAME]`."""
-    name = tyro.cli(ShowOptions, args=args, prog="policygrad show", description=describe_command(ShowOptions)).name
+    name = parse_arguments(ShowOptions, args, "show").name
     width = get_page_width()
     if name is None:
         print_lines(list_everything(width))
     elif is_user_reference(name):
-        print_lines(_describe_custom(name, width))
+        custom = load_object(name, f"show {name}", (Algorithm, type))
+        if isinstance(custom, Algorithm):
+            code = (("Code  ", HEAD), (find_assignment(name), QUIET))
+            print_lines([*describe_algorithm(load_algorithm(name), width), (), code])
+            return 0
+        if not (isinstance(custom, type) or is_dataclass(custom)):
+            raise ConfigError(
+                f"show {name}: {type(custom).__name__} is neither an algorithm nor a part. An algorithm is a "
+                "policygrad.Algorithm(…); a part is a class with @dataclass(frozen=True)."
+            )
+        if problem := frozen_problem(custom if isinstance(custom, type) else type(custom)):
+            raise ConfigError(f"show {name}: {problem}")
+        print_lines(describe_part(custom, width))
     elif name in list_parts():
         print_lines(describe_part(load_part_class(name, "show", "part"), width))
     elif name.lower().replace("-", "_") in ALGORITHMS:
@@ -342,22 +344,3 @@ def show(args: list[str]) -> int:
         hint = hint if hint.startswith("did") else "`policygrad show` lists them; for your own write mine.py:NAME"
         raise ConfigError(f"there is no algorithm, part or metric {name!r}: {hint}")
     return 0
-
-
-def _describe_custom(name: str, width: int) -> list[StyledLine]:
-    """Describe an algorithm or part from a user's module or file."""
-    result = load_object(name, f"show {name}", (Algorithm, type))
-    if isinstance(result, Algorithm):
-        return [
-            *describe_algorithm(load_algorithm(name), width),
-            (),
-            (("Code  ", HEAD), (find_assignment(name), QUIET)),
-        ]
-    if not (isinstance(result, type) or is_dataclass(result)):
-        raise ConfigError(
-            f"show {name}: {type(result).__name__} is neither an algorithm nor a part. An algorithm is a "
-            "policygrad.Algorithm(…); a part is a class with @dataclass(frozen=True)."
-        )
-    if problem := frozen_problem(result if isinstance(result, type) else type(result)):
-        raise ConfigError(f"show {name}: {problem}")
-    return describe_part(result, width)

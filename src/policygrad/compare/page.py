@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from policygrad.compare.report import ComparisonReport, Kind, RowReport, format_learning_rate, pluralise
+from policygrad.compare.report import ComparisonReport, Kind, format_learning_rate, pluralise
 from policygrad.compare.runner import AXES
-from policygrad.compare.statistics import Estimate
 from policygrad.pages.render import BANDS, render_page
 
 MAX_SHOWN_ROWS = 8
@@ -39,7 +37,6 @@ def render_comparison(report: ComparisonReport) -> str:
         filters={
             "short": format_short,
             "counted": pluralise,
-            "estimate": format_estimate,
             "share": lambda x: f"{x:.0%}",
         },
         found=report,
@@ -65,13 +62,21 @@ def comparison_title(report: ComparisonReport) -> str:
 
 def comparison_data(report: ComparisonReport) -> dict[str, Any]:
     """Return the data that the script draws."""
+    pairs: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in MEASURES}
+    for (
+        name,
+        cells,
+    ) in pairs.items():  # first -> second -> [P(first above second), low, high, 1 if they differ], both ways
+        for pair in report.pairs:
+            p, separated = pair.probability[name], float(pair.separated[name])
+            cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, separated]
+            cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, separated]
+    tuned_options = dict.fromkeys(row.tuned_option for row in report.rows if row.tuning)
     return {
         "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in report.axes.items()},
         "kinds": [_kind(report, number, kind) for number, kind in enumerate(report.kinds)],
-        "pairs": {name: _matrix(report, name) for name in MEASURES},
-        "rates": {
-            knob: _rates(report, knob) for knob in dict.fromkeys(row.tuned_option for row in report.rows if row.tuning)
-        },
+        "pairs": pairs,
+        "rates": {option: _plot_tuning(report, option) for option in tuned_options},
     }
 
 
@@ -92,29 +97,14 @@ def _kind(report: ComparisonReport, number: int, kind: Kind) -> dict[str, Any]:
     }
 
 
-def _matrix(report: ComparisonReport, measure: str) -> dict[str, dict[str, list[float]]]:
-    """first -> second -> [P(first above second), low, high, 1 if they differ], both ways."""
-    cells: dict[str, dict[str, list[float]]] = {}
-    for pair in report.pairs:
-        p = pair.probability[measure]
-        separated = float(pair.separated[measure])
-        cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, separated]
-        cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, separated]
-    return cells
-
-
-def _rates(report: ComparisonReport, knob: str) -> dict[str, Any]:
+def _plot_tuning(report: ComparisonReport, option: str) -> dict[str, Any]:
     """Return the plot of mean final scores over the values of a tuned option."""
-    rows = [row for row in report.rows if row.tuned_option == knob and row.tuning]
+    rows = [row for row in report.rows if row.tuned_option == option and row.tuning]
     values = sorted({tried.value for row in rows for tried in row.tuning})
-
-    def line(row: RowReport) -> list[float | None]:
-        means: Mapping[float, float | None] = {tried.value: tried.mean for tried in row.tuning}
-        return [means.get(value) for value in values]
-
-    label = {"--lr": "learning rate"}.get(knob, knob.removeprefix("--algorithm."))
-    lines = [{"series": number, "values": line(row)} for number, row in enumerate(rows)]
+    means = [{tried.value: tried.mean for tried in row.tuning} for row in rows]
+    lines = [{"series": i, "values": [by_value.get(x) for x in values]} for i, by_value in enumerate(means)]
     panel = {"label": "mean final score on the tuning seeds", "log": False, "low": None, "high": None, "lines": lines}
+    label = "learning rate" if option == "--lr" else option.removeprefix("--algorithm.")
     return {
         "x": {"label": label, "values": values, "log": True},
         "series": [row.label for row in rows],
@@ -129,7 +119,3 @@ def format_short(x: float | None) -> str:
     if abs(x) < 1000:
         return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
     return f"{x / 1000:.3g}k" if abs(x) < 1e6 else f"{x / 1e6:.3g}M"
-
-
-def format_estimate(x: Estimate) -> str:
-    return f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"

@@ -16,7 +16,6 @@ from policygrad.compare.statistics import (
     bootstrap_band,
     estimate_iqm,
     first_crossing,
-    interpolate,
     mean_height,
     median_crossing,
 )
@@ -79,11 +78,6 @@ class RowSummary:
     """Axis or `area` -> scores by seed, from which estimates and pairs are computed."""
 
 
-def common_endpoints(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
-    """Return the point of each axis that every run reaches."""
-    return {axis: min(outcome.axis(axis)[-1] for outcome in outcomes) for axis in AXES}
-
-
 def summarise_row(
     outcomes: Sequence[RunOutcome],
     common: Mapping[str, float],
@@ -98,7 +92,7 @@ def summarise_row(
         grids: Axis -> points of the curves.
         level: Threshold score; None = no threshold.
     """
-    scores = {axis: tuple(float(interpolate(o.axis(axis), o.score, common[axis])) for o in outcomes) for axis in AXES}
+    scores = {axis: tuple(float(np.interp(common[axis], o.axis(axis), o.score)) for o in outcomes) for axis in AXES}
     scores["area"] = tuple(mean_height(o.tokens, o.score, common["tokens"]) for o in outcomes)
     reach = {}
     for axis in AXES if level is not None else ():
@@ -120,7 +114,7 @@ def compute_band(outcomes: Sequence[RunOutcome], axis: str, grid: Sequence[float
     """Interpolate every run's curve at the grid's points and compute the band over runs."""
     end = min(o.axis(axis)[-1] for o in outcomes)
     inside = [x for x in grid if x <= end]
-    table = np.array([interpolate(o.axis(axis), o.score, inside) for o in outcomes])
+    table = np.array([np.interp(inside, o.axis(axis), o.score) for o in outcomes])
     beyond: list[float | None] = [None] * (len(grid) - len(inside))
     columns = [[round(float(x), 4) for x in column] for column in bootstrap_band(table)]
     value, low, high = ((*column, *beyond) for column in columns)
@@ -145,17 +139,12 @@ def average_outcomes(outcomes: Sequence[RunOutcome]) -> dict[str, float]:
 
 def list_tuned_values(plan: ComparisonPlan, row: ComparisonRow, results: Results) -> tuple[TunedValue, ...]:
     """Return the results of each value of the row's grid."""
-    outcomes = results.outcomes
-    return tuple(
-        TunedValue(
-            value,
-            tuple(
-                outcomes[job].after for seed in plan.tuning_seeds if (job := Job(row.label, value, seed)) in outcomes
-            ),
-            mean_final_score(plan, row.label, value, outcomes),
-        )
-        for value in (row.grid if row.is_tuned else ())
-    )
+    tuned = []
+    for value in row.grid if row.is_tuned else ():
+        jobs = [Job(row.label, value, seed) for seed in plan.tuning_seeds]
+        scores = tuple(results.outcomes[job].after for job in jobs if job in results.outcomes)
+        tuned.append(TunedValue(value, scores, mean_final_score(plan, row.label, value, results.outcomes)))
+    return tuple(tuned)
 
 
 def describe_run(job: Job, outcome: RunOutcome, command: str) -> dict[str, Any]:

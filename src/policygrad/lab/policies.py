@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from policygrad.lab.sequences import PrefixTree
+from policygrad.lab.sequences import PrefixTree, sample_normal
 
 
-def sample_normal(parameters: int, scale: float, seed: int) -> Tensor:
-    """Sample [P] float64 from N(0, scale²)."""
-    return scale * torch.randn(parameters, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def _split_parameters(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    pieces = torch.split(theta, [math.prod(shape) for shape in shapes])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class TabularPolicy:
         return self.prompts, len(self.tree.prefixes), self.tree.vocabulary
 
     def initial(self, seed: int) -> Tensor:
-        x, s, v = self.shape
-        return sample_normal(x * s * v, self.scale, seed)
+        return sample_normal(math.prod(self.shape), self.scale, seed)
 
     def logits(self, theta: Tensor) -> Tensor:
         return theta.reshape(self.shape)
@@ -46,24 +44,18 @@ class Bigram:
     scale: float = 0.5
 
     @property
-    def _shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    def _shapes(self) -> list[tuple[int, ...]]:
         v, n = self.tree.vocabulary, self.tree.length
-        return (n, v, v), (self.prompts, n, v)
+        return [(n, v, v), (self.prompts, n, v)]
 
     def initial(self, seed: int) -> Tensor:
-        return sample_normal(sum(a * b * c for a, b, c in self._shapes), self.scale, seed)
+        return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)
 
     def logits(self, theta: Tensor) -> Tensor:
-        shared, per_prompt = self._shapes
-        split = shared[0] * shared[1] * shared[2]
+        shared, per_prompt = _split_parameters(theta, self._shapes)
         position = torch.tensor([len(prefix) for prefix in self.tree.prefixes])
         previous = torch.tensor([prefix[-1] if prefix else 0 for prefix in self.tree.prefixes])
-        return theta[:split].reshape(shared)[position, previous] + theta[split:].reshape(per_prompt)[:, position]
-
-
-def _split_parameters(theta: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    ends = list(itertools.accumulate(map(math.prod, shapes)))
-    return [theta[a:b].reshape(shape) for a, b, shape in zip([0, *ends], ends, shapes, strict=False)]
+        return shared[position, previous] + per_prompt[:, position]
 
 
 @dataclass(frozen=True)
@@ -123,8 +115,7 @@ class Experts:
     @property
     def features(self) -> Tensor:
         """[S, width], constant."""
-        states = len(self.tree.prefixes)
-        return sample_normal(states * self.width, 1 / math.sqrt(self.width), 17).reshape(states, self.width)
+        return sample_normal((len(self.tree.prefixes), self.width), 1 / math.sqrt(self.width), 17)
 
     def initial(self, seed: int) -> Tensor:
         return sample_normal(sum(map(math.prod, self._shapes)), self.scale, seed)

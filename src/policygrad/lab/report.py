@@ -20,52 +20,53 @@ from policygrad.lab.worlds import OFF_POLICY_KL, make_table_settings
 
 Experiment = Callable[[int], Finding]
 """seed -> Finding."""
-_CLAIMS: tuple[Experiment, ...] = (
-    advantages.leave_one_out,
-    advantages.group_mean,
-    advantages.z_score,
-    advantages.optimal_baseline,
-    advantages.state_baseline,
-    advantages.group_size,
-    advantages.more_statistics,
-    advantages.sequence_mean,
-    advantages.brevity,
-    ratios.product_ratio,
-    ratios.ratio_over_length,
-    ratios.long_chains,
-    ratios.gate_weights,
-    ratios.gates,
-    ratios.experts,
-    critics.gae_curve,
-    critics.turn_credit,
-    advantages.kl_places,
-    critics.adam,
-)
-_THEORY: tuple[Experiment, ...] = (
-    theory.performance_difference,
-    theory.surrogate_matches,
-    theory.trust_region_bound,
-    ratios.bound_over_step,
-    theory.conservative_mixture,
-    theory.natural_invariance,
-    theory.monotonic_improvement,
-    theory.occupancy_sum,
-)
-_RUNS: tuple[Experiment, ...] = (
-    dynamics.entropy_collapse,
-    dynamics.length_drift,
-    dynamics.k1_in_loss,
-    dynamics.reward_hacking,
-)
-CLAIMS: dict[str, Experiment] = {f.__name__: f for f in _CLAIMS}
-THEORY: dict[str, Experiment] = {f.__name__: f for f in _THEORY}
-DYNAMICS: dict[str, Experiment] = {f.__name__: f for f in _RUNS}
+CLAIMS: dict[str, Experiment] = {
+    f.__name__: f
+    for f in (
+        advantages.leave_one_out,
+        advantages.group_mean,
+        advantages.z_score,
+        advantages.optimal_baseline,
+        advantages.state_baseline,
+        advantages.group_size,
+        advantages.more_statistics,
+        advantages.sequence_mean,
+        advantages.brevity,
+        ratios.product_ratio,
+        ratios.ratio_over_length,
+        ratios.long_chains,
+        ratios.gate_weights,
+        ratios.gates,
+        ratios.experts,
+        critics.gae_curve,
+        critics.turn_credit,
+        advantages.kl_places,
+        critics.adam,
+    )
+}
+THEORY: dict[str, Experiment] = {
+    f.__name__: f
+    for f in (
+        theory.performance_difference,
+        theory.surrogate_matches,
+        theory.trust_region_bound,
+        ratios.bound_over_step,
+        theory.conservative_mixture,
+        theory.natural_invariance,
+        theory.monotonic_improvement,
+        theory.occupancy_sum,
+    )
+}
+DYNAMICS: dict[str, Experiment] = {
+    f.__name__: f
+    for f in (
+        dynamics.entropy_collapse,
+        dynamics.length_drift,
+        dynamics.k1_in_loss,
+        dynamics.reward_hacking,
+    )
+}
 EXPERIMENTS = CLAIMS | THEORY | DYNAMICS
-
-
-def run_experiments(names: Iterable[str] | None = None, seed: int = 0) -> list[Finding]:
-    """Run the named experiments, or all."""
-    return [experiment(seed) for experiment in select_experiments(names)]
 
 
 def select_experiments(names: Iterable[str] | None = None) -> list[Experiment]:

@@ -30,6 +30,11 @@ def jacobian(f: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
     return matrix
 
 
+def sample_normal(shape: int | Sequence[int], scale: float, seed: int) -> Tensor:
+    """Sample a float64 tensor from N(0, scale²)."""
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 EOS = 0
 MAX_COMPLETIONS = 6000
 """Maximum completions of one prompt; vocabulary 5 and length 6 have 5461."""
@@ -174,6 +179,10 @@ class World:
         """[X, N] log π(o|x)."""
         return self.token_logp(theta).sum(1).reshape(self.prompts, -1)
 
+    def token_weight(self, theta: Tensor) -> Tensor:
+        """[X·N, L] π(o|x) of each token's completion; 0 off the mask."""
+        return torch.where(self.mask, self.logp(theta).exp().flatten()[:, None], 0)
+
     def objective(self, theta: Tensor, reward: Tensor | None = None) -> Tensor:
         """[] J, the mean over prompts of Σ_o π(o|x) R(x, o)."""
         return self.success(theta, reward).mean()
@@ -217,7 +226,7 @@ class World:
 
     def values(self, theta: Tensor, to_go: Tensor) -> Tensor:
         """[X·S] V(s) = E[G | s], the mean reward to go (`to_go` [X·N, L]) of the completions that pass through s."""
-        weight = torch.where(self.mask, self.logp(theta).exp().flatten()[:, None], 0)
+        weight = self.token_weight(theta)
         total, mass = (torch.zeros(self.prompts * len(self.tree.prefixes)).double() for _ in range(2))
         total.index_add_(0, self.state.flatten(), torch.where(self.mask, weight * to_go, 0).flatten())
         mass.index_add_(0, self.state.flatten(), weight.flatten())
@@ -233,7 +242,7 @@ def perturb_policy(world: World, theta: Tensor, kl: float, seed: int = 0, direct
     if kl < 0:
         raise ConfigError(f"the KL must be at least 0 nats, not {kl}")
     if direction is None:
-        direction = torch.randn(len(theta), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        direction = sample_normal(len(theta), 1.0, seed)
     if kl == 0:
         return theta
     low, high = 0.0, 1.0 / float(direction.norm())

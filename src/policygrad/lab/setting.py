@@ -17,7 +17,7 @@ from policygrad.core.terms import ExactKLToReference, KLToReference
 from policygrad.core.validation import check_sampling
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
-from policygrad.lab.sequences import World, derivative
+from policygrad.lab.sequences import World, derivative, sample_normal
 
 STEP_TOKENS = 2
 """Tokens per step of an answer, for parts that read step ends; the last step may be shorter."""
@@ -133,8 +133,7 @@ class LabSetting:
             values = self.values
             if values is None:
                 values = world.values(old, reward_to_go(algorithm.shape_rewards(batch)))
-                generator = torch.Generator().manual_seed(self.seed)
-                values = values + self.critic_error * torch.randn(len(values), generator=generator, dtype=torch.float64)
+                values = values + sample_normal(len(values), self.critic_error, self.seed)
             batch = replace(batch, values=values[world.state])
         return batch
 

@@ -174,11 +174,12 @@ class Workload:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each completion, with long and short ones interleaved."""
         count, limit = self.num_completions, self.max_completion_tokens
-        scale = _exponential_scale(self.completion_tokens / limit) * limit
-        ordered = [
-            limit if math.isinf(scale) else max(1, min(limit, round(-scale * math.log(1 - (i + 0.5) / count))))
-            for i in range(count)
-        ]
+        # θ as a fraction of the limit, for a cut-off exponential whose mean θ (1 − e^(−1/θ)) is the given one; by bisection.
+        share, low, high = self.completion_tokens / limit, 1e-9, 1e9
+        for _ in range(200):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if -middle * math.expm1(-1 / middle) < share else (low, middle)
+        ordered = [max(1, min(limit, round(-high * limit * math.log(1 - (i + 0.5) / count)))) for i in range(count)]
         stride = next(s for s in range(max(1, round(count * GOLDEN_RATIO)), 2 * count + 2) if math.gcd(s, count) == 1)
         return tuple(ordered[i * stride % count] for i in range(count))
 
@@ -212,17 +213,6 @@ class TokenCounts:
     """Pairs of a token and one that it attends to."""
     head_tokens: float
     """Tokens that go through the output head."""
-
-
-def _exponential_scale(share: float) -> float:
-    """Return θ as a fraction of the cut-off, for a cut-off exponential whose mean θ (1 − e^(−1/θ)) is `share`; by bisection."""
-    if share >= 1 - 1e-9:
-        return math.inf
-    low, high = 1e-9, 1e9
-    for _ in range(200):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if -middle * math.expm1(-1 / middle) < share else (low, middle)
-    return high
 
 
 # Memory of one device.

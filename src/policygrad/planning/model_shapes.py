@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,35 @@ def read_shape(file: Path, name: str) -> ModelShape:
             "of these of the same size."
         )
     try:
-        return replace(_parse_config(config, kind, name), source=str(file))
+        hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+        kv_heads = _count(config, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+        if config.get("head_dim") is None and hidden % heads:
+            raise ValueError(
+                f"num_attention_heads {heads} does not divide hidden_size {hidden}, and no head_dim is given"
+            )
+        head_dim = _count(config, "head_dim", hidden // heads)
+        intermediate, widths = _count(config, "intermediate_size"), (heads + 2 * kv_heads) * head_dim
+        biases = widths if kind == "qwen2" else 0
+        if config.get("attention_bias"):
+            biases = widths + hidden
+        if config.get("mlp_bias"):
+            biases += 2 * intermediate + hidden
+        return ModelShape(
+            name=name,
+            hidden=hidden,
+            intermediate=intermediate,
+            layers=_count(config, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocabulary=_count(config, "vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=kind == "qwen3",
+            layer_biases=biases,
+            source=str(file),
+        )
     except KeyError as error:
         raise ConfigError(f"--model {name}: {file} lacks {error}") from error
     except ValueError as error:
@@ -185,32 +213,3 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 def _truncate(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-def _parse_config(config: Mapping[str, Any], kind: str, name: str) -> ModelShape:
-    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-    kv_heads = _count(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ValueError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-    if config.get("head_dim") is None and hidden % heads:
-        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and no head_dim is given")
-    head_dim = _count(config, "head_dim", hidden // heads)
-    intermediate, widths = _count(config, "intermediate_size"), (heads + 2 * kv_heads) * head_dim
-    biases = widths if kind == "qwen2" else 0
-    if config.get("attention_bias"):
-        biases = widths + hidden
-    if config.get("mlp_bias"):
-        biases += 2 * intermediate + hidden
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=_count(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=_count(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=kind == "qwen3",
-        layer_biases=biases,
-    )

@@ -43,6 +43,18 @@ KEY_METRICS = (
 """Metrics shown first."""
 HIDDEN_WHEN_ZERO = ("completions/truncated_ratio", "staleness/mean")
 """Metrics of these that are hidden if they are always 0."""
+CARD_OPTIONS = [
+    "model",
+    "task",
+    "data",
+    "reward",
+    "lr",
+    "prompts_per_step",
+    "samples_per_prompt",
+    "batch_size",
+    "staleness",
+]
+"""Options in the description of a series."""
 FULL_DETAIL_SERIES = 4
 """Number of series beyond which curves get fewer points, to limit the size of the page."""
 
@@ -70,6 +82,10 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
         excerpt_completions(run.completions_file, MAX_PAGE_CHARS // len(ordered), MAX_ROWS // len(ordered))
         for run in ordered
     ]
+    title = " and ".join(s.label for s in series) if len(series) <= 2 else f"{len(series)} configurations"
+    task = ordered[0].config.get("task") or ordered[0].config.get("data")
+    if len(series) == 1 and task and isinstance(task, str):
+        title = f"{title} on {task}"
     web = files("policygrad.report") / "web"
     return render_page(
         web / "report.html",
@@ -77,7 +93,7 @@ def render_report(runs: Sequence[RunRecord], live: bool = False) -> str:
         styles=(web / "report.css",),
         scripts=(BANDS, web / "curves.js", web / "diff.js", web / "completions.js", web / "report.js"),
         live=live,
-        title=_title(series, ordered),
+        title=title,
         cards=[_card(group) for group in series],
         several=any(len(group.runs) > 1 for group in series),
         running=[str(run.folder) for run in ordered if not run.result],
@@ -120,32 +136,13 @@ def build_page_data(series: Sequence[Series], excerpts: Sequence[CompletionExcer
     }
 
 
-def _title(series: Sequence[Series], runs: Sequence[RunRecord]) -> str:
-    if len(series) == 1:
-        task = runs[0].config.get("task") or runs[0].config.get("data", "")
-        return f"{series[0].label} on {task}" if isinstance(task, str) and task else series[0].label
-    return " and ".join(s.label for s in series) if len(series) == 2 else f"{len(series)} configurations"
-
-
 def _card(group: Series) -> Card:
     """Describe a series."""
     config, runs = group.config, group.runs
     algorithm = config.get("algorithm", {})
     name = str(algorithm.get("name", ""))
-    options = (
-        "model",
-        "task",
-        "data",
-        "reward",
-        "lr",
-        "prompts_per_step",
-        "samples_per_prompt",
-        "batch_size",
-        "staleness",
-    )
-    facts = {
-        key.replace("_", " "): format_option(config[key]) for key in options if config.get(key) not in (None, "", [], 0)
-    }
+    given = {key: config[key] for key in CARD_OPTIONS if config.get(key) not in (None, "", [], 0)}
+    facts = {key.replace("_", " "): format_option(value) for key, value in given.items()}
     facts["seeds" if len(runs) > 1 else "seed"] = ", ".join(str(run.config.get("seed", "–")) for run in runs)
     facts["steps done"] = f"{_steps(runs)} of {config.get('steps', '–')}"
     if changes := [text for run in runs for text in run.changes]:

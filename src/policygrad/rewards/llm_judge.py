@@ -18,11 +18,12 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from policygrad.errors import ConfigError, RewardError, install_command
 from policygrad.rewards.base import parse_reward_options
 from policygrad.rewards.workers.messages import quote
+from policygrad.utils.filesystem import reject_constant, reject_duplicate_keys
 
 if TYPE_CHECKING:
     import httpx
@@ -208,18 +209,10 @@ def parse_score(text: str, low: float, high: float) -> float:
     Raises:
         RewardError: Anything else.
     """
-
-    def reject(constant: str) -> NoReturn:
-        raise ValueError(constant)
-
-    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({name for name, _ in pairs}) < len(pairs):
-            raise ValueError("a name twice")
-        return dict(pairs)
-
     fenced = _FENCE.match(text.strip())
+    hooks: dict[str, Any] = {"parse_constant": reject_constant, "object_pairs_hook": reject_duplicate_keys}
     try:
-        response = json.loads(fenced[1] if fenced else text, object_pairs_hook=reject_duplicates, parse_constant=reject)
+        response = json.loads(fenced[1] if fenced else text, **hooks)
     except (ValueError, RecursionError):
         response = None
     score = response.get("score") if isinstance(response, dict) else None

@@ -100,7 +100,7 @@ def _load_function(name: str) -> RewardFunction:
         return _BUILTIN[name]
     path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return FileFunction.load(str(Path(path).resolve()), attribute)
+        return FileFunction(str(Path(path).resolve()), attribute)
     if _DOTTED.fullmatch(name):
         return import_function(name)
     similar = difflib.get_close_matches(name, list_rewards(), n=1, cutoff=0.4)
@@ -375,7 +375,7 @@ class ForeignReward:
             raise ConfigError(f"reward '{kind}:' names no function: {kind}:mine.py, {kind}:mine.py:{default}")
         file, attribute = split_location(cls.kind, name)
         is_file = file.endswith(".py")
-        return cls(FileFunction.load(str(Path(file).resolve()), attribute) if is_file else import_function(name))
+        return cls(FileFunction(str(Path(file).resolve()), attribute) if is_file else import_function(name))
 
     @property
     def reward_prepare(self) -> Any:

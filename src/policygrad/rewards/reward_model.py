@@ -22,8 +22,7 @@ from policygrad.models.classifier import (
     read_num_labels,
     score,
 )
-from policygrad.models.loading import check_model_name, context_length, locate_model
-from policygrad.models.lora_config import is_model_folder
+from policygrad.models.loading import context_length, locate_model
 from policygrad.models.tokenizer import check_vocabulary
 
 SCORING_TIMEOUT = 600.0  # seconds for one batch of completions
@@ -48,15 +47,13 @@ class ModelReward:
             raise ConfigError(
                 "reward 'model:' names no model: model:DIR or model:HUB_ID, e.g. model:runs/reward-model-1"
             )
-        trained = Path(model) / "model"
         try:
-            check_model_name(model)
             if model == "tiny" and not Path(model).is_dir():
                 raise ModelError(
                     "tiny, the model inside the package, is a causal language model and not a reward model: "
                     "`policygrad reward-model --data pairs.jsonl` trains a reward model from it"
                 )
-            path = str(trained) if is_model_folder(trained) else locate_model(model)
+            path = locate_model(model)
         except ModelError as error:
             raise ModelError(f"reward 'model:{model}': {error}") from error
         path = str(Path(path).resolve()) if Path(path).is_dir() else path

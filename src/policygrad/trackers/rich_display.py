@@ -88,7 +88,12 @@ SIDE_BY_SIDE = 104  # minimum columns to put curve and sample side by side
 
 def render_view(view: LiveView, console: Console, width: int, height: int) -> list[RenderableType]:
     """Render the view for a terminal of this size. If it does not fit, the sample is left out first, then the curve."""
-    parts: list[RenderableType] = [Text(), _progress(view, width), _phase(view, width)]
+    activity: RenderableType = Text()
+    if view.phase:
+        name = Text(f"{view.phase}  ", style=REMARK)
+        done = Text(f"{view.phase_done / view.phase_total:.0%}", style="dim") if view.phase_total else None
+        activity = _bar(name, view.phase_done, view.phase_total, done, width, REMARK) if done else Text(" ") + name
+    parts: list[RenderableType] = [Text(), _progress(view, width), activity]
     room = height - 1 - len(parts)
     if view.metrics:
         grid, lines = _metrics(view.metrics, width, max(1, (room - 1) // 2))
@@ -112,23 +117,10 @@ def render_view(view: LiveView, console: Console, width: int, height: int) -> li
 
 
 def _progress(view: LiveView, width: int) -> RenderableType:
-    times = [format_duration(view.elapsed)]
-    if view.eta is not None:
-        times.append(f"{format_duration(view.eta)} left")
-    if width < 40:
-        times = []
-    label = Text.assemble(f"{view.unit} ", (view.progress, "bold"), *((f"  {part}", "dim") for part in times))
+    left = "" if view.eta is None else f"  {format_duration(view.eta)} left"
+    times = f"  {format_duration(view.elapsed)}{left}" if width >= 40 else ""
+    label = Text.assemble(f"{view.unit} ", (view.progress, "bold"), (times, "dim"))
     return _bar(Text(), view.fraction, 1, label, width, ACCENT)
-
-
-def _phase(view: LiveView, width: int) -> RenderableType:
-    if not view.phase:
-        return Text()
-    name = Text(f"{view.phase}  ", style=REMARK)
-    if not view.phase_total:
-        return Text(" ") + name
-    done = Text(f"{view.phase_done / view.phase_total:.0%}", style="dim")
-    return _bar(name, view.phase_done, view.phase_total, done, width, REMARK)
 
 
 def _bar(before: Text, done: float, total: float, after: Text, width: int, style: str) -> RenderableType:
@@ -148,8 +140,7 @@ def _metrics(cells: Sequence[tuple[str, str]], width: int, most: int) -> tuple[T
     rows = [cells[i : i + fit] for i in range(0, len(cells), fit)]
     text = Text(no_wrap=True)
     for row in rows:
-        text.append(" " + "".join(label.ljust(CELL) for label, _ in row) + "\n", "dim")
-        text.append(" ")
+        text.append(" " + "".join(label.ljust(CELL) for label, _ in row) + "\n ", "dim")
         for label, value in row:
             text.append(value.ljust(CELL), f"bold {GOOD}" if label == "reward" else "bold")
         text.append("\n")

@@ -26,7 +26,7 @@ from policygrad.errors import ConfigError, PolicygradError
 from policygrad.learners.local.activation_memory import saved_activation_bytes
 from policygrad.learners.local.logprobs import BUFFER_ACCELERATOR, BUFFER_CPU, MAX_CACHED
 from policygrad.models.adapters import add_adapters
-from policygrad.models.loading import DTYPES, pretrained_kwargs, read_config, resolve_model
+from policygrad.models.loading import DTYPES, read_config, resolve_model
 from policygrad.models.lora_config import adapter_base, read_lora
 from policygrad.planning.cost_model import AlgorithmCost, static_bytes
 from policygrad.rewards.workers.limits import format_size, get_resident_bytes
@@ -142,15 +142,15 @@ def estimate_memory(run: Run) -> MemoryEstimate:
     read_config(adapter_base(path) or path, f"the model {run.model!r}")
     row_options = load_row_options(run.row_map, run.skip_bad_rows, run.decontaminate)
     task = load_task(run.task, seed=run.seed, eval_data=run.eval_data, row_options=row_options)
-    kwargs = pretrained_kwargs(run.trust_remote_code)
-    config = AutoConfig.from_pretrained(adapter_base(path) or path, **kwargs)
+    trust = run.trust_remote_code
+    config = AutoConfig.from_pretrained(adapter_base(path) or path, trust_remote_code=trust)
     with torch.device("meta"):
-        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, **kwargs)
+        model: Any = cast(Any, AutoModelForCausalLM).from_config(config, trust_remote_code=trust)
         parameters = sum(p.numel() for p in model.parameters())
         adapters = None
         if lora is not None:
             adapters = sum(p.numel() for p in add_adapters(model, lora).parameters() if p.requires_grad)
-    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, run.trust_remote_code)
+    tokenizer = load_policy_tokenizer(run.model, run.tokenizer, model, trust)
     completion = run.sampling.max_tokens
     prompts = [task.train_example(i).prompt for i in range(NUM_PROBE_PROMPTS)]
     lengths = [len(tokenizer.encode(prompt, completion)) for prompt in prompts]

@@ -54,14 +54,20 @@ class RunName:
     @property
     def name(self) -> str:
         """`grpo+ClippedImportance`, `grpo-KLToReference`; the base's name if only settings differ."""
-        suffixes = [suffix for change in self.part_changes for suffix in _suffixes(change)]
-        shown = list[str]()
-        for suffix in suffixes:
-            if len("".join([self.base, *shown, suffix])) > _MAX_CHARACTERS:
-                break
-            shown.append(suffix)
-        hidden = len(suffixes) - len(shown)
-        return "".join([self.base, *shown]) + (f"+{hidden}more" if hidden else "")
+        suffixes = list[str]()  # `+New` for each added part, `-Old` for each removed one that no added part replaces
+        for change in self.part_changes:
+            added, removed = ([type(p).__name__ for p in side] for side in (change.added, change.removed))
+            if added and Counter(added) == Counter(removed):
+                same_classes = set(map(type, change.added)) == set(map(type, change.removed))
+                suffixes.append("+reordered" if same_classes else f"+{added[0]}")
+            else:
+                suffixes += [*(f"+{name}" for name in added), *(f"-{name}" for name in removed[len(added) :])]
+        name = self.base
+        for i, suffix in enumerate(suffixes):
+            if len(name + suffix) > _MAX_CHARACTERS:
+                return f"{name}+{len(suffixes) - i}more"
+            name += suffix
+        return name
 
     @property
     def title(self) -> str:
@@ -123,12 +129,3 @@ def format_setting(value: Any) -> str:
 def _parts_in(algorithm: Algorithm, field: str) -> tuple[Any, ...]:
     value = getattr(algorithm, field)
     return tuple(p for p in (value if isinstance(value, tuple) else (value,)) if p is not None)
-
-
-def _suffixes(change: PartChange) -> list[str]:
-    """Return `+New` for each added part, and `-Old` for each removed one that no added part replaces."""
-    added, removed = [[type(p).__name__ for p in side] for side in (change.added, change.removed)]
-    if added and Counter(added) == Counter(removed):
-        same_classes = set(map(type, change.added)) == set(map(type, change.removed))
-        return ["+reordered" if same_classes else f"+{added[0]}"]
-    return [*(f"+{name}" for name in added), *(f"-{name}" for name in removed[len(added) :])]
