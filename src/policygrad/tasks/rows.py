@@ -1,4 +1,4 @@
-"""Rows as a task. Each row has a `prompt`; its other columns reach the reward functions. Large data stays on disk."""
+"""Rows of a task. Each has a `prompt`; its other columns reach the reward functions. Large data stays on disk."""
 
 from __future__ import annotations
 
@@ -71,59 +71,6 @@ class RowOptions:
         if "answer" not in columns and isinstance(scoring, Mapping) and "ground_truth" in scoring:
             columns = {**columns, "answer": scoring["ground_truth"]}
         return where, columns
-
-
-class RowsTask:
-    """Rows shuffled anew each epoch by (seed, epoch).
-
-    Evaluation uses the given evaluation rows, whose prompts are then left out of training, or else the rows selected by a hash
-    of the prompt (1 in 16). With fewer than 32 rows, or when the hash selects none or all of them, training uses every row and
-    `eval_on_train` is True.
-    """
-
-    rewards: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
-
-    def __init__(self, name: str, train: Sequence[Example], eval_rows: Sequence[Example], *, seed: int = 0) -> None:
-        self.name, self.seed = name, seed
-        self.eval_on_train = not eval_rows
-        self._train = ShuffledEpochs(train, seed)
-        self._eval = sort_by_hash(eval_rows or train)
-        self.rows: Sequence[Example] = concatenate(train, eval_rows)
-
-    @classmethod
-    def from_rows(
-        cls,
-        name: str,
-        rows: Sequence[Example],
-        seed: int,
-        eval_data: tuple[str, Sequence[Example]] | None = None,
-        decontaminate: int = 0,
-    ) -> RowsTask:
-        """Build a task from rows, splitting them unless evaluation data (name, rows) is given.
-
-        Args:
-            decontaminate: See `RowOptions`.
-
-        Raises:
-            DataError: The columns of the evaluation rows differ, or no row is left to train on.
-        """
-        train, eval_rows = split_train_eval(rows) if eval_data is None else (rows, eval_data[1])
-        if eval_data is not None and (odd := sorted(set(rows[0].columns) ^ set(eval_rows[0].columns))):
-            raise DataError(
-                f"{eval_data[0]}: its columns differ from those of {name} in {', '.join(odd)}; rewards need all of them"
-            )
-        if eval_data is not None or (eval_rows and decontaminate):
-            prompts = EvalPrompts.collect((row.prompt for row in eval_rows), decontaminate)
-            train = prompts.exclude_from(train, name, stacklevel=4)
-        return cls(name, train, eval_rows, seed=seed)
-
-    def train_example(self, index: int) -> Example:
-        return self._train[index]
-
-    def eval_examples(self, count: int) -> list[Example]:
-        """Return at most `count` rows, in the fixed order of their prompts' hashes, or all when there are fewer."""
-        return list(self._eval[: max(count, 0)])
 
 
 # Views of rows, which may be larger than memory.

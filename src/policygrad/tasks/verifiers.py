@@ -13,7 +13,7 @@ from typing import Any
 
 from policygrad.errors import ConfigError, DataError, import_optional
 from policygrad.tasks.base import Example
-from policygrad.tasks.rows import RowsTask
+from policygrad.tasks.mixtures import MixturePart, RowsTask
 from policygrad.utils.user_code import add_cwd_to_path
 
 VERIFIERS_PREFIX = "verifiers:"
@@ -49,7 +49,7 @@ def load_verifiers_task(name: str, seed: int) -> RowsTask:
         examples.append(Example(tuple(messages), {TASKSET_COLUMN: identity, INDEX_COLUMN: index}, where))
     if not examples:
         raise DataError(f"{name}: the taskset has no tasks")
-    return RowsTask.from_rows(name, examples, seed)
+    return RowsTask.from_parts(name, [MixturePart(1.0, name, examples)], seed)
 
 
 def taskset_module(identity: str) -> str:
