@@ -13,24 +13,12 @@ from typing import Any
 from policygrad.errors import DataError
 from policygrad.tasks.base import Example, Prompt, Task
 from policygrad.tasks.mixtures import MixturePart, RowsTask
-from policygrad.tasks.reasoning_gym import (
-    CURRICULUM_PREFIX,
-    EMBEDDED_MIX,
-    EMBEDDED_STEPS_MIX,
-    Component,
-    CurriculumTask,
-    ReasoningGymTask,
-    dataset_names,
-)
+from policygrad.tasks.reasoning_gym import CURRICULUM_PREFIX, EMBEDDED, CurriculumTask, ReasoningGymTask, dataset_names
 from policygrad.tasks.rows import RowOptions, load_examples, open_rows
 from policygrad.tasks.sources import parse_components, parse_data_mixture
 from policygrad.tasks.verifiers import VERIFIERS_PREFIX, load_verifiers_task
 
-__all__ = ["EMBEDDED", "Component", "Example", "Prompt", "Task", "list_tasks", "load_task"]
-
-EMBEDDED = {"embedded": EMBEDDED_MIX, "embedded_steps": EMBEDDED_STEPS_MIX}
-PROCESS_REWARDS = ("worked_steps",)
-"""The reward that knows the steps of both embedded tasks."""
+__all__ = ["EMBEDDED", "Example", "Prompt", "Task", "list_tasks", "load_task"]
 
 
 def list_tasks() -> list[str]:
@@ -106,7 +94,7 @@ def _load_generated_task(task: Any, seed: int, eval_data: object) -> Task:
             "leave eval_data out, or give a path such as rows.jsonl as the task"
         )
     if task in EMBEDDED:
-        return ReasoningGymTask(task, EMBEDDED[task], seed=seed, steps=PROCESS_REWARDS, worked=True)
+        return ReasoningGymTask(task, EMBEDDED[task], seed=seed, steps=("worked_steps",), worked=True)
     if task.startswith(VERIFIERS_PREFIX):
         return load_verifiers_task(task, seed)
     components = parse_components(task.removeprefix(CURRICULUM_PREFIX))

@@ -11,14 +11,7 @@ from threading import Lock
 
 from policygrad.errors import DataError
 from policygrad.tasks.base import Example, hash_choice
-from policygrad.tasks.rows import (
-    EvalPrompts,
-    LazyRows,
-    ShuffledEpochs,
-    concatenate,
-    sort_by_hash,
-    split_train_eval,
-)
+from policygrad.tasks.rows import EvalPrompts, LazyRows, ShuffledEpochs, concatenate, sort_by_hash, split_train_eval
 
 BLOCK = 1024
 """Part choices computed together."""
@@ -93,7 +86,7 @@ class RowsTask:
                 )
             parts = [replace(part, rows=rows) for part, rows, _ in splits]
         if are_given or decontaminate or len(parts) > 1:  # equal prompts of a part are on the same side of its split
-            excluded = EvalPrompts.collect((row.prompt for part in eval_parts for row in part.rows), decontaminate)
+            excluded = EvalPrompts((row.prompt for part in eval_parts for row in part.rows), decontaminate)
             parts = [replace(part, rows=excluded.exclude_from(part.rows, part.name, stacklevel=5)) for part in parts]
         return cls(name, parts, eval_parts, seed=seed)
 
