@@ -63,29 +63,11 @@ def select_algorithms(names: Sequence[str]) -> dict[str, Algorithm]:
     return algorithms
 
 
-@dataclass(frozen=True)
-class PartTrial:
-    """A part, or a chain of parts, to insert into `base` and compare with it."""
+def insert_part(base: Algorithm, spec: str) -> tuple[Algorithm, str]:
+    """Insert a part, `mine:Gate(width=0.3)`, or a chain of parts, `advantage=GroupMean,mine:Asym`, into an algorithm.
 
-    label: str
-    """Row label: the parts' names with the given settings."""
-    algorithm: Algorithm
-    base: str
-    """Name of the algorithm that it was inserted into."""
-    field: str
-    """Field that holds it."""
-    replaced: tuple[str, ...]
-    """Names of the parts that it replaced."""
-
-    @property
-    def sentence(self) -> str:
-        """Description of the algorithm and the replaced parts."""
-        instead = f"in place of {' and '.join(self.replaced)}" if self.replaced else "which was empty"
-        return f"{self.label} is {self.base} with {self.field} = {self.label}, {instead}"
-
-
-def insert_part(base: Algorithm, spec: str) -> PartTrial:
-    """Insert a part, `mine:Gate(width=0.3)`, or a chain of parts, `advantage=GroupMean,mine:Asym`, into an algorithm."""
+    Returns the algorithm, named after the parts with the given settings, and a sentence that says what they replaced.
+    """
     place, items = _split_spec(spec)
     path = ",".join(name for name, _ in items)
     dotted = f"algorithm.{place or 'gate'}" if ":" in path else "part"
@@ -123,7 +105,9 @@ def insert_part(base: Algorithm, spec: str) -> PartTrial:
         changes["ratio"] = None
     label = "+".join(labels)
     replaced = tuple(type(part).__name__ for part in (before if several else (before,)) if part is not None)
-    return PartTrial(label, replace(base, name=label, **changes), name_run(base).name, place, replaced)
+    instead = f"in place of {' and '.join(replaced)}" if replaced else "which was empty"
+    sentence = f"{label} is {name_run(base).name} with {place} = {label}, {instead}"
+    return replace(base, name=label, **changes), sentence
 
 
 def _split_spec(spec: str) -> tuple[str, list[tuple[str, str]]]:
@@ -173,13 +157,13 @@ def _settings(kind: type, source: str, spec: str) -> dict[str, Any]:
     return given
 
 
-def try_part(trial: PartTrial, spec: str, size: int) -> None:
+def try_part(algorithm: Algorithm, spec: str, size: int) -> None:
     """Measure the part in a world of seven completions; its errors become a ConfigError with file and line."""
     from policygrad.lab.estimators import enumerate_steps
     from policygrad.lab.measurement import measure_algorithm
     from policygrad.lab.worlds import one_prompt
 
-    algorithm, setting = trial.algorithm, one_prompt(2)
+    setting = one_prompt(2)
     try:
         measure_algorithm(algorithm, replace(setting, old=setting.theta), enumerate_steps(setting, min(size, 4)))
     except Exception as error:
@@ -276,26 +260,27 @@ def lab(args: list[str]) -> int:
             if why := unsupported_reason(row, options.group_size):
                 print(f"{row.name} is omitted: {why}", file=sys.stderr)
         chosen = supported_algorithms(ALGORITHMS, options.group_size)
-    trials = dict[str, PartTrial]()
+    trials, sentences = dict[str, Algorithm](), list[str]()
     for spec in options.part:
-        trial = insert_part(load_algorithm(options.base), spec)
+        trial, sentence = insert_part(load_algorithm(options.base), spec)
         try_part(trial, spec, options.group_size)
-        trials[spec if trial.label in {*chosen, *trials, *ALGORITHMS} else trial.label] = trial
+        trials[spec if trial.name in {*chosen, *trials, *ALGORITHMS} else trial.name] = trial
+        sentences.append(sentence)
     base = ""
     if trials:
         ((base, algorithm),) = select_algorithms([options.base]).items()
         base = next((name for name, row in chosen.items() if row == algorithm), base)
-        chosen = {**chosen, base: algorithm, **{name: trial.algorithm for name, trial in trials.items()}}
+        chosen = {**chosen, base: algorithm, **trials}
     names = () if options.experiment == ("none",) or (alone and not options.experiment) else options.experiment or None
     result = build_lab_report(chosen, options.group_size, options.kl, options.seed, names)
-    result = replace(result, parts=tuple(trial.sentence for trial in trials.values()))
+    result = replace(result, parts=tuple(sentences))
     if options.output is not None:
         write_text_file(options.output, build_lab_page(result, chosen), "--output")
         print(options.output, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
     elif options.output is None:
-        pairs = [((base, chosen[base]), (name, trial.algorithm)) for name, trial in trials.items()]
+        pairs = [((base, chosen[base]), trial) for trial in trials.items()]
         print_lines(format_lab_report(result, width, pairs, brief=alone))
     return 0
 
