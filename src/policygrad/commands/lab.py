@@ -38,7 +38,6 @@ from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES
 from policygrad.errors import ConfigError, PolicygradError
 from policygrad.lab.control.train import Settings, find_preset, with_gamma
-from policygrad.trackers import CompositeTracker, RunInfo, Tracker
 from policygrad.training.config.run import check_seed, optional_arg
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import check_part_field, load_algorithm, load_part_class, parse_part
@@ -458,20 +457,23 @@ def control(args: list[str]) -> int:
 
     environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
     title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
-    with CompositeTracker([] if options.json else [ControlLines()]) as trackers:
-        trackers.start(RunInfo(title, algorithm.equation(), options.steps))
-        watch = lambda update: trackers.log(update.steps, update_metrics(update))  # noqa: E731
-        trained = train_control(
-            environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=watch
+    if not options.json:
+        print(
+            "\n".join([title, *(f"  {symbol:6} {formula}" for symbol, formula in algorithm.equation().items())]),
+            flush=True,
         )
-        fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
-        episodes = evaluate_control(
-            trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy
-        )
+    show = None if options.json else ControlLines(options.steps)
+    trained = train_control(environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=show)
+    fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
+    episodes = evaluate_control(
+        trained.learner, fresh, options.episodes, seed=options.seed + 1_000_003, greedy=options.greedy
+    )
+    if not options.json:
         error = "" if episodes.error is None else f" ± {episodes.error:.2f} (standard error)"
         policy = "the most probable actions" if episodes.greedy else "sampled actions"
-        summary = f"{episodes.mean:.2f}{error}, {policy}"
-        trackers.finish({f"mean return of {len(episodes.returns)} fresh episodes": summary})
+        print(
+            f"mean return of {len(episodes.returns)} fresh episodes: {episodes.mean:.2f}{error}, {policy}", flush=True
+        )
     record: dict[str, Any] = {
         "env": options.env,
         "algorithm": algorithm.name,
@@ -500,38 +502,21 @@ def resolve_control(options: ControlOptions) -> tuple[Algorithm, Settings]:
     return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
 
 
-def update_metrics(u: Update) -> dict[str, float]:
-    """Return an update as metrics for trackers."""
-    values = {
-        "return": u.mean_return,
-        "entropy": u.entropy,
-        "kl": u.kl,
-        "explained_variance": u.explained_variance,
-        "steps_per_second": u.steps / max(u.seconds, 1e-9),
-        "updates/taken": None if u.accepted is None else float(u.accepted),
-    }
-    return {name: value for name, value in values.items() if value is not None}
+@dataclass
+class ControlLines:
+    """Print at most `LINES` of a training's updates, one line each."""
 
+    steps: int
+    """Environment steps in total."""
+    next_line: float = 0.0
 
-class ControlLines(Tracker):
-    """Print at most `LINES` progress lines."""
-
-    def start(self, info: RunInfo) -> None:
-        self.steps, self.next_line = info.steps, 0.0
-        for line in (info.title, *(f"  {symbol:6} {formula}" for symbol, formula in info.facts.items())):
-            print(line, flush=True)
-
-    def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
-        if step < min(self.next_line, self.steps):
+    def __call__(self, u: Update) -> None:
+        if u.steps < min(self.next_line, self.steps):
             return
-        self.next_line = step + self.steps / LINES * 0.99
-        score = f"return {metrics['return']:8.2f}" if "return" in metrics else "no episode yet"
-        line = f"{step:8d}  {score}  entropy {metrics['entropy']:6.3f}  kl {metrics['kl']:.5f}"
-        if "explained_variance" in metrics:
-            line += f"  explained {metrics['explained_variance']:6.3f}"
-        refused = "  no step taken" * (metrics.get("updates/taken") == 0)
-        print(f"{line}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
-
-    def finish(self, summary: Mapping[str, str]) -> None:
-        for name, value in summary.items():
-            print(f"{name}: {value}", flush=True)
+        self.next_line = u.steps + self.steps / LINES * 0.99
+        score = "no episode yet" if u.mean_return is None else f"return {u.mean_return:8.2f}"
+        line = f"{u.steps:8d}  {score}  entropy {u.entropy:6.3f}  kl {u.kl:.5f}"
+        if u.explained_variance is not None:
+            line += f"  explained {u.explained_variance:6.3f}"
+        refused = "  no step taken" if u.accepted is False else ""
+        print(f"{line}  {u.steps / max(u.seconds, 1e-9):6.0f} steps/s{refused}", flush=True)
