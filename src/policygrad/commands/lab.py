@@ -37,7 +37,7 @@ from policygrad.core.algorithm import Algorithm
 from policygrad.core.updates import GradientSteps
 from policygrad.core.validation import ROLES
 from policygrad.errors import ConfigError, PolicygradError
-from policygrad.lab.control.train import Settings, find_preset, with_gamma
+from policygrad.lab.control.train import find_preset, with_gamma
 from policygrad.training.config.run import check_seed, optional_arg
 from policygrad.training.config.run_name import name_run
 from policygrad.training.config.serialization import check_part_field, load_algorithm, load_part_class, parse_part
@@ -449,7 +449,13 @@ class ControlOptions:
 def control(args: list[str]) -> int:
     """Run `policygrad lab control`."""
     options = parse_arguments(ControlOptions, args, "lab control")
-    algorithm, settings = resolve_control(options)
+    preset = find_preset(options.algorithm)
+    algorithm = preset.algorithm if options.gamma is None else with_gamma(preset.algorithm, options.gamma)
+    if options.lr is not None and not algorithm.update_rule.uses_lr:
+        raise ConfigError(f"--lr: {algorithm.name} sets its step length by a KL, not by a learning rate; omit it")
+    changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    settings = replace(preset.settings, normalise=options.normalise, **changes)
     if options.output is not None:
         check_writable(options.output, "--output")
     from policygrad.lab.control.environments import GymEnvironments
@@ -458,10 +464,8 @@ def control(args: list[str]) -> int:
     environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
     title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
     if not options.json:
-        print(
-            "\n".join([title, *(f"  {symbol:6} {formula}" for symbol, formula in algorithm.equation().items())]),
-            flush=True,
-        )
+        equation = [f"  {symbol:6} {formula}" for symbol, formula in algorithm.equation().items()]
+        print("\n".join([title, *equation]), flush=True)
     show = None if options.json else ControlLines(options.steps)
     trained = train_control(environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=show)
     fresh = GymEnvironments(options.env, min(10, options.episodes), options.max_episode_steps)
@@ -471,9 +475,7 @@ def control(args: list[str]) -> int:
     if not options.json:
         error = "" if episodes.error is None else f" ± {episodes.error:.2f} (standard error)"
         policy = "the most probable actions" if episodes.greedy else "sampled actions"
-        print(
-            f"mean return of {len(episodes.returns)} fresh episodes: {episodes.mean:.2f}{error}, {policy}", flush=True
-        )
+        print(f"mean return of {len(episodes.returns)} fresh episodes: {episodes.mean:.2f}{error}, {policy}")
     record: dict[str, Any] = {
         "env": options.env,
         "algorithm": algorithm.name,
@@ -489,17 +491,6 @@ def control(args: list[str]) -> int:
     if options.output is not None:
         write_text_file(options.output, json.dumps(record, ensure_ascii=False) + "\n", "--output")
     return 0
-
-
-def resolve_control(options: ControlOptions) -> tuple[Algorithm, Settings]:
-    """Return the preset of an algorithm with the options applied."""
-    preset = find_preset(options.algorithm)
-    algorithm, settings = preset.algorithm, preset.settings
-    if options.lr is not None and not algorithm.update_rule.uses_lr:
-        raise ConfigError(f"--lr: {algorithm.name} sets its step length by a KL, not by a learning rate; omit it")
-    changes: dict[str, Any] = {"environments": options.num_envs, "rollout": options.rollout, "lr": options.lr}
-    settings = replace(settings, normalise=options.normalise, **{n: v for n, v in changes.items() if v is not None})
-    return algorithm if options.gamma is None else with_gamma(algorithm, options.gamma), settings
 
 
 @dataclass

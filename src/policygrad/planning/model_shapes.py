@@ -81,23 +81,26 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def _published(owner: str, name: str, *sizes: int, tied: bool = False, qk_norm: bool = False) -> ModelShape:
+Sizes = tuple[int, int, int, int, int, int, int]
+"""hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary"""
+
+
+def _published(owner: str, name: str, sizes: Sizes, *, tied: bool = False, qk_norm: bool = False) -> ModelShape:
     return ModelShape(name, *sizes, tied=tied, qk_norm=qk_norm, source=f"config.json of {owner}/{name}")
 
 
-# hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
-        _published("HuggingFaceTB", "SmolLM2-135M", 576, 1536, 30, 9, 3, 64, 49152, tied=True),
-        _published("Qwen", "Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151936, tied=True, qk_norm=True),
-        _published("Qwen", "Qwen3-1.7B", 2048, 6144, 28, 16, 8, 128, 151936, tied=True, qk_norm=True),
-        _published("Qwen", "Qwen3-4B", 2560, 9728, 36, 32, 8, 128, 151936, tied=True, qk_norm=True),
-        _published("Qwen", "Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, qk_norm=True),
-        _published("Qwen", "Qwen3-14B", 5120, 17408, 40, 40, 8, 128, 151936, qk_norm=True),
-        _published("Qwen", "Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, qk_norm=True),
-        _published("meta-llama", "Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256),
-        _published("meta-llama", "Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256),
+        _published("HuggingFaceTB", "SmolLM2-135M", (576, 1536, 30, 9, 3, 64, 49152), tied=True),
+        _published("Qwen", "Qwen3-0.6B", (1024, 3072, 28, 16, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-1.7B", (2048, 6144, 28, 16, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-4B", (2560, 9728, 36, 32, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-8B", (4096, 12288, 36, 32, 8, 128, 151936), qk_norm=True),
+        _published("Qwen", "Qwen3-14B", (5120, 17408, 40, 40, 8, 128, 151936), qk_norm=True),
+        _published("Qwen", "Qwen3-32B", (5120, 25600, 64, 64, 8, 128, 151936), qk_norm=True),
+        _published("meta-llama", "Llama-3.1-8B", (4096, 14336, 32, 32, 8, 128, 128256)),
+        _published("meta-llama", "Llama-3.1-70B", (8192, 28672, 80, 64, 8, 128, 128256)),
     )
 }
 
