@@ -35,15 +35,8 @@ from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
-from policygrad.rewards.workers.messages import SampleResult
-from policygrad.rewards.workers.pool import (
-    IncrementalScoring,
-    RewardPool,
-    RewardScorer,
-    Samples,
-    check_lengths,
-    select_samples,
-)
+from policygrad.rewards.workers.messages import SampleResult, Samples, select_samples
+from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, RewardScorer, check_lengths
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.base import gather_or_cancel
 from policygrad.samplers.engines.http import ServerUnavailableError
