@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.commands.options import (
+    check_at_least_1,
     drop_trust_flag,
     list_help_flags,
     parse_arguments,
@@ -111,9 +112,7 @@ class EvalOptions:
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
     def __post_init__(self) -> None:
-        for name in ("problems", "samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least_1(self, "problems", "samples")
         check_completion_count("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.reward_timeout < math.inf:
             raise ConfigError(f"--timeout must be above 0 seconds and finite, not {self.reward_timeout}")
@@ -261,22 +260,22 @@ def build_report(
         )
     if len(rows) == 1:
         return rows[0]
-    first, *remaining = outcomes
-    a, differences = outcomes[first], []
-    for other in remaining:
-        b = outcomes[other]
-        pairs = {
-            k: (a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)
+    (first, a), *others = outcomes.items()
+    differences = [
+        {
+            "model": first,
+            "less": other,
+            "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
+            "pass": {
+                str(k): asdict(
+                    paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold))
+                )
+                for k in _list_ks(samples)
+            },
+            "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
         }
-        differences.append(
-            {
-                "model": first,
-                "less": other,
-                "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
-                "pass": {str(k): asdict(paired_difference(*pair)) for k, pair in pairs.items()},
-                "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
-            }
-        )
+        for other, b in others
+    ]
     return {"models": rows, "differences": differences, "level": LEVEL}
 
 

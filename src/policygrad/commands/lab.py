@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import re
-import shutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.commands.options import check_writable, merge_repeated_flags, parse_arguments, write_text_file
+from policygrad.commands.options import (
+    check_at_least_1,
+    check_writable,
+    merge_repeated_flags,
+    parse_arguments,
+    write_text_file,
+)
 from policygrad.commands.render import (
     HEAD,
     NAME,
     QUIET,
     StyledLine,
+    align_columns,
     build_matrix_row,
     format_part,
+    get_terminal_width,
     print_lines,
     wrap_styled,
 )
@@ -230,8 +237,7 @@ class LabOptions:
     """Write one self-contained page with interactive plots."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"--group-size must be at least 1, not {self.group_size}")
+        check_at_least_1(self, "group_size")
         check_seed(self.seed)
         if not 0 < self.kl < 100:
             raise ConfigError(f"--kl must be above 0 nats and below 100, not {self.kl:g}")
@@ -251,7 +257,7 @@ def lab(args: list[str]) -> int:
     options = parse_arguments(LabOptions, args, "lab")
     from policygrad.lab.report import EXPERIMENTS, build_lab_report
 
-    width = shutil.get_terminal_size((100, 24)).columns
+    width = get_terminal_width()
     if options.list_experiments:
         longest = max(map(len, EXPERIMENTS))
         for name, experiment in EXPERIMENTS.items():
@@ -333,15 +339,9 @@ def format_lab_report(
     if not brief:
         # the length of E g along ∇J per prompt, and the factor of a token's ∇log π per length
         lines += [(), (("By difficulty and length, on-policy", HEAD),)]
-        figures = {on.name: _detail_figures(on) for on, _ in report.rows}
-        heads = [head for head, _ in next(iter(figures.values()))]
-        name_width = max(map(len, figures)) + 2
-        room = max(1, (width - name_width) // CELL)
-        for start in range(0, len(heads), room):
-            lines.append(((" " * name_width + _row(heads[start : start + room]), HEAD),))
-            for name, row in figures.items():
-                cells = _row([text for _, text in row[start : start + room]])
-                lines.append(((name.ljust(name_width), NAME), (cells, "")))
+        figures = [_detail_figures(on) for on, _ in report.rows]
+        columns = [(row[0][0], [text for _, text in row]) for row in zip(*figures, strict=True)]
+        lines += align_columns([("", [on.name for on, _ in report.rows]), *columns], width)
     if pairs or not brief:
         lines += wrap_styled((("  ", ""),), DETAIL, text, QUIET)
     if report.findings:
@@ -459,10 +459,7 @@ class ControlOptions:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for name in ("steps", "episodes", "num_envs", "rollout", "max_episode_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        check_at_least_1(self, "steps", "episodes", "num_envs", "rollout", "max_episode_steps")
 
 
 def control(args: list[str]) -> int:
@@ -477,9 +474,7 @@ def control(args: list[str]) -> int:
     environments = GymEnvironments(options.env, settings.environments, options.max_episode_steps)
     title = f"{algorithm.name} on {options.env}: {options.steps} steps in {settings.environments} environments"
     with CompositeTracker([] if options.json else [ControlLines()]) as trackers:
-        trackers.start(
-            RunInfo(title, algorithm.equation(), options.steps, step_unit="environment step", config=asdict(settings))
-        )
+        trackers.start(RunInfo(title, algorithm.equation(), options.steps))
         watch = lambda update: trackers.log(update.steps, update_metrics(update))  # noqa: E731
         trained = train_control(
             environments, algorithm, settings, steps=options.steps, seed=options.seed, on_update=watch
@@ -551,9 +546,6 @@ class ControlLines(Tracker):
             line += f"  explained {metrics['explained_variance']:6.3f}"
         refused = "  no step taken" * (metrics.get("updates/taken") == 0)
         print(f"{line}  {metrics['steps_per_second']:6.0f} steps/s{refused}", flush=True)
-
-    def note(self, text: str) -> None:
-        print(f"note: {text}", flush=True)
 
     def finish(self, summary: Mapping[str, str]) -> None:
         for name, value in summary.items():

@@ -37,6 +37,8 @@ def find_source(part: Any) -> str:
 
 StyledLine = tuple[tuple[str, str], ...]
 """Pieces (text, rich style) of one line."""
+Column = tuple[str, Sequence[str]]
+"""Heading and cells."""
 HEAD, NAME, FORMULA, QUIET = "bold", "bold cyan", "green", "dim"
 EQUATION_COLUMNS = {  # field of an algorithm -> (symbol in the equation, label)
     "filters": ("", "filters"),
@@ -79,6 +81,11 @@ def wrap_paragraphs(*texts: str) -> str:
 def get_page_width() -> int:
     """Return the columns for running text: the terminal's, at most 100; 80 in a pipe."""
     return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+
+
+def get_terminal_width() -> int:
+    """Return the columns for tables: the terminal's; 100 in a pipe."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def shorten_number(value: Any) -> str:
@@ -136,6 +143,23 @@ def wrap_styled(lead: StyledLine, text: str, width: int, style: str = "") -> Ite
     yield (*lead, (rows[0], style))
     for row in rows[1:]:
         yield ((" " * indent, ""), (row, style))
+
+
+def align_columns(columns: Sequence[Column], width: int) -> list[StyledLine]:
+    """Align columns; those that do not fit follow below, each block with the labels."""
+    widths = [max(map(len, [head, *cells])) for head, cells in columns]
+    lines: list[StyledLine] = []
+    remaining = list(range(1, len(columns)))
+    while remaining:
+        block = [remaining.pop(0)]
+        while remaining and widths[0] + sum(widths[i] + 2 for i in [*block, remaining[0]]) <= width:
+            block.append(remaining.pop(0))
+        head = " " * widths[0] + "".join("  " + columns[i][0].rjust(widths[i]) for i in block)
+        lines.append(((head, HEAD),))
+        for number, label in enumerate(columns[0][1]):
+            cells = "".join("  " + columns[i][1][number].rjust(widths[i]) for i in block)
+            lines.append(((label.ljust(widths[0]), NAME), (cells, "")))
+    return lines
 
 
 def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None) -> list[StyledLine]:
@@ -223,7 +247,10 @@ def _parts(a: Algorithm, width: int) -> Iterator[StyledLine]:
 
 
 def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[str, ...]]:
-    """Return one row of the matrix: the algorithm's parts by column, in the order of the equation."""
+    """Return one row of the matrix: the algorithm's parts by column, in the order of the equation.
+
+    The last column has the update rule, reference, group size and old policy where they differ from the defaults.
+    """
     row: dict[str, tuple[str, ...]] = {}
     for name in ("advantage", "ratio", "gate", "aggregation", "critic", "terms", "shaping", "filters"):
         value = getattr(a, name)
@@ -234,17 +261,13 @@ def build_matrix_row(a: Algorithm, *, changed: bool = False) -> dict[str, tuple[
             parts += (a.reward_model,)  # a second trained model, like V
         symbol, label = EQUATION_COLUMNS[name]
         row[f"{symbol} {label}".strip()] = tuple(format_part(p, changed=changed) for p in parts)
-    return {**row, "also": list_other_changes(a)}
-
-
-def list_other_changes(a: Algorithm) -> tuple[str, ...]:
-    """Return the update rule, reference, group size and old policy where they differ from the defaults."""
     usual = Algorithm()
-    changes = [format_changed_part(a.update_rule)] if a.update_rule != usual.update_rule else []
+    also = [format_changed_part(a.update_rule)] if a.update_rule != usual.update_rule else []
     if a.reference is not None and a.reference != usual.reference and "logp_ref" in a.needs:
-        changes.append(format_changed_part(a.reference))
-    changes += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
-    return (*changes, *(["π_old = μ"] if a.old_policy != usual.old_policy else []))
+        also.append(format_changed_part(a.reference))
+    also += [f"G = {a.samples_per_prompt}"] if a.samples_per_prompt != usual.samples_per_prompt else []
+    also += ["π_old = μ"] if a.old_policy != usual.old_policy else []
+    return {**row, "also": tuple(also)}
 
 
 def diff_algorithms(parent: Algorithm, a: Algorithm) -> dict[str, tuple[str, str]]:

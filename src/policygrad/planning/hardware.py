@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +177,8 @@ def load_calibration(path: Path) -> Calibration:
         raise ConfigError(f"--calibration {path} is not a file of `policygrad plan --calibrate`. Measure again.")
     try:
         device, reached = Device(**values["device"]), Efficiency(**values["efficiency"])
-        numbers = [getattr(reached, f.name) for f in fields(Efficiency)]
-        good = all(isinstance(x, int | float) and x >= 0 for x in numbers)
-        if not good or min(reached.training, reached.scoring, reached.sampling, reached.link, reached.storage) <= 0:
+        fractions = (reached.training, reached.scoring, reached.sampling, reached.link, reached.storage)
+        if min(fractions) <= 0 or min(reached.layer_overhead, reached.allreduce) < 0:
             raise ValueError("an efficiency is not above 0")
         return Calibration(device, reached, str(values["dtype"]), dict(values["details"]))
     except (KeyError, TypeError, ValueError) as error:

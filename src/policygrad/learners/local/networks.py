@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from policygrad.core import masked
 from policygrad.core.aggregation import TokenMean
 from policygrad.core.auxiliary import Critic, ImplicitReward, explained_variance
-from policygrad.core.batch import Batch, Forward, require_field
+from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Max, Mean, Metric, Metrics, Sum, merge
 from policygrad.learners.base import LearnerSpec
 from policygrad.learners.config import LearnerConfig
@@ -111,7 +111,7 @@ class ValueModel:
         Raises:
             ConfigError: The batch does not tell which completions were truncated.
         """
-        truncated = require_field(batch.truncated, self, "truncated") & batch.mask.any(1)
+        truncated = batch.require("truncated", self) & batch.mask.any(1)
         width = batch.mask.shape[1]
         end = width - batch.mask.int().flip(1).argmax(1)  # the position after it has no token yet, and any id will do
         after = truncated[:, None] & (torch.arange(width + 1) == end[:, None])
@@ -127,7 +127,7 @@ class ValueModel:
             prompts=batch.prompts,
             positions=positions,
         )
-        values = require_field(self.evaluate(text).values, self, "values")
+        values = self.evaluate(text).require("values", self)
         return replace(batch, bootstrap=masked.apply_mask(values, after).sum(1))
 
     def accumulate(self, batch: Batch, critic: Critic) -> Metrics:

@@ -150,8 +150,8 @@ class LocalGradientProblem:
         if first == "psi":
             return "the advantages", "The advantages are NaN or infinite: correct what computes them"
         part = dict(self.algorithm.named_parts())[first]
-        reads = part.needs | ({"logp_old"} if first in ("ratio", "gate") or first.startswith("terms") else set())
-        return type(part).__name__, explain_nonfinite(part, first, batch, reads)
+        reads_old = first in ("ratio", "gate") or first.startswith("terms")
+        return type(part).__name__, explain_nonfinite(part, first, batch, *(["logp_old"] if reads_old else []))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
