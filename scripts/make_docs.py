@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from make_lab import PRIMER_FIGURES
-from pages.algorithms import algorithm_page, by_family, index_page, quoted
+from pages.algorithms import algorithm_page, by_family, index_page, quote_finding
 from pages.architecture import layers_block, picture, tree
 from pages.blocks import (
     accuracy_block,
@@ -21,14 +21,14 @@ from pages.blocks import (
     engines_block,
     extras_block,
     faults_block,
-    judged_block,
     learned_block,
+    math_block,
     metrics_page,
-    options,
-    seen_block,
-    supervised,
+    options_block,
+    real_model_block,
+    real_model_picture,
+    supervised_options_block,
 )
-from pages.blocks import picture as real_model_picture
 from pages.figures import gate_figure, owners
 from pages.markdown import fill_blocks, load, run_code_blocks
 from pages.measured import curves, measured_page
@@ -62,17 +62,17 @@ def generate_files() -> dict[Path, str]:
         **reference,
         **coming_from_pages(),
         DOCS / "primer.md": fill_blocks(
-            DOCS / "primer.md", **{name: quoted(name, "primer") for name in PRIMER_FIGURES}
+            DOCS / "primer.md", **{name: quote_finding(name, "primer") for name in PRIMER_FIGURES}
         ),
         DOCS / "engines.md": fill_blocks(DOCS / "engines.md", faults=faults_block(), measured=engines_block()),
         DOCS / "environments.md": fill_blocks(DOCS / "environments.md", learned=learned_block()),
         DOCS / "extras.md": fill_blocks(DOCS / "extras.md", extras=extras_block()),
         DOCS / "tables.md": tables_page(),
-        DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=judged_block()),
+        DOCS / "math-rewards.md": fill_blocks(DOCS / "math-rewards.md", judged=math_block()),
         DOCS / "measured.md": measured_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "measured.svg": curves(load()),
-        DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=seen_block()),
+        DOCS / "real-model.md": fill_blocks(DOCS / "real-model.md", seen=real_model_block()),
         DOCS / "real-model.svg": real_model_picture(),
         DOCS / "reliability.md": reliability_page(),
         DOCS / "staleness.md": staleness_page(),
@@ -84,9 +84,9 @@ def generate_files() -> dict[Path, str]:
 def coming_from_pages() -> dict[Path, str]:
     """Return the pages for users of other libraries, with the tables of their options."""
     blocks = {
-        "TRL": {"options": options("TRL"), "supervised": supervised("TRL")},
-        "verl": {"options": options("verl")},
-        "OpenRLHF": {"options": options("OpenRLHF"), "supervised": supervised("OpenRLHF")},
+        "TRL": {"options": options_block("TRL"), "supervised": supervised_options_block("TRL")},
+        "verl": {"options": options_block("verl")},
+        "OpenRLHF": {"options": options_block("OpenRLHF"), "supervised": supervised_options_block("OpenRLHF")},
     }
     paths = {library: DOCS / f"coming-from-{library.lower()}.md" for library in blocks}
     return {path: fill_blocks(path, **blocks[library]) for library, path in paths.items()}

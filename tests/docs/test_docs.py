@@ -235,15 +235,15 @@ def test_units_and_lengths(name: str, unit: str, ratio: str, length: str) -> Non
 def test_gates_in_numbers() -> None:
     assert probe.gate_weights(pg.GRPO, 1.0) == [0.5, 0.9, 1.0, 1.1, 0.0]
     assert probe.gate_weights(pg.GRPO, -1.0) == [0.0, 0.9, 1.0, 1.1, 1.5]
-    assert probe.outside(pg.GRPO) == "Ψ>0: w = 0 above, r below; Ψ<0: w = r above, 0 below"
-    assert probe.outside(pg.CISPO) == "w = 5 above, r below"
-    assert probe.outside(pg.REINFORCE) == "w = 1"
-    assert probe.outside(pg.SAPO) == "w → 0"
+    assert probe.describe_far_outside(pg.GRPO) == "Ψ>0: w = 0 above, r below; Ψ<0: w = r above, 0 below"
+    assert probe.describe_far_outside(pg.CISPO) == "w = 5 above, r below"
+    assert probe.describe_far_outside(pg.REINFORCE) == "w = 1"
+    assert probe.describe_far_outside(pg.SAPO) == "w → 0"
 
 
 def test_the_classic_comparison_of_memory() -> None:
     """PPO holds four models, GRPO three, with a verifier two, without KL one."""
-    assert [row[-2:] for row in tables.classic()] == [("4", "10 P"), ("3", "6 P"), ("2", "5 P"), ("1", "4 P")]
+    assert [row[-2:] for row in tables.compare_memory()] == [("4", "10 P"), ("3", "6 P"), ("2", "5 P"), ("1", "4 P")]
 
 
 # --- an algorithm of one's own

@@ -91,8 +91,8 @@ def test_the_table_shows_results_and_what_was_not_tried() -> None:
     }
     text = extras_block(results)
     assert "| `lora` | `a`; `b` | peft 1 | 12 | 4 | refused | works |" in text
-    assert "| `data` | `a`; `b` | peft 1 | 12 | 4 | already installed | works, **not as it should be** |" in text
-    assert "Not tried by it yet: `math`, `qlora`, `control`," in text
+    assert "| `data` | `a`; `b` | peft 1 | 12 | 4 | already installed | works, **failed** |" in text
+    assert "Not tried yet: `math`, `qlora`, `control`," in text
     assert "1,500 MiB and 60 s to install, on Python 3.11 (policygrad 0.1.0)" in text
     assert "Not tried yet" in extras_block({})
 

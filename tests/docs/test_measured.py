@@ -128,7 +128,7 @@ def test_a_sentence_for_an_algorithms_page(found: dict[str, Any]) -> None:
 
 
 def test_standings_count_every_other_row_once(found: dict[str, Any]) -> None:
-    counts = {label: measured.standing(found, label) for label in ("grpo", "ppo", "trpo", "vineppo")}
+    counts = {label: measured.count_pairs(found, label) for label in ("grpo", "ppo", "trpo", "vineppo")}
     assert counts == {"grpo": "2 / 0 / 0", "ppo": "1 / 0 / 1", "trpo": "0 / 0 / 2", "vineppo": "0 / 0 / 0"}
 
 

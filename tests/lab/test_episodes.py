@@ -168,7 +168,7 @@ def test_both_levels_are_unbiased_where_turns_are_equally_long() -> None:
     """One token a turn: nobody chooses which is the last."""
     tree = EpisodeTree(vocabulary=3, length=6, turn_tokens=1)
     setting = ConversationSetting(
-        ConversationWorld.from_tree(tree, TabularPolicy(tree)), TabularPolicy(tree).initial(0)
+        ConversationWorld(tree, tree.total()[None], TabularPolicy(tree)), TabularPolicy(tree).initial(0)
     )
     for link in (pg.BiLevelGAE(lam=0.3, turn_lam=0.6), pg.TurnGAE(lam=0.6), pg.MultiTurnGAE(lam=0.6)):
         assert exact_figures(with_advantage(link), setting, 1).bias < 1e-12

@@ -77,9 +77,9 @@ def test_without_the_token_there_is_nothing(tmp_path: Path) -> None:
 def test_the_page_follows_the_run_and_is_made_again_only_then(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", [])  # not a step is done
     with serving(folder) as found:
-        stamp, before = ask(found, f"/stamp?token={found.token}")[1], found.pages.text()
+        stamp, before = ask(found, f"/stamp?token={found.token}")[1], found.text()
         assert "0 steps" in before
-        assert found.pages.text() is before
+        assert found.text() is before
         assert ask(found, f"/stamp?token={found.token}")[1] == stamp
         with JsonlTracker(folder) as files:
             files.log(1, {"reward": 0.5}, [row("1+1=", "2", 1.0)])

@@ -113,7 +113,7 @@ def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[s
     """Return the environment variables and the argv that start a server."""
     from transformers import AutoConfig
 
-    from policygrad.models.loading import load_error, pretrained_kwargs, read_config, resolve_model
+    from policygrad.models.loading import load_error, read_config, resolve_model
     from policygrad.samplers.engines.base import LaunchOptions
 
     engine = load_engine_class(options.target)
@@ -124,7 +124,7 @@ def build_launch_command(options: EngineOptions) -> tuple[dict[str, str], list[s
     what = f"the model {model!r}"
     read_config(model, what)
     try:
-        config = AutoConfig.from_pretrained(model, **pretrained_kwargs(False))
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise load_error(what, error, "config.json and safetensors", model) from error
     max_positions = getattr(config, "max_position_embeddings", None)  # None if it does not tell

@@ -28,56 +28,38 @@ DIAGNOSTIC_COLUMNS = {
 
 def render_comparison(report: ComparisonReport) -> str:
     """Render the page."""
-    web = files("policygrad.compare") / "web"
-    return render_page(
-        web / "compare.html",
-        comparison_data(report),
-        styles=(web / "compare.css",),
-        scripts=(BANDS, web / "compare.js"),
-        filters={
-            "short": format_short,
-            "counted": pluralise,
-            "share": lambda x: f"{x:.0%}",
-        },
-        found=report,
-        title=comparison_title(report),
-        axes=AXES,
-        measures=MEASURES,
-        signs={
-            key: texts
-            for key, texts in DIAGNOSTIC_COLUMNS.items()
-            if any(r.summary and key in r.summary.means for r in report.rows)
-        },
-        tuned=[row for row in report.rows if row.tuning],
-        rate=format_learning_rate,
-    )
-
-
-def comparison_title(report: ComparisonReport) -> str:
-    """Return a heading with the compared rows."""
-    labels = [row.label for row in report.rows]
-    names = ", ".join(labels[:-1]) + f" and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
-    return f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured"
-
-
-def comparison_data(report: ComparisonReport) -> dict[str, Any]:
-    """Return the data that the script draws."""
+    # measure -> first -> second -> [P(first above second), low, high, 1 if they differ], both ways
     pairs: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in MEASURES}
-    for (
-        name,
-        cells,
-    ) in pairs.items():  # first -> second -> [P(first above second), low, high, 1 if they differ], both ways
+    for name, cells in pairs.items():
         for pair in report.pairs:
             p, separated = pair.probability[name], float(pair.separated[name])
             cells.setdefault(pair.first, {})[pair.second] = [p.value, p.low, p.high, separated]
             cells.setdefault(pair.second, {})[pair.first] = [1 - p.value, 1 - p.high, 1 - p.low, separated]
-    tuned_options = dict.fromkeys(row.tuned_option for row in report.rows if row.tuning)
-    return {
+    tuned = [row for row in report.rows if row.tuning]
+    data = {
         "axes": {axis: {"label": AXES[axis], "values": list(points)} for axis, points in report.axes.items()},
         "kinds": [_kind(report, number, kind) for number, kind in enumerate(report.kinds)],
         "pairs": pairs,
-        "rates": {option: _plot_tuning(report, option) for option in tuned_options},
+        "rates": {name: _plot_tuning(report, name) for name in dict.fromkeys(row.tuned_option for row in tuned)},
     }
+    known = {name for row in report.rows if row.summary for name in row.summary.means}
+    labels = [row.label for row in report.rows]
+    names = f"{', '.join(labels[:-1])} and {labels[-1]}" if 1 < len(labels) <= 5 else f"{len(labels)} rows"
+    web = files("policygrad.compare") / "web"
+    return render_page(
+        web / "compare.html",
+        data,
+        styles=(web / "compare.css",),
+        scripts=(BANDS, web / "compare.js"),
+        filters={"short": format_short, "counted": pluralise, "share": lambda x: f"{x:.0%}"},
+        found=report,
+        title=f"{names}, compared" if len(labels) > 1 else f"{labels[0]}, measured",
+        axes=AXES,
+        measures=MEASURES,
+        signs={key: texts for key, texts in DIAGNOSTIC_COLUMNS.items() if key in known},
+        tuned=tuned,
+        rate=format_learning_rate,
+    )
 
 
 def _kind(report: ComparisonReport, number: int, kind: Kind) -> dict[str, Any]:

@@ -23,27 +23,33 @@ TUNABLE_OPTIONS = ("--lr", "--algorithm.update-rule.delta")
 """Options of train that can be tuned: the learning rate, or the size of a trust region."""
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One row of a comparison: arguments of `policygrad train` and their meaning."""
+@dataclass(frozen=True, kw_only=True)
+class RowDescription:
+    """The name of a row and what a reader needs to know of it."""
 
     label: str
-    argv: tuple[str, ...]
-    """The algorithm and its options, without what differs between runs."""
     algorithm: str
     """Name of the algorithm in the run."""
     tuned_option: str = ""
-    """The tuned option; empty if there is none, or `argv` sets it."""
-    grid: tuple[float, ...] = ()
-    """Values of the tuned option."""
-    measure: Mapping[str, Any] = field(default_factory=dict)
-    """What the evaluation score measures: rows that differ here are never compared by score."""
+    """The tuned option; empty if there is none, or the row's arguments set it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Other settings a reader needs: updates per rollout, samples per prompt, …"""
+    """Updates per rollout, samples per prompt, …"""
     change: str = ""
     """What it adds to the row before, in a ladder."""
     reason: str = ""
     """Reason for options that differ from the algorithm's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow(RowDescription):
+    """One row of a comparison: arguments of `policygrad train` and their meaning."""
+
+    argv: tuple[str, ...]
+    """The algorithm and its options, without what differs between runs."""
+    grid: tuple[float, ...] = ()
+    """Values of the tuned option."""
+    measure: Mapping[str, Any] = field(default_factory=dict)
+    """What the evaluation score measures: rows that differ here are never compared by score."""
 
     @property
     def is_tuned(self) -> bool:
@@ -87,7 +93,6 @@ class ComparisonPlan:
     tuning_seeds: tuple[int, ...]
     """Seeds of tuning runs, which are never reported."""
     command: str
-    """The command line."""
     version: str
     ladder: Mapping[str, Any] = field(default_factory=dict)
     """Title, source and reason of the ladder, if the rows are one."""
@@ -257,9 +262,7 @@ class Rung:
     change: tuple[str, ...]
     """Options of `policygrad train` that it adds to the rung below, or changes."""
     description: str
-    """What it adds."""
     published: str = ""
-    """The paper's result."""
 
 
 @dataclass(frozen=True)

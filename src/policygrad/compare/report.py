@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations, pairwise
 from typing import Any
 
 from policygrad.compare import summary
-from policygrad.compare.plan import ComparisonPlan, ComparisonRow, Job
-from policygrad.compare.runner import AXES, Results, RunOutcome
+from policygrad.compare.plan import ComparisonPlan, ComparisonRow, Job, RowDescription
+from policygrad.compare.runner import AXES, Results, RunOutcome, mean_final_score
 from policygrad.compare.statistics import (
     LEVEL,
     Estimate,
@@ -57,9 +57,8 @@ def describe_ranking(report: ComparisonReport) -> Iterable[str]:
     both = [pair for pair in report.pairs if pair.separated["tokens"] and pair.separated["updates"]]
     turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
     if both:
-        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:MAX_NAMED_PAIRS]) + " …" * (
-            len(turned) > MAX_NAMED_PAIRS
-        )
+        named = [f"{p.first} and {p.second}" for p in turned[:MAX_NAMED_PAIRS]]
+        names = ", ".join(named) + " …" * (len(turned) > MAX_NAMED_PAIRS)
         yield (
             f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
             f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."
@@ -179,18 +178,12 @@ DEFAULT_THRESHOLD = 0.8
 """Threshold, as a fraction of the way from the score before training to the best row's final score."""
 
 
-@dataclass(frozen=True)
-class RowReport:
-    """A row, its settings and its results."""
+@dataclass(frozen=True, kw_only=True)
+class RowReport(RowDescription):
+    """A row and its results."""
 
-    label: str
-    algorithm: str
     command: str
     """Arguments of `policygrad train`, including the tuned option."""
-    change: str
-    reason: str
-    settings: Mapping[str, Any]
-    tuned_option: str
     option_value: float | None
     edge: str
     """`smallest` or `largest` if the chosen value is at that end of the grid; else empty."""
@@ -238,7 +231,7 @@ class ComparisonReport:
     tuning_seeds: tuple[int, ...]
     ladder: Mapping[str, Any]
     share: float
-    """Fraction of the way at which the threshold is."""
+    """See `DEFAULT_THRESHOLD`."""
     stopped: bool
     kinds: tuple[Kind, ...]
     axes: Mapping[str, tuple[float, ...]]
@@ -246,15 +239,11 @@ class ComparisonReport:
     rows: tuple[RowReport, ...]
     pairs: tuple[RowPair, ...]
     ranking: tuple[str, ...] = ()
-    """Sentences about the ranking."""
     differences: tuple[str, ...] = ()
     """Sentences about differences besides the algorithm."""
     caveats: tuple[str, ...] = ()
     """Sentences about what cannot be concluded."""
     format: int = 1
-
-    def row(self, label: str) -> RowReport:
-        return next(row for row in self.rows if row.label == label)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""
@@ -339,17 +328,17 @@ def _row(
         for job, error in results.failures.items()
         if job.row == row.label
     ]
+    tuning = []
+    for tried in row.grid if row.is_tuned else ():
+        jobs = [Job(row.label, tried, seed) for seed in plan.tuning_seeds]
+        scores = tuple(results.outcomes[job].after for job in jobs if job in results.outcomes)
+        tuning.append(TunedValue(tried, scores, mean_final_score(plan, row.label, tried, results.outcomes)))
     return RowReport(
-        label=row.label,
-        algorithm=row.algorithm,
+        **{f.name: getattr(row, f.name) for f in fields(RowDescription)},
         command=shlex.join(plan.train_argv(job)[1:-4]),
-        change=row.change,
-        reason=row.reason,
-        settings=row.settings,
-        tuned_option=row.tuned_option,
         option_value=value,
         edge=edges.get(value, "") if value is not None else "",
-        tuning=summary.list_tuned_values(plan, row, results),
+        tuning=tuple(tuning),
         kind=number,
         runs=tuple(
             summary.describe_run(job, o, shlex.join(["policygrad", *plan.train_argv(job)])) for job, o in runs.items()

@@ -123,10 +123,7 @@ def _parse_outcome(folder: Path) -> RunOutcome:
         seconds += (row.get("time/rollout") or 0.0) + (row.get("time/update") or 0.0)
         at[step] = (tokens, updates, seconds)
     tail = [steps[step] for step in sorted(steps)[-math.ceil(FINAL_FRACTION * len(steps)) :]]
-    diagnostics = {}
-    for metric, name in DIAGNOSTICS.items():
-        if values := [row[metric] for row in tail if row.get(metric) is not None]:
-            diagnostics[name] = sum(values) / len(values)
+    finals = {name: [r[metric] for r in tail if r.get(metric) is not None] for metric, name in DIAGNOSTICS.items()}
     clipped = [
         r["clip_ratio/low"] + r["clip_ratio/high"] for r in steps.values() if r.get("clip_ratio/low") is not None
     ]
@@ -139,7 +136,7 @@ def _parse_outcome(folder: Path) -> RunOutcome:
         score=tuple(float(scores[step]["eval/reward"]) for step in points),
         score_stderr=float(scores[points[-1]].get("eval/reward_stderr") or 0.0),
         steps=int(last),
-        diagnostics=diagnostics,
+        diagnostics={name: sum(values) / len(values) for name, values in finals.items() if values},
         cost=read_cost(folder),
         gated_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
@@ -274,11 +271,9 @@ class Results:
 
     outcomes: Mapping[Job, RunOutcome]
     failures: Mapping[Job, str]
-    """Error messages of failed runs."""
     chosen: Mapping[str, float | None]
     """Row -> value of its tuned option; without rows of which no tuning run succeeded."""
     stopped: bool = False
-    """True if a signal stopped it early."""
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """Statistics of a few runs: interquartile means, stratified bootstrap intervals, the probability of improvement.
 
-Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264), sec. 4, and
-its library rliable, with the same results (a test compares with 1.2.0). The library itself needs scipy, pandas, statsmodels and
-seaborn for four formulas, and its version of arch does not import with pandas 3.
+Source: Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264), sec. 4. The
+results are those of its library rliable 1.2.0, which would need scipy, pandas, statsmodels and seaborn for four formulas.
 Scores are [runs, tasks], float64; one task is a table of one column.
 """
 

@@ -92,8 +92,6 @@ def sample_steps(
     setting: LabSetting, size: int, steps: int = SAMPLED_STEPS, prompts: int = 1, seed: int = 0
 ) -> WeightedSteps:
     """Sample M steps of `prompts` groups of G completions independently; prompts are sampled with replacement."""
-    if size < 1:
-        raise ConfigError(f"a group has at least 1 completion, not {size}")
     if (number := steps * prompts * size) > MAX_SAMPLED_COMPLETIONS:
         raise ConfigError(
             f"{steps} sampled steps of {prompts * size} completions are {number}, and at most {MAX_SAMPLED_COMPLETIONS} are "
@@ -240,13 +238,6 @@ class Estimates:
     def mean(self) -> Tensor:
         """[P] E g."""
         return self.weight @ self.gradient
-
-    @property
-    def variance(self) -> float:
-        """tr Cov g, unbiased for a sample."""
-        spread = float(self.weight @ (self.gradient - self.mean).square().sum(1))
-        size = int((self.weight > 0).sum())
-        return spread if self.exact else spread * size / max(1, size - 1)
 
 
 def estimate_gradients(

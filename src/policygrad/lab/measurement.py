@@ -153,7 +153,7 @@ def _measure_by_difficulty(
     p = world.success(setting.sampling_theta).detach()
     for x in range(world.prompts):
         weight = estimates.weight * (prompt == x)
-        truth = setting.true_gradient_at(algorithm, x)
+        truth = setting.true_gradient(algorithm, x)
         if float(weight.sum()) == 0 or float(truth @ truth) == 0:
             continue
         f = compute_figures(estimates.gradient, weight / weight.sum(), truth, estimates.exact)

@@ -104,6 +104,39 @@ def _format_numbers(values: Iterable[float]) -> str:
     return ", ".join(f"{x:.2g}" if x < 100 else f"{x:.0f}" for x in values)
 
 
+def bound_over_step(seed: int = 0) -> Finding:
+    """J(π), the surrogate L(π) and both lower bounds along the natural gradient of one random MDP, over the step's length.
+
+    Source: Schulman et al. 2015, theorem 1 and eq. 9.
+    """
+    mdp = random_mdp(4, 3, 0.5, seed=seed)
+    theta = sample_normal(mdp.reward.shape, 1.0, seed)
+    direction, old = exact.natural_gradient(mdp, theta), softmax(theta)
+    direction = direction / direction.norm()
+    lengths = tuple(i / 80 for i in range(121))
+    rows = []
+    for length in lengths:
+        new = softmax(theta + length * direction)
+        level = float(exact.surrogate_value(mdp, old, new))
+        rows.append((float(solve(mdp, new).objective), level, *exact.improvement_bound(mdp, old, new)))
+    start = rows[0][0]
+    true, surrogate, by_kl, by_tv = (tuple(row[i] - start for row in rows) for i in range(4))
+    promised, reached = max(by_tv), max(true)
+    safe, best = lengths[by_tv.index(promised)], lengths[true.index(reached)]
+    holds = all(kl <= tv + 1e-10 and tv <= j + 1e-10 for kl, tv, j in zip(by_kl, by_tv, true, strict=True))
+    return Finding(
+        "bound_over_step",
+        "TRPO's bound touches J at the old policy and stays below: raising it raises J, in far shorter steps than would do.",
+        holds,
+        f"Along the natural gradient of a random MDP (γ = 0.5) the bound is {'never' if holds else 'somewhere'} above "
+        f"J. Its maximum promises {promised:.3f} at a step of {safe:.2f} in the logits (total variation; the KL form "
+        f"{max(by_kl):.3f}); J gains {true[lengths.index(safe)]:.3f} there, and {reached:.3f} at a step of {best:g}"
+        f"{', the longest tried' if best == lengths[-1] else ''}.",
+        {"promised": promised, "promised_kl": max(by_kl), "safe": safe, "reached": reached, "best": best},
+        curves={"step": lengths, "J": true, "surrogate": surrogate, "bound_kl": by_kl, "bound_tv": by_tv},
+    )
+
+
 def conservative_mixture(seed: int = 0) -> Finding:
     """π = (1−α)π_old + απ*: J ≥ L − 2εγα²/(1−γ)², ε = max_s|E_{π*}A|, and the step α* = 𝔸(1−γ)²/(4εγ) never harms.
 

@@ -59,4 +59,4 @@ def walk_setting(
     """Return conversations with the game `Walk`, with a logit for each history; J discounts by γ per turn."""
     tree = EpisodeTree(length=3 * turns, game=game)
     policy = TabularPolicy(tree)
-    return ConversationSetting(ConversationWorld.from_tree(tree, policy, gamma), policy.initial(seed))
+    return ConversationSetting(ConversationWorld(tree, tree.total(gamma)[None], policy), policy.initial(seed))

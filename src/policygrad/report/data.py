@@ -247,16 +247,12 @@ class RunCost:
 
 def compute_cost(group: Series) -> RunCost:
     """Compute the mean cost over the series' runs."""
-    totals = {}
-    for name in SUMS:
-        per_run = [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics]
-        if per_run:
-            totals[name] = fmean(per_run)
-    step = {}
-    for name, what in TIMES.items():
-        per_step = [x for run in group.runs for _, x in run.metrics.get(name, ())]
-        if per_step:
-            step[what] = fmean(per_step)
+    per_run = {
+        name: [sum(x for _, x in run.metrics[name]) for run in group.runs if name in run.metrics] for name in SUMS
+    }
+    totals = {name: fmean(sums) for name, sums in per_run.items() if sums}
+    per_step = {what: [x for run in group.runs for _, x in run.metrics.get(name, ())] for name, what in TIMES.items()}
+    step = {what: fmean(seconds) for what, seconds in per_step.items() if seconds}
     displayed = {name: x for name, x in totals.items() if x or name in ("tokens/sampled", "completions/sampled")}
     notes = []
     sampled, trained = totals.get("completions/sampled", 0.0), totals.get("completions/trained", 0.0)

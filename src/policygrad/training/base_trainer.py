@@ -22,7 +22,7 @@ from policygrad.checkpoint.manager import MAX_SNAPSHOT_BYTES, Checkpointer, HasS
 from policygrad.checkpoint.model_export import save_model
 from policygrad.checkpoint.shards import SavedState, ShardedState
 from policygrad.errors import ConfigError, RunError
-from policygrad.learners.base import CloseableLearner, SnapshotLearner
+from policygrad.learners.base import CloseableLearner, DistributedLearner, SnapshotLearner
 from policygrad.models.loading import TRUST_FLAG
 from policygrad.models.tokenizer import Tokenizer
 from policygrad.trackers import CompositeTracker, JsonlTracker, RunInfo, Tracker, default_tracker
@@ -278,14 +278,14 @@ class BaseTrainer(ABC, Generic[C, P, M]):
         if isinstance(learner, CloseableLearner):
             stack.callback(learner.close)
         if self.config.learner.world_size > 1:  # torch.distributed takes a while to import
-            from policygrad.training.distributed import make_sharded_io
+            from policygrad.training.distributed import ShardedCheckpointIO
 
-            self.sharded_io = make_sharded_io(learner)
+            self.sharded_io = ShardedCheckpointIO(learner) if isinstance(learner, DistributedLearner) else None
 
     def _train(self, resumed: bool, stop_after: int | None) -> TrainingResult[M | None]:
         sharded: ShardedState[P] | None = None
         if (io := self.sharded_io) is not None:
-            sharded = ShardedState(lambda p: self.pack(p, {}, io.state_values), io.start_save, io.is_sharded)
+            sharded = ShardedState(lambda p: self.pack(p, {}, self.learner.state_values), io.start_save, io.is_sharded)
         self.checkpointer = Checkpointer(
             self.folder / "checkpoints",
             every=self.config.checkpoint.every,

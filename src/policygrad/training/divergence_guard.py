@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policygrad.errors import ConfigError
-from policygrad.learners.base import Learner
 from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
 from policygrad.training.loop import StepResult
 
@@ -155,11 +153,3 @@ def has_constant_rewards(result: StepResult, values: Mapping[str, float]) -> boo
     rewards = batch.reward[batch.counted]
     all_equal = len(rewards) > 1 and bool((rewards == rewards[0]).all())
     return all_equal or not bool((result.psi[batch.mask] != 0).any())
-
-
-def check_rollback_lr(learner: Learner, config: GuardConfig) -> None:
-    """Raise ConfigError if a rollback would have to lower a learning rate that the learner does not expose."""
-    if config.action == "rollback" and getattr(learner, "lr", None) is None:
-        raise ConfigError(
-            f"guard.action=rollback lowers the learning rate, and {type(learner).__name__} has no `lr` to set: use skip or stop"
-        )

@@ -244,7 +244,5 @@ def load_reward_model(config: RewardModelConfig) -> tuple[nn.Module, Tokenizer]:
             add_adapters(model, lora, base=base, seed=config.seed, modules_to_save=head)
     tokenizer = load_classifier_tokenizer(path, trust)
     check_vocabulary(tokenizer.hf, model, config.model)
-    for module in model.modules():
-        disable_dropout(module)
-    set_padding_token(model, tokenizer.hf)
+    set_padding_token(disable_dropout(model), tokenizer.hf)
     return model, replace(tokenizer, name=config.model, context_length=context_length(model))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from policygrad.core.batch import Batch
 from policygrad.errors import ModelError
 from policygrad.learners.local.forward import backward_mode, backward_zero
-from policygrad.learners.local.packing import Pack, micro_batch_tokens, pack_micro_batches
+from policygrad.learners.local.packing import Pack
 from policygrad.models.loading import at_least_float32, load_model
 from policygrad.models.tokenizer import Tokenizer, encode_demonstration, load_tokenizer
 from policygrad.tasks.preferences import Demonstration, read_demonstrations
@@ -140,11 +139,10 @@ def _micro_batches(shard: LearnerShard, batch: Batch) -> Iterator[Pack]:
 
     def idle(pack: Pack) -> None:
         with backward_mode(shard.model, shard.config.gradient_checkpointing):
-            backward_zero(shard.evaluator(pack.to(get_device(shard))))
+            backward_zero(shard.evaluator(pack))
         shard.optimizer.accumulate_master_grads()
 
-    make = partial(pack_micro_batches, batch, torch.arange(len(batch.mask)))
-    return shard.division.divide(make, micro_batch_tokens(shard.config, shard.model), idle)
+    return shard.division.micro_batches(batch, shard.config, shard.model, idle)
 
 
 def build_sft_batch(rows: Sequence[SFTExample]) -> Batch:

@@ -38,7 +38,7 @@ def test_control_learns(name: str, steps: int) -> None:
     assert len(found.returns) == 30
     assert found.mean > 60  # a random policy's episodes last 22 steps
     assert trained.curve[0].steps < trained.curve[-1].steps
-    assert trained.curve[-1].steps == steps or trained.algorithm.critic is None
+    assert trained.curve[-1].steps == steps or trained.learner.critic is None
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -213,16 +213,6 @@ def environment_seeds(seed: int, number: int) -> list[int]:
     return torch.randint(2**31 - 1, (number,), generator=generator).tolist()
 
 
-def split_episodes(ended: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (environment, first step, one past the last) of each segment, from the episodes' ends [S, N]."""
-    for environment, last in enumerate(counts):
-        first = 0
-        for end in [*(ended[:last, environment].nonzero().squeeze(1) + 1).tolist(), last]:
-            if end > first:
-                yield environment, first, end
-                first = end
-
-
 def build_experience(
     states: Sequence[Tensor],
     actions: Sequence[Tensor],
@@ -235,8 +225,14 @@ def build_experience(
         torch.stack([getattr(step, name) for step in transitions])
         for name in ("reward", "terminated", "truncated", "final")
     )
-    segments = torch.tensor(list(split_episodes(terminated | truncated, counts)))
-    environment, first, end = segments.T
+    segments = []  # (environment, first step, one past the last)
+    for index, last in enumerate(counts):
+        start = 0
+        for stop in [*((terminated | truncated)[:last, index].nonzero().squeeze(1) + 1).tolist(), last]:
+            if stop > start:
+                segments.append((index, start, stop))
+                start = stop
+    environment, first, end = torch.tensor(segments).T
     t = torch.arange(int((end - first).max()))
     mask = t < (end - first)[:, None]
     time = torch.where(mask, first[:, None] + t, 0)

@@ -219,13 +219,10 @@ class Settings:
     """Normalise observations by the statistics so far."""
 
     def __post_init__(self) -> None:
-        for name in ("environments", "rollout"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"Settings.{name} must be at least 1, not {getattr(self, name)}")
-        if self.lr is not None and not self.lr > 0:
-            raise ConfigError(f"Settings.lr must be above 0, not {self.lr}")
-        if not self.clip > 0:
-            raise ConfigError(f"Settings.clip must be above 0, not {self.clip}")
+        for name in ("environments", "rollout", "lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"Settings.{name} must be above 0, not {value}")
 
 
 @dataclass(frozen=True)
@@ -234,8 +231,6 @@ class Preset:
 
     algorithm: Algorithm
     settings: Settings
-    reason: str
-    """Why it differs from the named algorithm."""
 
 
 _critic = Critic(lr=5e-3, lam=0.95, gamma=GAMMA, clip=0.0)
@@ -249,29 +244,21 @@ _trpo: dict[str, Any] = {"advantage": (GAE(GAMMA, 0.95),), "critic": _critic}
 PRESETS: dict[str, Preset] = {
     p.algorithm.name: p
     for p in (
-        Preset(
-            replace(PPO, shaping=(), **_ppo),
-            Settings(lr=1e-3),
-            "Ten epochs of four minibatches of single steps: for a network of 64 units, a rollout's data is not used up after four "
-            "passes.",
-        ),
-        Preset(replace(PPO_PENALTY, **_ppo), Settings(lr=1e-3), "As ppo."),
-        Preset(
-            replace(TRPO, update_rule=TrustRegion(0.01, critic_steps=30), **_trpo),
-            Settings(lr=None),
-            "A critic trained from scratch needs more than five steps per rollout.",
-        ),
+        # For a network of 64 units, a rollout's data is not used up after four passes.
+        Preset(replace(PPO, shaping=(), **_ppo), Settings(lr=1e-3)),
+        Preset(replace(PPO_PENALTY, **_ppo), Settings(lr=1e-3)),
+        # A critic trained from scratch needs more than five steps per rollout.
+        Preset(replace(TRPO, update_rule=TrustRegion(0.01, critic_steps=30), **_trpo), Settings(lr=None)),
         Preset(
             replace(NATURAL, update_rule=TrustRegion(0.01, line_search=False, critic_steps=30), **_trpo),
             Settings(lr=None),
-            "As trpo.",
         ),
-        Preset(  # the exact entropy is a term with a graph of its own
+        # One update per rollout, so rollouts are short. The exact entropy, a term with a graph, costs nothing for a few actions.
+        Preset(
             replace(A2C, advantage=(NStep(5, GAMMA),), terms=(ExactEntropy(0.01),), critic=_critic),
             Settings(rollout=16, lr=1e-3),
-            "One update per rollout, so rollouts are short; the exact entropy of a few actions costs nothing.",
         ),
-        Preset(REINFORCE, Settings(rollout=64, lr=5e-3), "The named algorithm itself, on complete episodes."),
+        Preset(REINFORCE, Settings(rollout=64, lr=5e-3)),  # the named algorithm itself, on complete episodes
     )
 }
 
@@ -287,15 +274,18 @@ def find_preset(name: str) -> Preset:
 
 
 def with_gamma(algorithm: Algorithm, gamma: float) -> Algorithm:
-    """Change γ in the algorithm's advantages and its critic's targets. Raises ConfigError if no part of it discounts."""
+    """Change γ in the algorithm's advantages and its critic's targets.
 
-    def changed(part: Any) -> Any:
+    Raises:
+        ConfigError: No part of it discounts.
+    """
+
+    def change(part: Any) -> Any:
         return replace(part, gamma=gamma) if hasattr(part, "gamma") else part
 
-    updated = replace(algorithm, advantage=tuple(map(changed, algorithm.advantage)), critic=changed(algorithm.critic))
-    if updated == algorithm and not any(hasattr(part, "gamma") for part in algorithm.parts()):
-        raise ConfigError(f"{algorithm.name} does not discount: leave gamma out, or use ppo, trpo or a2c")
-    return updated
+    if not any(hasattr(part, "gamma") for part in (*algorithm.advantage, algorithm.critic)):
+        raise ConfigError(f"{algorithm.name} does not discount: omit gamma, or use ppo, trpo or a2c")
+    return replace(algorithm, advantage=tuple(map(change, algorithm.advantage)), critic=change(algorithm.critic))
 
 
 SUPPORTED_FIELDS = frozenset({"logp_old", "values", "returns", "truncated", "token_reward"})
@@ -461,8 +451,6 @@ class ControlResult:
     """The result of training."""
 
     learner: ControlLearner
-    algorithm: Algorithm
-    """The algorithm with its parts' final state."""
     curve: tuple[Update, ...]
 
 
@@ -477,8 +465,10 @@ def train_control(
 ) -> ControlResult:
     """Train for `steps` environment steps; an algorithm without a critic finishes its last episodes.
 
-    The result depends only on the seed, not on other random numbers in the process. Raises ConfigError for an
-    unsupported algorithm, or fewer steps than environments.
+    The result depends only on the seed, not on other random numbers in the process.
+
+    Raises:
+        ConfigError: An unsupported algorithm, or fewer steps than environments.
     """
     if steps < environments.number:
         raise ConfigError(
@@ -519,7 +509,7 @@ def train_control(
         curve.append(update)
         if on_update is not None:
             on_update(update)
-    return ControlResult(learner, algorithm.with_state(memory), tuple(curve))
+    return ControlResult(learner, tuple(curve))
 
 
 def evaluate_control(

@@ -22,7 +22,14 @@ from policygrad.core.shaping import KLInReward
 from policygrad.core.terms import KLForm, KLToReference
 from policygrad.core.turns import turn_discount
 from policygrad.lab.estimators import enumerate_steps, estimate_gradients
-from policygrad.lab.measurement import Figures, Finding, format_percent, join_numbers, measure_algorithm
+from policygrad.lab.measurement import (
+    Figures,
+    Finding,
+    compute_figures,
+    format_percent,
+    join_numbers,
+    measure_algorithm,
+)
 from policygrad.lab.sequences import derivative, perturb_policy, sample_normal
 from policygrad.lab.setting import LabSetting
 from policygrad.lab.worlds import one_prompt, two_answers
@@ -300,10 +307,9 @@ def brevity(seed: int = 0) -> Finding:
         "γ < 1 is a hidden penalty on length.",
         holds,
         f"For the same initial gain in J, right answers change their mean length by {pace[0]:+.3f} tokens per unit of J at γ = 1, "
-        f"{pace[2]:+.3f} at 0.9 and {pace[4]:+.3f} at 0.5: "
-        f"{'the shorter the smaller γ' if holds else 'not always shorter'}. The cosine with ∇J is {cosine[1]:.4f} at "
-        f"0.99, {cosine[2]:.3f} at 0.9 and {cosine[4]:.3f} at 0.5; {format_percent(1 - cosine[2] ** 2)} of the direction at "
-        "0.9 is not the gradient.",
+        f"{pace[2]:+.3f} at 0.9 and {pace[4]:+.3f} at 0.5: {'the shorter the smaller γ' if holds else 'not always shorter'}. The "
+        f"cosine with ∇J is {cosine[1]:.4f} at 0.99, {cosine[2]:.3f} at 0.9 and {cosine[4]:.3f} at 0.5; "
+        f"{format_percent(1 - cosine[2] ** 2)} of the direction at 0.9 is not the gradient.",
         {f"pace_{g:g}": x for g, x in zip(gammas, pace, strict=True)},
         curves={"gamma": gammas, "length_change": tuple(pace), "cosine": tuple(cosine)},
     )
@@ -329,14 +335,12 @@ def kl_places(seed: int = 0) -> Finding:
     places = {"reward": with_advantage(shaping=(KLInReward(1.0),))}
     places |= {f"loss {form}": with_advantage(terms=(KLToReference(1.0, form),)) for form in get_args(KLForm)}
     corrected = places | {"reward": replace(places["reward"], ratio=SequenceProduct(), gate=Importance())}
-    cosine, spread = {}, {}
+    figures = {}
     for name, algorithm in places.items():
         for policy, setting, used in (("on", on, algorithm), ("off", off, corrected[name])):
             result = estimate_gradients(used, setting, enumerate_steps(setting, 1))
-            cosine[name, policy] = float(torch.cosine_similarity(result.mean, truth, dim=0))
-            spread[name, policy] = result.variance / float(truth @ truth)
-            if (name, policy) == ("reward", "on"):
-                bias = float((result.mean - truth).norm() / truth.norm())
+            figures[name, policy] = compute_figures(result.gradient, result.weight, truth)
+    cosine, bias = {key: f.cosine for key, f in figures.items()}, figures["reward", "on"].bias
     holds = bias < EXACT and all(cosine[name, "on"] < 1 - 1e-6 for name in places if name != "reward")
     table = "; ".join(f"{name} {cosine[name, 'on']:.3f}, {cosine[name, 'off']:.3f}" for name in places)
     return Finding(
@@ -345,7 +349,7 @@ def kl_places(seed: int = 0) -> Finding:
         holds,
         f"On-policy the penalty in the reward {'is' if bias < EXACT else 'is not'} −∇KL(π‖π_ref) (relative difference "
         f"{bias:.0e}). Cosines with it, on-policy and {OFF_POLICY_KL:g} nats off-policy: {table}. Its price is variance: "
-        f"{spread['reward', 'on']:.1f} of ‖∇KL‖² for one completion without a baseline, against "
-        f"{spread['loss k3', 'on']:.1f} for k3 in the loss.",
+        f"{figures['reward', 'on'].variance:.1f} of ‖∇KL‖² for one completion without a baseline, against "
+        f"{figures['loss k3', 'on'].variance:.1f} for k3 in the loss.",
         {f"{name} {policy}": value for (name, policy), value in cosine.items()} | {"bias_reward": bias},
     )

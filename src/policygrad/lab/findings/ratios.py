@@ -1,4 +1,4 @@
-"""Ratios and gates off-policy, trust-region bounds and the shapes of gates. Exact unless an error is given."""
+"""Ratios and gates off-policy, and the shapes of gates. Exact unless an error is given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from policygrad.core.batch import Batch
 from policygrad.core.gates import Clip, ClippedImportance, DualClip, Importance, OnPolicy, SigmoidGate
 from policygrad.core.ratios import Sequence, SequenceProduct, Token
 from policygrad.lab.findings.advantages import EXACT, exact_figures, with_advantage
-from policygrad.lab.mdp import improvement_bound, natural_gradient, random_mdp, softmax, solve, surrogate_value
 from policygrad.lab.measurement import Figures, Finding, compute_figures, format_percent, join_numbers
 from policygrad.lab.policies import Experts
 from policygrad.lab.sequences import PrefixTree, World, derivative, perturb_policy, sample_normal, sample_right_answers
@@ -101,9 +100,8 @@ def product_ratio(seed: int = 0) -> Finding:
         "product_ratio",
         "The product of the token ratios is the unbiased one, at a high variance.",
         holds,
-        f"Its bias {'alone is zero' if holds else 'is zero, but not its alone'} ({bias:.0e}): at "
-        f"{join_numbers(distances, 'g')} nats per completion the token ratio's is "
-        f"{join_numbers(f.bias for f in figures['token'])} and the sequence ratio's "
+        f"Its bias {'alone is zero' if holds else 'is zero, but not its alone'} ({bias:.0e}): at {join_numbers(distances, 'g')} "
+        f"nats per completion the token ratio's is {join_numbers(f.bias for f in figures['token'])} and the sequence ratio's "
         f"{join_numbers(f.bias for f in figures['sequence'])} of ‖∇J‖. The product's variance is {join_numbers(price)} times the "
         "token ratio's.",
         {"bias": bias, **{f"price_{kl:g}": x for kl, x in zip(distances, price, strict=True)}},
@@ -348,7 +346,7 @@ def long_chains(seed: int = 0) -> Finding:
     )
 
 
-# Plots of the code itself: each gate's weight over the ratio, the trust region's bound over the step.
+# A plot of the code itself: each gate's weight over the ratio.
 
 SHAPE_GATES: dict[str, Gate] = {
     "OnPolicy": OnPolicy(),
@@ -399,44 +397,10 @@ def gate_weights(seed: int = 0) -> Finding:
         "gate_weights",
         "Every gate weighs 1 at r = 1; they differ in what they let through away from it.",
         off < 1e-12,
-        f"They do, {'exactly' if off == 0 else f'to {off:.0e}'}. A token of a good answer that is already twice "
-        f"as likely (r = {FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SigmoidGate']:.2f} under SAPO's "
-        f"soft gate, {far['ClippedImportance(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, "
-        f"{far['OnPolicy']:.0f} with none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual "
-        "clip.",
+        f"They do, {'exactly' if off == 0 else f'to {off:.0e}'}. A token of a good answer that is already twice as likely (r = "
+        f"{FAR:g}, Ψ > 0) weighs {far['Clip(0.2, 0.28)']:.0f} under the clip, {far['SigmoidGate']:.2f} under SAPO's soft gate, "
+        f"{far['ClippedImportance(0, 5)']:.0f} under CISPO's cap and in the plain importance ratio, {far['OnPolicy']:.0f} with "
+        "none. Far tokens of bad answers keep their weight under the clip, up to r = 3 under the dual clip.",
         {f"at_{FAR:g} {name}": x for name, x in far.items()},
         curves={"ratio": ratios, **curves},
-    )
-
-
-def bound_over_step(seed: int = 0) -> Finding:
-    """J(π), the surrogate L(π) and both lower bounds along the natural gradient of one random MDP, over the step's length.
-
-    Source: Schulman et al. 2015, theorem 1 and eq. 9.
-    """
-    mdp = random_mdp(4, 3, 0.5, seed=seed)
-    theta = sample_normal(mdp.reward.shape, 1.0, seed)
-    direction, old = natural_gradient(mdp, theta), softmax(theta)
-    direction = direction / direction.norm()
-    lengths = tuple(i / 80 for i in range(121))
-    rows = []
-    for length in lengths:
-        new = softmax(theta + length * direction)
-        level = float(surrogate_value(mdp, old, new))
-        rows.append((float(solve(mdp, new).objective), level, *improvement_bound(mdp, old, new)))
-    start = rows[0][0]
-    true, surrogate, by_kl, by_tv = (tuple(row[i] - start for row in rows) for i in range(4))
-    promised, reached = max(by_tv), max(true)
-    safe, best = lengths[by_tv.index(promised)], lengths[true.index(reached)]
-    holds = all(kl <= tv + 1e-10 and tv <= j + 1e-10 for kl, tv, j in zip(by_kl, by_tv, true, strict=True))
-    return Finding(
-        "bound_over_step",
-        "TRPO's bound touches J at the old policy and stays below: raising it raises J, in far shorter steps than would do.",
-        holds,
-        f"Along the natural gradient of a random MDP (γ = 0.5) the bound is {'never' if holds else 'somewhere'} above "
-        f"J. Its maximum promises {promised:.3f} at a step of {safe:.2f} in the logits (total variation; the KL form "
-        f"{max(by_kl):.3f}); J gains {true[lengths.index(safe)]:.3f} there, and {reached:.3f} at a step of {best:g}"
-        f"{', the longest tried' if best == lengths[-1] else ''}.",
-        {"promised": promised, "promised_kl": max(by_kl), "safe": safe, "reached": reached, "best": best},
-        curves={"step": lengths, "J": true, "surrogate": surrogate, "bound_kl": by_kl, "bound_tv": by_tv},
     )
