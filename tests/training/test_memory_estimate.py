@@ -18,7 +18,7 @@ from policygrad.commands.train import train
 from policygrad.learners.local import activation_memory
 from policygrad.learners.local.forward import build_evaluator
 from policygrad.models.loading import load_model
-from policygrad.training.cost_estimate import MemoryEstimate, _count_model_bytes, estimate_memory
+from policygrad.training.cost_estimate import MemoryEstimate, estimate_memory
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-neox", "phi"])
@@ -62,9 +62,6 @@ def test_every_model_of_a_run_is_counted() -> None:
     assert (
         half.fixed["copy of the state"] == plain["copy of the state"] == 3 * plain["weights"]
     )  # masters and two moments
-    assert (
-        _count_model_bytes(pg.Run(), 2**27, None, torch.float32)["copy of the state"] == 0
-    )  # of a large one none is kept
     assert half.training < found["dr_grpo"].training
 
 

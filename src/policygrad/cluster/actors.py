@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, pairwise
 from typing import Any
@@ -35,15 +35,8 @@ from policygrad.models.moe_routing import Routing
 from policygrad.models.tokenizer import Tokenizer, pad_token_id
 from policygrad.rewards.base import Reward
 from policygrad.rewards.config import RewardConfig
-from policygrad.rewards.workers.messages import SampleResult
-from policygrad.rewards.workers.pool import (
-    IncrementalScoring,
-    RewardPool,
-    RewardScorer,
-    Samples,
-    check_lengths,
-    select_samples,
-)
+from policygrad.rewards.workers.messages import SampleResult, Samples, select_samples
+from policygrad.rewards.workers.pool import IncrementalScoring, RewardPool, RewardScorer, check_lengths
 from policygrad.samplers.base import Generation, Request
 from policygrad.samplers.engines.base import gather_or_cancel
 from policygrad.samplers.engines.http import ServerUnavailableError
@@ -340,21 +333,13 @@ class RayRewardPool(RewardScorer):
 # Environments: an episode whose actor dies is replayed in another from the policy's actions.
 
 
-@dataclass(eq=False)
-class _Episode:
-    """An episode in its actor."""
-
-    environment: Environment
-    responses: list[Any] = field(default_factory=list)  # by call
-
-
 class EnvironmentActor(NamedActor):
     """Runs environments, by the number of their episode."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._factory: EnvironmentFactory | None = None
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, tuple[Environment, list[Any]]] = {}  # with the responses by call
 
     async def call(self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]) -> list[Any]:
         """Return the responses to `reset` (None) and actions, of which the last is new; calls unknown to this actor are
@@ -362,30 +347,28 @@ class EnvironmentActor(NamedActor):
         if self._factory is None:
             self._factory = pickle.loads(factory)
         if number not in self._episodes:
-            self._episodes[number] = _Episode(make_environment(self._factory, example, seed))
-        episode = self._episodes[number]
-        for action in calls[len(episode.responses) :]:
-            method = "reset" if action is None else "step"
-            pending: Any = getattr(episode.environment, method)(*([] if action is None else [action]))
+            self._episodes[number] = make_environment(self._factory, example, seed), []
+        environment, responses = self._episodes[number]
+        for action in calls[len(responses) :]:
+            pending: Any = environment.reset() if action is None else environment.step(action)
             if not inspect.isawaitable(pending):
-                raise EngineError(
-                    f"{type(episode.environment).__name__}.{method} is not async: write `async def {method}`"
-                )
-            episode.responses.append(await pending)
-        return episode.responses
+                method = "reset" if action is None else "step"
+                raise EngineError(f"{type(environment).__name__}.{method} is not async: write `async def {method}`")
+            responses.append(await pending)
+        return responses
 
     async def on_truncated(
         self, factory: bytes, number: int, example: Example, seed: int, calls: list[Any]
     ) -> float | None:
         """Call `on_truncated` after these calls, if the environment has it."""
         await self.call(factory, number, example, seed, calls)
-        on_truncated = getattr(self._episodes[number].environment, "on_truncated", None)
+        on_truncated = getattr(self._episodes[number][0], "on_truncated", None)
         return None if on_truncated is None else await on_truncated()
 
     async def close(self, number: int) -> None:
         """Close an episode."""
-        episode = self._episodes.pop(number, None)
-        close = getattr(episode.environment, "close", None) if episode is not None else None
+        environment, _ = self._episodes.pop(number, (None, []))
+        close = getattr(environment, "close", None)
         if close is not None and inspect.isawaitable(closed := close()):
             await closed
 
@@ -395,9 +378,8 @@ class RayEnvironmentFactory:
 
     def __init__(self, actors: ActorFactory, size: int, factory: EnvironmentFactory) -> None:
         self.factory_bytes = serialise(factory, "the environment")
-        restarts = actors.config.restarts
+        restarts = actors.config.restarts  # a retry is safe: a call contains all calls before it
         options = {"max_restarts": restarts, "max_task_retries": restarts, "max_concurrency": MAX_CONCURRENT_CALLS}
-        # a retry is safe: a call contains all calls before it
         self._actors = [actors.create(EnvironmentActor, ENVIRONMENTS, i, **options) for i in range(size)]
         self._count = count()
 
@@ -457,9 +439,8 @@ class RayEnvironment:
         return responses[-1]
 
     async def _call(self, method: str) -> Any:
-        factory = self._factory
-        arguments = (factory.factory_bytes, self._number, self._example, self._seed, self._calls)
-        return await factory.call(self._number, method, *arguments)
+        arguments = (self._factory.factory_bytes, self._number, self._example, self._seed, self._calls)
+        return await self._factory.call(self._number, method, *arguments)
 
 
 # Learning: ranks above 0 as actors, which Ray places and starts; they communicate by torch.distributed as usual.
@@ -490,8 +471,7 @@ class _ActorProcess:
         """It has ended before it was told to."""
 
     def wait(self, timeout: float | None = None) -> int:
-        code = self.poll(timeout)
-        if code is None:
+        if (code := self.poll(timeout)) is None:
             raise subprocess.TimeoutExpired("serve", timeout or 0.0)
         return code
 

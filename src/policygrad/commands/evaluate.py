@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import tyro
 
 from policygrad.commands.options import (
+    check_at_least_1,
     drop_trust_flag,
-    list_help_flags,
     parse_arguments,
     reject_cluster_flags,
     reject_empty_values,
@@ -111,9 +111,7 @@ class EvalOptions:
     """A new folder for eval.json, the object of --json, and samples.jsonl, with one line per completion."""
 
     def __post_init__(self) -> None:
-        for name in ("problems", "samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        check_at_least_1(self, "problems", "samples")
         check_completion_count("--problems", self.problems, "--samples", self.samples)
         if not 0 < self.reward_timeout < math.inf:
             raise ConfigError(f"--timeout must be above 0 seconds and finite, not {self.reward_timeout}")
@@ -130,7 +128,12 @@ def evaluate(args: list[str]) -> int:
     options = parse_options(args)
     from policygrad.training.evaluation import evaluate as measure
 
-    folder = None if options.output is None else make_output_folder(options.output)
+    folder = None if options.output is None else Path(options.output)
+    if folder is not None:  # before any work is done
+        with convert_write_errors(folder, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise ConfigError(f"{folder} is not empty; choose another --output")
     outcomes = {}
     for model in options.model:
         display = ProgressLines(model if len(options.model) > 1 else "")
@@ -146,9 +149,9 @@ def evaluate(args: list[str]) -> int:
             phase=display.wait,
         )
         if not outcome.has_scores:
-            said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
+            reason = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
             raise RewardError(
-                f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {said}"
+                f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {reason}"
             )
     report = build_report(options.task, options.eval_data, options.samples, options.threshold, outcomes)
     if folder is not None:
@@ -215,11 +218,6 @@ def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
     return parse_arguments(EvalOptions, drop_trust_flag(default, args), "eval", *HELP, default=default)
 
 
-def list_eval_flags() -> list[str]:
-    """Return every flag of `policygrad eval`."""
-    return list_help_flags(lambda: _parse(EvalOptions(), ["--help"]))
-
-
 class ProgressLines:
     """Show on standard error how many problems of a model are done, and once each what rewards are waiting for."""
 
@@ -261,22 +259,22 @@ def build_report(
         )
     if len(rows) == 1:
         return rows[0]
-    first, *remaining = outcomes
-    a, differences = outcomes[first], []
-    for other in remaining:
-        b = outcomes[other]
-        pairs = {
-            k: (a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold)) for k in _list_ks(samples)
+    (first, a), *others = outcomes.items()
+    differences = [
+        {
+            "model": first,
+            "less": other,
+            "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
+            "pass": {
+                str(k): asdict(
+                    paired_difference(a.pass_at_per_problem(k, threshold), b.pass_at_per_problem(k, threshold))
+                )
+                for k in _list_ks(samples)
+            },
+            "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
         }
-        differences.append(
-            {
-                "model": first,
-                "less": other,
-                "mean": asdict(paired_difference(a.mean_per_problem, b.mean_per_problem)),
-                "pass": {str(k): asdict(paired_difference(*pair)) for k, pair in pairs.items()},
-                "majority": asdict(paired_difference(a.majority_per_problem, b.majority_per_problem)),
-            }
-        )
+        for other, b in others
+    ]
     return {"models": rows, "differences": differences, "level": LEVEL}
 
 
@@ -351,16 +349,6 @@ def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_
 def _format_failures(row: Mapping[str, Any]) -> str:
     total = row["problems"] * row["samples"]
     return f"{row['truncated']} truncated, {row['failed']} without a reward, of {total} completions"
-
-
-def make_output_folder(output: str) -> Path:
-    """Create the folder before any work is done. Raises ConfigError if it is not empty."""
-    folder = Path(output)
-    with convert_write_errors(folder, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; choose another --output")
-    return folder
 
 
 def save_results(folder: Path, report: Mapping[str, Any], outcomes: Outcomes) -> None:

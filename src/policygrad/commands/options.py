@@ -176,6 +176,14 @@ def list_help_flags(parse_help: Callable[[], object]) -> list[str]:
     return [flag for line in lines for flag in re.findall(r"(?:^|, )(--[a-z][a-z0-9.-]*[a-z0-9])(?=\s|$)", line)]
 
 
+def check_at_least_1(options: object, *names: str) -> None:
+    """Raise ConfigError for a number below 1; None is an open choice."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
 def check_writable(path: Path, option: str) -> None:
     """Raise ConfigError if the file cannot be written or belongs to a run, before any work is done."""
     try:

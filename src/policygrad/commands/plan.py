@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from policygrad.commands.options import check_writable, parse_arguments, write_text_file
-from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, print_lines, wrap_styled
+from policygrad.commands.options import check_at_least_1, check_writable, parse_arguments, write_text_file
+from policygrad.commands.render import HEAD, NAME, QUIET, StyledLine, get_terminal_width, print_lines, wrap_styled
 from policygrad.errors import ConfigError
 from policygrad.planning.cost_model import DTYPE_BYTES, MICRO_TOKENS, MICRO_TOKENS_CPU, ParallelLayout, Workload
 from policygrad.planning.hardware import Efficiency, load_calibration, parse_devices
@@ -98,8 +97,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype!r}")
-        if self.steps < 1:
-            raise ConfigError(f"--steps must be at least 1, not {self.steps}")
+        check_at_least_1(self, "steps")
         if self.price is not None and not 0 <= self.price < float("inf"):
             raise ConfigError(f"--price must be at least 0 and finite, not {self.price:g}")
         if self.context <= self.prompt:
@@ -141,7 +139,7 @@ def plan(args: list[str]) -> int:
     if options.json:
         print(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
-        print_lines(format_plan(report, shutil.get_terminal_size((100, 24)).columns))
+        print_lines(format_plan(report, get_terminal_width()))
     return 0
 
 

@@ -9,9 +9,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Annotated, Any
 
 import tyro
@@ -107,27 +107,23 @@ def format_matrix(width: int | None) -> list[StyledLine]:
     if width is None:
         return _table(_joined(full), {})
     for rows in (_joined(full), _joined(short), short):
-        widths = _widths(rows)
-        if sum(widths) + 2 * (len(widths) - 1) <= width:
-            return _table(rows, grouped)
-    return _blocks(short, grouped, width)
-
-
-def _blocks(rows: dict[str, Cells], grouped: dict[str, list[str]], width: int) -> list[StyledLine]:
-    """Format lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells."""
-    lead = max(map(len, rows)) + 2 if width >= 72 else 4
+        lines = _table(rows, grouped)
+        if max(sum(len(text) for text, _ in line) for line in lines) <= width:
+            return lines
+    # Lines such as `grpo  Ψ GroupMean GroupStd   r Token   w Clip …`, wrapped between cells, without empty cells.
+    lead = max(map(len, names)) + 2 if width >= 72 else 4
 
     def tie(text: str) -> str:
         return text.replace(" ", _TIED) if len(text) <= width - lead else text
 
-    labels = [column.split() for column in next(iter(rows.values()))]
+    labels = [column.split() for column in next(iter(short.values()))]
     legend = ", ".join(f"{symbol} {' '.join(name)}" for symbol, *name in labels if name)
     lines = [*wrap_styled((), legend, width, QUIET)]
-    for family, names in grouped.items():
+    for family, members in grouped.items():
         lines += [(), *wrap_styled((), family, width, HEAD)]
-        for name in names:
+        for name in members:
             # A cell longer than a line is broken between parts, and a part longer than a line between its settings.
-            cells = [(column.split()[0], parts) for column, parts in rows[name].items() if parts]
+            cells = [(column.split()[0], parts) for column, parts in short[name].items() if parts]
             text = "   ".join(
                 tie(" ".join([tie(f"{symbol}{_TIED}{first}"), *map(tie, more)])) for symbol, (first, *more) in cells
             )
@@ -151,30 +147,26 @@ def _joined(rows: dict[str, Cells]) -> dict[str, Cells]:
     return {name: {k: (" ".join(v),) if v else () for k, v in row.items()} for name, row in rows.items()}
 
 
-def _widths(rows: dict[str, Cells]) -> list[int]:
-    columns = next(iter(rows.values()))
-    parts = [[len(part) for row in rows.values() for part in row[column]] for column in columns]
-    return [max(map(len, rows)), *(max([len(column), *sizes]) for column, sizes in zip(columns, parts, strict=True))]
-
-
 def _table(rows: dict[str, Cells], grouped: dict[str, list[str]]) -> list[StyledLine]:
     """Format aligned columns, with a family's name above its first row."""
-    widths = _widths(rows)
     columns = ["", *next(iter(rows.values()))]
+    table = {name: [(name,), *(parts or ("–",) for parts in row.values())] for name, row in rows.items()}
+    widths = [
+        max(len(text) for cell in [(column,), *cells] for text in cell)
+        for column, *cells in zip(columns, *table.values(), strict=True)
+    ]
+
+    def format_row(cells: Iterable[str], style: str) -> StyledLine:
+        first, *others = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        return ((first, style or NAME), ("  " + "  ".join(others).rstrip(), style))
+
+    lines: list[StyledLine] = [format_row(columns, HEAD)]
     heads = {names[0]: family for family, names in grouped.items()}
-    lines: list[StyledLine] = [_row(columns, widths, HEAD)]
-    for name, row in rows.items():
+    for name, cells in table.items():
         if name in heads:
             lines += [(), ((heads[name], HEAD),)]
-        cells = [(name,), *(parts or ("–",) for parts in row.values())]
-        for i in range(max(map(len, cells))):
-            lines.append(_row([cell[i] if i < len(cell) else "" for cell in cells], widths, ""))
+        lines += [format_row(texts, "") for texts in zip_longest(*cells, fillvalue="")]
     return lines
-
-
-def _row(cells: list[str], widths: list[int], style: str) -> StyledLine:
-    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-    return ((padded[0], style or NAME), ("  " + "  ".join(padded[1:]).rstrip(), style))
 
 
 _SYMBOLS = {"ratio": "r", "gate": "w", "corrections": "ρ", "aggregation": "c", "terms": "k", "critic": "V"}

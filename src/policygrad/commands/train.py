@@ -32,7 +32,6 @@ from policygrad.commands.options import (
 )
 from policygrad.commands.render import describe_algorithm, get_page_width
 from policygrad.compare.plan import option_values
-from policygrad.core.algorithm import Algorithm
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.torchrun import torchrun_rank
 from policygrad.models.loading import TRUST_FLAG
@@ -52,20 +51,12 @@ HELP = (
 _FLAT = tyro.conf.arg(name="")
 _NAMES = {"skip_bad_rows": "task.skip-bad-rows", "decontaminate": "task.decontaminate"}
 """Flags with a name other than their field's."""
+_MEASURED = ("tokenizer", "task", "row_map", "skip_bad_rows", "decontaminate", "eval_data", "reward", "environment")
 _FIXED = {
     "model": "continues with the run's own weights, so --model has no effect",
     **{
         name: f"with another --{_NAMES.get(name, name.replace('_', '-'))} would make evaluations before and after incomparable"
-        for name in (
-            "tokenizer",
-            "task",
-            "row_map",
-            "skip_bad_rows",
-            "decontaminate",
-            "eval_data",
-            "reward",
-            "environment",
-        )
+        for name in _MEASURED
     },
 }
 """Options that a resumed run cannot change, and why."""
@@ -147,18 +138,14 @@ def parse_run(args: list[str]) -> tuple[Run, TrainOptions]:
     base = base if name is None else replace(base, algorithm=load_algorithm(name))
     chosen, rest = choose_parts(reopen_lengths(base.algorithm, base.sampling.max_tokens), drop_trust_flag(base, args))
     run, command = _parse(replace(base, algorithm=chosen), rest)
-    run = rename_custom_algorithm(run, base.algorithm)
+    if (
+        base.algorithm.name not in ALGORITHMS
+    ):  # a changed algorithm of the user's says so by its name; others when displayed
+        name = name_run(run.algorithm, run.sampling.max_tokens, base.algorithm).name
+        run = replace(run, algorithm=replace(run.algorithm, name=name))
     if (folder := command.resume) is not None:
         run = resume_in_folder(base, run, folder, _FIXED, f"--config {folder}/run.toml --model {folder}/model")
     return run, command
-
-
-def rename_custom_algorithm(run: Run, base: Algorithm) -> Run:
-    """Give a changed user-defined algorithm a name that says so; for named algorithms the comparison is made when displaying."""
-    if base.name in ALGORITHMS:
-        return run
-    name = name_run(run.algorithm, run.sampling.max_tokens, base).name
-    return replace(run, algorithm=replace(run.algorithm, name=name))
 
 
 def format_configuration(run: Run) -> str:
@@ -195,17 +182,14 @@ def _parse(base: UncheckedRun, args: list[str]) -> tuple[Run, TrainOptions]:
         load_algorithm(parsed.command.algorithm)  # raises for an unknown name, with the nearest
         raise ConfigError(f"{parsed.command.algorithm!r} is one algorithm too many; give one")
     options = {f.name: getattr(parsed.run, f.name) for f in fields(RunOptions)}
-    chosen = set_teacher(apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher)
+    chosen, teacher = apply_options(base.algorithm, parsed.algorithm), parsed.command.teacher
+    if teacher is not None:
+        if chosen.reference is None:
+            raise ConfigError(
+                f"--teacher {teacher} sets a reference, but algorithm.reference is none; omit one of them"
+            )
+        chosen = replace(chosen, reference=replace(chosen.reference, model=teacher))
     return Run(**options, algorithm=chosen), parsed.command
-
-
-def set_teacher(algorithm: Algorithm, name: str | None) -> Algorithm:
-    """Return the algorithm with this model as its reference."""
-    if name is None:
-        return algorithm
-    if algorithm.reference is None:
-        raise ConfigError(f"--teacher {name} sets a reference, but algorithm.reference is none; omit one of them")
-    return replace(algorithm, reference=replace(algorithm.reference, model=name))
 
 
 def _flag(args: Sequence[str], name: str) -> str | None:

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -119,29 +119,6 @@ class LocalSupervisedLearner:
         self.optimizer.restore(tensors, values["optimizer"])
 
 
-def build_supervised_learner(
-    model: nn.Module, config: SupervisedConfig, steps: int, causal: bool
-) -> LocalSupervisedLearner | FsdpController:
-    """Make the learner, in this process or in `learner.world_size` processes, which `close` ends.
-
-    Raises:
-        ConfigError: The options do not work with several processes, or this is one of several torchrun processes that would
-            each learn alone.
-    """
-    check_not_torchrun(config.learner.world_size)
-    if config.learner.world_size == 1:
-        return LocalSupervisedLearner(model, config, steps, causal)
-    from policygrad.learners.fsdp.controller import start_fsdp_learner
-    from policygrad.learners.fsdp.sharding import ModelSkeleton
-
-    return start_fsdp_learner(
-        model,
-        LearnerSpec(NULL_ALGORITHM, config.lr, steps, config=config.learner, optimizer=config.optimizer),
-        skeleton=None if causal else ModelSkeleton.without_shortcuts(model),
-        folder=Path(config.output) if config.output else None,
-    )
-
-
 def step_optimizer(shard: LearnerShard) -> tuple[float | None, float]:
     """Take the update from the accumulated gradient; return (gradient norm before clipping, learning rate).
 
@@ -208,7 +185,7 @@ class SupervisedProgress:
     """Completed steps."""
 
 
-class BatchSchedule(Sequence[list[int]]):
+class BatchSchedule:
     """The rows of every update: units shuffled by (seed, epoch), with at most `batch_size` rows or one unit per update.
 
     An epoch is shuffled when one of its steps is requested. If units differ in size, epochs may differ in their number of steps,
@@ -234,13 +211,7 @@ class BatchSchedule(Sequence[list[int]]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[int]]: ...
-    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> list[int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         epoch = bisect_right(self._ends, index)
@@ -285,7 +256,20 @@ class SupervisedTrainer(BaseTrainer[SupervisedConfig, SupervisedProgress, Metric
         self.schedule = BatchSchedule(self.objective.units, config.epochs, config.batch_size, config.seed)
         stack.enter_context(limit_torch_threads(self.model))
         set_trainable(self.model, config.learner.trainable)
-        learner = build_supervised_learner(self.model, config, len(self.schedule), self.objective.causal)
+        check_not_torchrun(config.learner.world_size)
+        learner: LocalSupervisedLearner | FsdpController
+        if config.learner.world_size == 1:
+            learner = LocalSupervisedLearner(self.model, config, len(self.schedule), self.objective.causal)
+        else:
+            from policygrad.learners.fsdp.controller import start_fsdp_learner
+            from policygrad.learners.fsdp.sharding import ModelSkeleton
+
+            learner = start_fsdp_learner(
+                self.model,
+                LearnerSpec(NULL_ALGORITHM, config.lr, self.steps, config=config.learner, optimizer=config.optimizer),
+                skeleton=None if self.objective.causal else ModelSkeleton.without_shortcuts(self.model),
+                folder=Path(config.output) if config.output else None,
+            )
         self.attach_learner(learner, stack)
         # so that a resumed run sees the same rows
         self.data_digest = [digest_data(file, config.directory) for file in (config.data, config.eval_data) if file]

@@ -92,7 +92,9 @@ def name_run(algorithm: Algorithm, max_tokens: int | None = None, base: Algorith
     for field in ROLES:
         if field == "reference" and "logp_ref" not in algorithm.needs:
             continue  # nothing reads it
-        old_parts, new_parts = _parts_in(base, field), _parts_in(algorithm, field)
+        old_parts, new_parts = (
+            [part for key, part in a.named_parts() if key.partition(".")[0] == field] for a in (base, algorithm)
+        )
         pairs, added, removed = list[tuple[Any, Any]](), list[Any](), list[Any]()  # pairs are of the same class
         kinds = [type(p) for p in old_parts], [type(p) for p in new_parts]
         for tag, i, j, k, m in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
@@ -124,8 +126,3 @@ def format_setting(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else re.sub(r"\(\)$", "", repr(value))
-
-
-def _parts_in(algorithm: Algorithm, field: str) -> tuple[Any, ...]:
-    value = getattr(algorithm, field)
-    return tuple(p for p in (value if isinstance(value, tuple) else (value,)) if p is not None)
