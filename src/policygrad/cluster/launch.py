@@ -136,8 +136,7 @@ class CancellationTracker(Tracker):
     It checks whenever the run reports something, since Ray tells only the actor's own thread.
     """
 
-    def __init__(self) -> None:
-        self._stopping = False
+    _stopping = False
 
     def log(self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]] = ()) -> None:
         self._check()

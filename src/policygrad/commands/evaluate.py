@@ -15,7 +15,6 @@ import tyro
 from policygrad.commands.options import (
     check_at_least_1,
     drop_trust_flag,
-    list_help_flags,
     parse_arguments,
     reject_cluster_flags,
     reject_empty_values,
@@ -129,7 +128,12 @@ def evaluate(args: list[str]) -> int:
     options = parse_options(args)
     from policygrad.training.evaluation import evaluate as measure
 
-    folder = None if options.output is None else make_output_folder(options.output)
+    folder = None if options.output is None else Path(options.output)
+    if folder is not None:  # before any work is done
+        with convert_write_errors(folder, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise ConfigError(f"{folder} is not empty; choose another --output")
     outcomes = {}
     for model in options.model:
         display = ProgressLines(model if len(options.model) > 1 else "")
@@ -145,9 +149,9 @@ def evaluate(args: list[str]) -> int:
             phase=display.wait,
         )
         if not outcome.has_scores:
-            said = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
+            reason = outcome.messages[0] if outcome.messages else "no reward function applies to any of them"
             raise RewardError(
-                f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {said}"
+                f"none of the {outcome.num_failed} completions has a reward, so there is nothing to report: {reason}"
             )
     report = build_report(options.task, options.eval_data, options.samples, options.threshold, outcomes)
     if folder is not None:
@@ -212,11 +216,6 @@ def options_from_run(run: UncheckedRun) -> EvalOptions:
 
 def _parse(default: EvalOptions, args: list[str]) -> EvalOptions:
     return parse_arguments(EvalOptions, drop_trust_flag(default, args), "eval", *HELP, default=default)
-
-
-def list_eval_flags() -> list[str]:
-    """Return every flag of `policygrad eval`."""
-    return list_help_flags(lambda: _parse(EvalOptions(), ["--help"]))
 
 
 class ProgressLines:
@@ -350,16 +349,6 @@ def print_table(report: Mapping[str, Any], outcomes: Outcomes, show: int, *, as_
 def _format_failures(row: Mapping[str, Any]) -> str:
     total = row["problems"] * row["samples"]
     return f"{row['truncated']} truncated, {row['failed']} without a reward, of {total} completions"
-
-
-def make_output_folder(output: str) -> Path:
-    """Create the folder before any work is done. Raises ConfigError if it is not empty."""
-    folder = Path(output)
-    with convert_write_errors(folder, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty; choose another --output")
-    return folder
 
 
 def save_results(folder: Path, report: Mapping[str, Any], outcomes: Outcomes) -> None:

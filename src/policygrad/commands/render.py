@@ -11,9 +11,9 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 from policygrad.algorithms import ALGORITHMS
-from policygrad.catalog import CATALOG, AlgorithmInfo
+from policygrad.catalog import CATALOG
 from policygrad.core.algorithm import Algorithm
-from policygrad.training.config.run_name import RunName, name_run
+from policygrad.training.config.run_name import name_run
 from policygrad.utils.user_code import find_definition
 
 
@@ -169,7 +169,28 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
     """
     run_name = name_run(a, budget)
     about = CATALOG.get(a.name)
-    lines = _title(run_name, about, width)
+    of = f" ({a.name})" if run_name.part_changes else ""
+    lines: list[StyledLine]
+    # Name and source; for a composition those of the named algorithm, and each change with its source.
+    if run_name.part_changes:
+        source = f" ({about.source})" if about else ""
+        lines = [((run_name.name, NAME),), *wrap_styled((("  ", ""),), run_name.base + source, width)]
+    else:
+        lines = [((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD))]
+        indent = " " * (len(run_name.name) + 2)
+        lines += wrap_styled(((indent, ""),), about.source, width, QUIET) if about else []
+    for swap in run_name.part_changes:
+        label = EQUATION_COLUMNS.get(swap.field, ("", swap.field))[1]
+        for part in swap.added:
+            change = f"{label} = {format_part(part, names=True)} ({find_source(part)})"
+            lines += wrap_styled((("  with ", ""),), change, width)
+        if removed := swap.removed[len(swap.added) :]:
+            change = f"{label} {', '.join(type(p).__name__ for p in removed)}"
+            lines += wrap_styled((("  without ", ""),), change, width)
+    for s in run_name.setting_changes:
+        change = f"{shorten_number(s.new_value)} instead of {shorten_number(s.base_value)}"
+        lines += wrap_styled((("  with ", ""),), f"{s.part}.{s.name}".lstrip(".") + f" = {change}", width)
+    # The equation, as it is and as published.
     lines += [(), (("  ", ""), (EQUATION if a.terms else EQUATION.replace(" + k", ""), HEAD)), ()]
     equation = a.equation()
     size = max(map(len, equation))
@@ -179,13 +200,11 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
             symbol, text = head, tail
         equals = " = " if len(symbol) <= 3 else "   "  # a symbol, or a word
         lines += wrap_styled(((f"  {symbol:>{size}}", FORMULA), (equals, "")), text, width)
-    if a.name in CATALOG:
+    if about:
         lines += [(), ((f"{a.name} as published" if run_name.part_changes else "As published", HEAD),)]
-        lines += [
-            row for text in CATALOG[a.name].objective.split("\n") for row in wrap_styled((("  ", ""),), text, width)
-        ]
-        of = f" ({a.name})" if run_name.part_changes else ""
-        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), CATALOG[a.name].deviations or NO_DEVIATIONS, width)]
+        for text in about.objective.split("\n"):
+            lines += wrap_styled((("  ", ""),), text, width)
+        lines += [(), *wrap_styled(((f"Departs{of}  ", HEAD),), about.deviations or NO_DEVIATIONS, width)]
     lines += [(), (("Parts", HEAD), (" and their settings" if run_name.is_changed else " and their defaults", QUIET))]
     lines += _parts(a, width)
     parent = a.name if run_name.is_changed else about.parent if about else None
@@ -195,37 +214,8 @@ def describe_algorithm(a: Algorithm, width: int = 80, budget: int | None = None)
         for column, (theirs, mine) in diff_algorithms(row, a).items():
             lines += wrap_styled(((f"  {column:<12}", ""),), f"{theirs} → {mine}", width)
     if about:
-        of = f" ({a.name})" if run_name.part_changes else ""
         lines += [(), *wrap_styled(((f"Fixes{of}  ", HEAD),), about.addresses, width)]
         lines += [*wrap_styled(((f"Fails{of}  ", HEAD),), about.failure_modes, width)]
-    return lines
-
-
-def _title(run_name: RunName, about: AlgorithmInfo | None, width: int) -> list[StyledLine]:
-    """Return name and source; for a composition those of the named algorithm, and each changed part with its source."""
-    if run_name.part_changes:
-        source = f" ({about.source})" if about else ""
-        lines: list[StyledLine] = [((run_name.name, NAME),), *wrap_styled((("  ", ""),), run_name.base + source, width)]
-    else:
-        lines = [((run_name.name, NAME), (f"  {about.title}" if about else "", HEAD))]
-        indent = " " * (len(run_name.name) + 2)
-        lines += wrap_styled(((indent, ""),), about.source, width, QUIET) if about else []
-    for swap in run_name.part_changes:
-        label = EQUATION_COLUMNS.get(swap.field, ("", swap.field))[1]
-        for part in swap.added:
-            lines += wrap_styled(
-                (("  with ", ""),), f"{label} = {format_part(part, names=True)} ({find_source(part)})", width
-            )
-        if removed := swap.removed[len(swap.added) :]:
-            lines += wrap_styled(
-                (("  without ", ""),), f"{label} {', '.join(type(p).__name__ for p in removed)}", width
-            )
-    for s in run_name.setting_changes:
-        change = (
-            f"{s.part}.{s.name}".lstrip(".")
-            + f" = {shorten_number(s.new_value)} instead of {shorten_number(s.base_value)}"
-        )
-        lines += wrap_styled((("  with ", ""),), change, width)
     return lines
 
 

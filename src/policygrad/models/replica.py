@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from policygrad.errors import ModelError
-from policygrad.models.adapters import (
-    adapter_configs,
-    rebuild_with_adapters,
-    shareable_parameter_ids,
-)
+from policygrad.models.adapters import adapter_configs, rebuild_with_adapters, shareable_parameter_ids
 from policygrad.models.loading import disable_dropout, load_model
 from policygrad.models.tokenizer import Tokenizer, load_tokenizer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from policygrad.errors import ModelError
 from policygrad.models.control_tokens import replace_surrogates
@@ -34,12 +34,8 @@ class ToolCall:
             object.__setattr__(self, name, replace_surrogates(getattr(self, name)))
 
 
-class ToolCallParser(Protocol):
-    """Parses the calls in a model's format."""
-
-    def __call__(self, text: str) -> tuple[ToolCall, ...]:
-        """Return the calls in a turn, in order; those that cannot be parsed carry an error. () = no calls."""
-        ...
+ToolCallParser = Callable[[str], tuple[ToolCall, ...]]
+"""Returns the calls in the text of a turn, in order; those that cannot be parsed carry an error. () = no calls."""
 
 
 @dataclass(frozen=True)

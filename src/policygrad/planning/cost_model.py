@@ -127,10 +127,6 @@ class AlgorithmCost:
         """Forward passes over a rollout before learning, at this staleness."""
         return self.scoring_passes + (self.stale_scoring_passes if staleness else 0)
 
-    def recomputes_head_at(self, staleness: int) -> bool:
-        """True if logits are computed again in the backward pass, at this staleness."""
-        return self.recomputes_head or (staleness > 0 and self.stale_scoring_passes > 0)
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -435,7 +431,8 @@ class TimeModel:
     def training_seconds(self, tokens: TokenCounts, algorithm: AlgorithmCost) -> float:
         """Return the seconds of a forward and backward pass on one device."""
         passes = 1 + BACKWARD_PASSES + (1 if self.layout.checkpointing else 0)
-        head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head_at(self.layout.max_staleness) else 0)
+        is_corrected = self.layout.max_staleness > 0 and algorithm.stale_scoring_passes > 0
+        head = 1 + BACKWARD_PASSES + (1 if algorithm.recomputes_head or is_corrected else 0)
         return self.roofline_seconds(tokens, passes, head) / self.efficiency.training
 
     def sampler_speed(self, workload: Workload) -> SamplerSpeed:

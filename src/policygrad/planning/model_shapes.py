@@ -81,47 +81,39 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> ModelShape:
-    source = f"config.json of Qwen/{name}"
-    return ModelShape(name, hidden, intermediate, layers, heads, 8, 128, 151936, tied, qk_norm=True, source=source)
+Sizes = tuple[int, int, int, int, int, int, int]
+"""hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary"""
 
 
-def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int) -> ModelShape:
-    source = f"config.json of meta-llama/{name}"
-    return ModelShape(name, hidden, intermediate, layers, heads, 8, 128, 128256, source=source)
+def _published(owner: str, name: str, sizes: Sizes, *, tied: bool = False, qk_norm: bool = False) -> ModelShape:
+    return ModelShape(name, *sizes, tied=tied, qk_norm=qk_norm, source=f"config.json of {owner}/{name}")
 
 
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
-        ModelShape(
-            "SmolLM2-135M",
-            576,
-            1536,
-            30,
-            9,
-            3,
-            64,
-            49152,
-            tied=True,
-            source="config.json of HuggingFaceTB/SmolLM2-135M",
-        ),
-        _qwen3("Qwen3-0.6B", 1024, 3072, 28, 16, tied=True),
-        _qwen3("Qwen3-1.7B", 2048, 6144, 28, 16, tied=True),
-        _qwen3("Qwen3-4B", 2560, 9728, 36, 32, tied=True),
-        _qwen3("Qwen3-8B", 4096, 12288, 36, 32, tied=False),
-        _qwen3("Qwen3-14B", 5120, 17408, 40, 40, tied=False),
-        _qwen3("Qwen3-32B", 5120, 25600, 64, 64, tied=False),
-        _llama("Llama-3.1-8B", 4096, 14336, 32, 32),
-        _llama("Llama-3.1-70B", 8192, 28672, 80, 64),
+        _published("HuggingFaceTB", "SmolLM2-135M", (576, 1536, 30, 9, 3, 64, 49152), tied=True),
+        _published("Qwen", "Qwen3-0.6B", (1024, 3072, 28, 16, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-1.7B", (2048, 6144, 28, 16, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-4B", (2560, 9728, 36, 32, 8, 128, 151936), tied=True, qk_norm=True),
+        _published("Qwen", "Qwen3-8B", (4096, 12288, 36, 32, 8, 128, 151936), qk_norm=True),
+        _published("Qwen", "Qwen3-14B", (5120, 17408, 40, 40, 8, 128, 151936), qk_norm=True),
+        _published("Qwen", "Qwen3-32B", (5120, 25600, 64, 64, 8, 128, 151936), qk_norm=True),
+        _published("meta-llama", "Llama-3.1-8B", (4096, 14336, 32, 32, 8, 128, 128256)),
+        _published("meta-llama", "Llama-3.1-70B", (8192, 28672, 80, 64, 8, 128, 128256)),
     )
 }
 
 
 def load_shape(model: str) -> ModelShape:
-    """Return the shape of a model. `model`: a folder with a config.json, a run's folder, a config.json, `tiny`, or a well-known
-    name with or without its owner. Raises ConfigError if the file or name does not exist, or the architecture is not
-    supported."""
+    """Return the shape of a model.
+
+    Args:
+        model: A folder with a config.json, a run's folder, a config.json, `tiny`, or a well-known name, with or without its owner.
+
+    Raises:
+        ConfigError: The file or name does not exist, or the architecture is not supported.
+    """
     if model == EMBEDDED_MODEL:
         return read_shape(Path(__file__).parents[1] / "models" / EMBEDDED_MODEL / "config.json", EMBEDDED_MODEL)
     path = Path(model).expanduser()

@@ -118,9 +118,15 @@ def simulate(
     *,
     in_flight: bool = False,
 ) -> Timeline:
-    """Simulate a run with one step per rollout. `in_flight`: the sampler accepts new weights in the middle of a rollout, so
-    that sampling continues across steps; otherwise the rollout that overlaps an update is finished before the weights change.
-    Raises ValueError if there are no rollouts, or the staleness is negative."""
+    """Simulate a run with one step per rollout.
+
+    Args:
+        in_flight: The sampler accepts new weights in the middle of a rollout, so that sampling continues across steps; otherwise
+            the rollout that overlaps an update is finished before the weights change.
+
+    Raises:
+        ValueError: There are no rollouts, or the staleness is negative.
+    """
     if not rollouts or staleness < 0:
         raise ValueError(
             f"needs at least one rollout and a staleness of at least 0, not {len(rollouts)} and {staleness}"

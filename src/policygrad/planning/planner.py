@@ -152,10 +152,14 @@ def device_splits(gpus: int, tensor_parallel: int) -> list[int]:
 
 
 def find_best_split(request: PlanRequest, layout: ParallelLayout) -> CapacityPlan:
-    """Return the split into samplers and learners with the shortest step, preferring splits that fit. Raises ConfigError if
-    there are fewer devices than one sampler and one learner need.
+    """Return the split into samplers and learners with the shortest step, preferring splits that fit.
 
-    `layout.samplers` is ignored."""
+    Args:
+        layout: Its number of samplers is ignored.
+
+    Raises:
+        ConfigError: There are fewer devices than one sampler and one learner need.
+    """
     plans = [
         CapacityPlan(request, replace(layout, samplers=n)) for n in device_splits(layout.gpus, layout.tensor_parallel)
     ]

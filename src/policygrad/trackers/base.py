@@ -1,6 +1,6 @@
 """The tracker protocol: receivers of a run's metrics, such as its files, a terminal, a notebook or a service.
 
-It is the same for reinforcement learning, fine-tuning, reward models and control. A run calls, in this order:
+It is the same for reinforcement learning, fine-tuning and reward models. A run calls, in this order:
 
     start, (phase | log_evaluation | log | note)*, finish, close
 

@@ -153,7 +153,6 @@ def save_shard(learner: FsdpLearner, folder: Path, key: str) -> None:
     }
 
     def write() -> None:
-        report: dict[str, Any]
         try:
             report = asdict(write_shard_file(folder / shard_name(workers.rank), shards))
         except OSError as error:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policygrad.errors import ConfigError
-from policygrad.learners.base import Learner
 from policygrad.training.config.run import GuardConfig, SupervisedGuardConfig
 from policygrad.training.loop import StepResult
 
@@ -31,7 +29,7 @@ ACTION_MESSAGES = {
 class GuardHistory:
     """The guard's memory, which a checkpoint holds."""
 
-    recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    recent: Mapping[str, list[float]] = field(default_factory=dict)
     """The last values of each metric, oldest first, without those of undone steps."""
     alarm_streak: int = 0
     """Consecutive steps with an alarm."""
@@ -110,7 +108,7 @@ def assess_step(
     """
     spikes = {}
     for name, option in METRIC_OPTIONS.items():
-        factor, before, value = getattr(config, option, 0.0), history.recent.get(name, ()), values.get(name)
+        factor, before, value = getattr(config, option, 0.0), history.recent.get(name, []), values.get(name)
         if not factor or value is None or len(before) < config.window:
             continue
         median = statistics.median(before)
@@ -130,10 +128,10 @@ def assess_step(
             action = "stop"
     recent = {}
     for name in METRIC_OPTIONS:
-        before, value = history.recent.get(name, ()), values.get(name)
+        before, value = history.recent.get(name, []), values.get(name)
         if value is not None and math.isfinite(value) and action == "warn":
-            before = (*before, float(value))
-        recent[name] = tuple(before[-config.window :])
+            before = [*before, float(value)]
+        recent[name] = before[-config.window :]
     text = "no reward distinguishes one completion from another: all compared rewards are equal"
     lr_factor = history.lr_factor * (config.lr_factor if action == "rollback" else 1.0)
     streak = 0 if action == "stop" else streak  # a resumed run starts counting again
@@ -155,11 +153,3 @@ def has_constant_rewards(result: StepResult, values: Mapping[str, float]) -> boo
     rewards = batch.reward[batch.counted]
     all_equal = len(rewards) > 1 and bool((rewards == rewards[0]).all())
     return all_equal or not bool((result.psi[batch.mask] != 0).any())
-
-
-def check_rollback_lr(learner: Learner, config: GuardConfig) -> None:
-    """Raise ConfigError if a rollback would have to lower a learning rate that the learner does not expose."""
-    if config.action == "rollback" and getattr(learner, "lr", None) is None:
-        raise ConfigError(
-            f"guard.action=rollback lowers the learning rate, and {type(learner).__name__} has no `lr` to set: use skip or stop"
-        )

@@ -37,7 +37,7 @@ from policygrad.training.config.run import Run, describe_idle_schedules
 from policygrad.training.config.run_name import RunName, name_run
 from policygrad.training.config.serialization import algorithm_to_dict, load_config
 from policygrad.training.config.trust import CodePermissions, find_code_references, missing_permissions
-from policygrad.training.divergence_guard import check_rollback_lr, has_constant_rewards
+from policygrad.training.divergence_guard import has_constant_rewards
 from policygrad.training.interrupts import StopRequested
 from policygrad.training.loop import Progress, StepOutcome, StepResult, run_loop
 from policygrad.training.provenance import fingerprint_run
@@ -182,7 +182,10 @@ class Trainer(BaseTrainer[Run, Progress, float]):
             self.resources = distribute_sampling(resources, self.learner)
         code = dict(zip(_list_code(run), _list_code(resolved), strict=True))
         self.fingerprint = fingerprint_run(resolved, device, code)
-        check_rollback_lr(self.learner, run.guard)
+        if run.guard.action == "rollback" and getattr(learner, "lr", None) is None:
+            raise ConfigError(
+                f"guard.action=rollback lowers the learning rate, and {type(learner).__name__} has no `lr` to set: use skip or stop"
+            )
         if resources.has_rewards and run.evaluation.problems:
             self.eval_examples = resources.task.eval_examples(run.evaluation.problems)
         for example in self.eval_examples:  # refuse a prompt that leaves no room for a completion now

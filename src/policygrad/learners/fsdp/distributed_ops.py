@@ -20,12 +20,7 @@ from policygrad.core.batch import Batch, Forward
 from policygrad.core.metrics import Metrics, merge
 from policygrad.errors import ConfigError
 from policygrad.learners.fsdp.processes import WorkerGroup
-from policygrad.learners.fsdp.sharding import (
-    FsdpUnit,
-    apply_fsdp,
-    swap_parameters,
-    swap_when_called,
-)
+from policygrad.learners.fsdp.sharding import FsdpUnit, apply_fsdp, swap_parameters, swap_when_called
 from policygrad.learners.local.curvature import Curvature, make_dual, output_hessian_product, unpack_dual
 from policygrad.learners.local.packing import Pack, WorkDivision, pack_micro_batches
 from policygrad.learners.local.score_norms import Norms, ScoreNorms

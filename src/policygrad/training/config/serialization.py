@@ -35,6 +35,7 @@ from policygrad.utils.filesystem import read_toml
 from policygrad.utils.user_code import find_assignment, find_definition, import_path, is_user_reference, load_object
 
 NONE = "none"
+C = typing.TypeVar("C", bound=Any)  # a frozen dataclass
 ConfigT = typing.TypeVar("ConfigT", bound=UncheckedRun | SupervisedConfig)
 
 
@@ -71,11 +72,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except ValueError as error:  # deeply nested brackets, or an integer of thousands of digits
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
-
-
-def from_dict(data: Mapping[str, Any], base: ConfigT, where: str) -> ConfigT:
-    """Return `base` changed by nested mappings as TOML has them; `where` starts every error message."""
-    return _apply(base, data, where, "")  # type: ignore[no-any-return]
 
 
 def algorithm_to_dict(algorithm: Algorithm) -> dict[str, Any]:
@@ -195,8 +191,13 @@ def check_part_field(kind: type, where: str, dotted: str) -> None:
         )
 
 
-def _apply(base: Any, data: Mapping[str, Any], where: str, dotted: str) -> Any:
-    """Return a dataclass changed by the table at the key `dotted`."""
+def from_dict(data: Mapping[str, Any], base: C, where: str, dotted: str = "") -> C:
+    """Return `base` changed by nested mappings as TOML has them.
+
+    Args:
+        where: What holds them, which starts every error message.
+        dotted: The key there; "" = the complete configuration.
+    """
     hints = typing.get_type_hints(type(base))
     names, changes = {f.name for f in fields(base)}, dict[str, Any]()
     for key, value in data.items():
@@ -222,10 +223,10 @@ def _apply(base: Any, data: Mapping[str, Any], where: str, dotted: str) -> Any:
                     current = get_algorithm(name)
                 except ValueError:
                     current = replace(current, name=name)  # a custom algorithm, given part by part
-            changes[key] = _apply(current, table, where, place)
+            changes[key] = from_dict(table, current, where, place)
         else:
             changes[key] = _parse_value(value, hints[key], where, place)
-    return _build(lambda: replace(base, **changes), where, dotted or "the run")
+    return _build(lambda: replace(base, **changes), where, dotted or "the run")  # type: ignore[no-any-return]
 
 
 def _build(make: typing.Callable[[], Any], where: str, dotted: str) -> Any:
