@@ -82,7 +82,7 @@ def test_undone_values_are_forgotten_and_consecutive_alarms_stop() -> None:
     guard = replace(GUARD, action="rollback", max_consecutive_alarms=3)
     found, watched = judged([{"grad_norm": x} for x in (1.0, 1.0, 50.0, 50.0, 50.0)], guard=guard)
     assert [v.action for v in found] == ["warn", "warn", "rollback", "rollback", "stop"]
-    assert watched == GuardHistory({"grad_norm": (1.0, 1.0)}, alarm_streak=0, lr_factor=0.25)
+    assert watched == GuardHistory({"grad_norm": [1.0, 1.0]}, alarm_streak=0, lr_factor=0.25)
 
 
 def test_constant_rewards_are_skipped_and_finally_stop() -> None:

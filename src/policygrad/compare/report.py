@@ -30,7 +30,6 @@ def pluralise(shown: object, noun: str) -> str:
 
 
 MAX_NAMED_PAIRS = 6
-"""Maximum number of pairs named in a sentence."""
 FEW_SEEDS = 10
 """Number of seeds below which the report warns that percentile intervals are too narrow."""
 SETTINGS = {
@@ -279,12 +278,8 @@ def build_report(plan: ComparisonPlan, results: Results, share: float = DEFAULT_
             separated = {name: enough and not p.low <= 0.5 <= p.high for name, p in probabilities.items()}
             pairs.append(RowPair(a.label, b.label, probabilities, separated))
     report = ComparisonReport(
-        command=plan.command,
-        version=plan.version,
-        tokens=plan.tokens,
-        seeds=plan.seeds,
+        **{name: getattr(plan, name) for name in ("command", "version", "tokens", "seeds", "ladder")},
         tuning_seeds=plan.tuning_seeds if any(row.is_tuned for row in plan.rows) else (),
-        ladder=plan.ladder,
         share=share,
         stopped=results.stopped,
         kinds=kinds,
@@ -323,11 +318,7 @@ def _row(
     value = results.chosen.get(row.label)
     job = Job(row.label, value, plan.seeds[0])
     edges = {min(row.grid): "smallest", max(row.grid): "largest"} if row.is_tuned else {}
-    failed = [
-        {"seed": job.seed, "value": job.option_value, "error": error}
-        for job, error in results.failures.items()
-        if job.row == row.label
-    ]
+    failures = [(job, error) for job, error in results.failures.items() if job.row == row.label]
     tuning = []
     for tried in row.grid if row.is_tuned else ():
         jobs = [Job(row.label, tried, seed) for seed in plan.tuning_seeds]
@@ -343,6 +334,6 @@ def _row(
         runs=tuple(
             summary.describe_run(job, o, shlex.join(["policygrad", *plan.train_argv(job)])) for job, o in runs.items()
         ),
-        failed=tuple(failed),
+        failed=tuple({"seed": job.seed, "value": job.option_value, "error": error} for job, error in failures),
         summary=summary.summarise_row(list(runs.values()), kind.equal, axes, kind.threshold) if runs else None,
     )
