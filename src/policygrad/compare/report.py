@@ -29,7 +29,6 @@ def pluralise(shown: object, noun: str) -> str:
     return f"{shown} {noun.removesuffix('s') if str(shown) == '1' else noun}"
 
 
-MAX_NAMED_PAIRS = 6
 FEW_SEEDS = 10
 """Number of seeds below which the report warns that percentile intervals are too narrow."""
 SETTINGS = {
@@ -56,8 +55,7 @@ def describe_ranking(report: ComparisonReport) -> Iterable[str]:
     both = [pair for pair in report.pairs if pair.separated["tokens"] and pair.separated["updates"]]
     turned = [p for p in both if (p.probability["tokens"].value > 0.5) != (p.probability["updates"].value > 0.5)]
     if both:
-        named = [f"{p.first} and {p.second}" for p in turned[:MAX_NAMED_PAIRS]]
-        names = ", ".join(named) + " …" * (len(turned) > MAX_NAMED_PAIRS)
+        names = ", ".join(f"{p.first} and {p.second}" for p in turned[:6]) + " …" * (len(turned) > 6)
         yield (
             f"Of {len(both)} pairs that are apart at equal tokens and at equal updates, {len(turned)} "
             f"{'is' if len(turned) == 1 else 'are'} in the opposite order at equal updates{f' ({names})' if turned else ''}."

@@ -79,7 +79,7 @@ class Episode:
     reward: tuple[float, ...] = ()
     """Each turn's reward, at its last token."""
     probability: float = 1.0
-    """Probability of the world's answers."""
+    """Of the world's answers."""
     outcome: float = 0.0
 
 
