@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from policygrad.models.tool_calls import ToolCall, ToolCallParser
 from policygrad.rewards.workers.messages import quote, to_number
 from policygrad.sandbox.python_tool import truncate_middle
 from policygrad.tasks.base import Example, Prompt
-from policygrad.utils.async_runner import OverdueError, await_with_timeout
+from policygrad.utils.async_runner import OverdueError, await_with_timeout, run_in_daemon_thread
 
 MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS = "malformed", "unknown", "arguments", "raised", "slow", "excess"
 FAILURES = (MALFORMED, UNKNOWN, ARGUMENTS, RAISED, SLOW, EXCESS)
@@ -169,7 +168,14 @@ class Tool:
         function = self.function if inspect.isroutine(self.function) else self.function.__call__  # type: ignore[operator]
         if inspect.iscoroutinefunction(function):
             return await self.function(*bound.args, **bound.kwargs)
-        result = await _run_in_thread(lambda: self.function(*bound.args, **bound.kwargs))
+
+        def call() -> Any:
+            try:
+                return self.function(*bound.args, **bound.kwargs)
+            except (StopIteration, SystemExit, asyncio.CancelledError) as error:  # these end the tool only
+                raise RuntimeError(repr(error)) from error
+
+        result = await run_in_daemon_thread(call)
         return await result if isinstance(result, Awaitable) else result
 
 
@@ -184,33 +190,6 @@ def make_tools(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
     if duplicates:
         raise ConfigError(f"two tools are named {duplicates[0]!r}, so a call would be ambiguous; rename one")
     return {tool.name: tool for tool in tools}
-
-
-async def _run_in_thread(work: Callable[[], Any]) -> Any:
-    """Run `work` in a daemon thread, which, once abandoned, prevents neither the loop nor the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(method: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            method(value)
-
-    def target() -> None:
-        outcome: tuple[Callable[[Any], None], Any]
-        try:
-            outcome = future.set_result, work()
-        except Exception as error:
-            outcome = (
-                future.set_exception,
-                error if not isinstance(error, StopIteration) else RuntimeError(repr(error)),
-            )
-        except BaseException as error:  # sys.exit() in a tool ends the tool only
-            outcome = future.set_exception, RuntimeError(repr(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=target, daemon=True).start()
-    return await future
 
 
 def _to_text(value: Any) -> str:

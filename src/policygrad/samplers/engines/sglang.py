@@ -7,7 +7,6 @@ form, not against a running server, which needs a GPU (docs/engines.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS
 from policygrad.samplers.base import Request
 from policygrad.samplers.config import FOLDER
 from policygrad.samplers.engines.base import (
-    REQUEST_TIMEOUT,
     EngineCompletion,
     EngineSampler,
     LaunchCommand,
@@ -99,10 +97,6 @@ class SglangSampler(EngineSampler):
     gauges = PrometheusGauges("sglang:num_queue_reqs", "sglang:token_usage")
     supports_lora = True
     transfer_class = SglangTransfer
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.adapter_names: dict[str, str] = {}  # by server: the current adapter
 
     @classmethod
     def launch_command(cls, options: LaunchOptions) -> LaunchCommand:
@@ -186,12 +180,6 @@ class SglangSampler(EngineSampler):
                 f"{url} does not answer as SGLang does ({type(error).__name__} {error}): is it one?"
             ) from error
 
-    async def close(self) -> None:
-        if self.adapter_only and self.published is not None:
-            for url in self.adapter_names:
-                await self._unload_adapter(url, self.published.name)
-        await super().close()
-
     # Adapters: `/load_lora_adapter` and `/unload_lora_adapter`.
     #
     # Source: sgl-project/sglang 0.5, python/sglang/srt/managers/{io_struct,tokenizer_control_mixin}.py (both reply `success`,
@@ -206,7 +194,7 @@ class SglangSampler(EngineSampler):
             EngineError: It does not load adapters, or not this one; the message has the missing option.
         """
         for name in {self.adapter_names.pop(url, ""), version.name} - {""}:  # it may have the current one already
-            await self._unload_adapter(url, name)
+            await self.unload_adapter(url, name)
         body = {"lora_name": version.name, "lora_path": str(version.path)}
         try:
             reply = await self.http.post(f"{url}/load_lora_adapter", body, self.config.recovery_timeout)
@@ -217,12 +205,8 @@ class SglangSampler(EngineSampler):
         for name, adapter in (reply.get("loaded_adapters") or {}).items():  # left by a killed run, for example
             path = adapter.get("lora_path") if isinstance(adapter, dict) else adapter
             if name != version.name and Path(str(path)).parent == version.path.parent:
-                await self._unload_adapter(url, name)
+                await self.unload_adapter(url, name)
         self.adapter_names[url] = version.name
-
-    async def _unload_adapter(self, url: str, name: str) -> None:
-        with suppress(ServerUnavailableError, EngineError):  # not loaded, or the server is gone
-            await self.http.post(f"{url}/unload_lora_adapter", {"lora_name": name}, REQUEST_TIMEOUT)
 
 
 async def _get_first_supported(http: HttpClient, url: str, *routes: str) -> dict[str, Any]:
