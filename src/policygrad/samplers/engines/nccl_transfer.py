@@ -7,10 +7,9 @@ back later is sent the same tensors. The requests of an engine are in its own fi
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from policygrad.errors import EngineError
 from policygrad.samplers.config import SamplerConfig
 from policygrad.samplers.engines.http import HttpClient, ServerUnavailableError
+from policygrad.utils.async_runner import gather_or_cancel, run_in_daemon_thread
 from policygrad.weight_sync.base import (
     BUCKET_BYTES,
     Bucket,
@@ -177,7 +177,8 @@ class WeightTransfer(VersionFolder, ABC):
                     name = f"policygrad-{uuid.uuid4().hex[:12]}"
                     joined = self._make_group(world_size, find_local_address(url), name)
                     group = self._groups[url] = ServerGroup(name, joined)
-                    await _run_together(self.init_group(http, url, joined.init_request()), joined.join)
+                    request = self.init_group(http, url, joined.init_request())
+                    await gather_or_cancel([request, run_in_daemon_thread(joined.join)])
                 await self.start_update(http, url)
                 buckets = iter_buckets(self._tensors, self._bucket_bytes)
                 is_last = False
@@ -186,23 +187,23 @@ class WeightTransfer(VersionFolder, ABC):
                     is_lazy = isinstance(self._tensors, LazyStateDict)
                     bucket = await asyncio.to_thread(next, buckets) if is_lazy else next(buckets)
                     request = self.receive_bucket(http, url, bucket, group.name, version.name)
-                    await _run_together(request, partial(group.group.send, bucket.tensors))
+                    send = partial(group.group.send, bucket.tensors)
+                    await gather_or_cancel([request, run_in_daemon_thread(send)])
                     is_last = bucket.is_last
-                    del bucket, request  # before the next one is gathered
+                    del bucket, request, send  # before the next one is gathered
                 await self.finish_update(http, url, version.name)
                 group.version = version.name
                 self._interrupted.discard(url)
-        except TimeoutError as error:
+        except BaseException as error:
             await self._drop_group(url)
-            raise ServerUnavailableError(f"it has not loaded the weights within {self._timeout:g} seconds") from error
-        except GroupError as error:
-            await self._drop_group(url)
-            raise ServerUnavailableError(f"the process group with it is broken: {error}") from error
-        except StaleWeightsError as error:
-            await self._drop_group(url)
-            raise ServerUnavailableError(f"it is sent the next weights: {error}") from error
-        except BaseException:
-            await self._drop_group(url)
+            if isinstance(error, TimeoutError):
+                raise ServerUnavailableError(
+                    f"it has not loaded the weights within {self._timeout:g} seconds"
+                ) from error
+            if isinstance(error, GroupError):
+                raise ServerUnavailableError(f"the process group with it is broken: {error}") from error
+            if isinstance(error, StaleWeightsError):
+                raise ServerUnavailableError(f"it is sent the next weights: {error}") from error
             raise
 
     async def _drop_group(self, url: str) -> None:
@@ -212,45 +213,7 @@ class WeightTransfer(VersionFolder, ABC):
             await _abort(group)
 
 
-async def _run_together(request: Coroutine[Any, Any, None], send: Callable[[], None]) -> None:
-    """Await a request while a thread sends what the server receives. The first error is raised without waiting for the other
-    side."""
-    question, thread = asyncio.ensure_future(request), _run_in_thread(send)
-    try:
-        await asyncio.gather(question, thread)
-    finally:
-        question.cancel()
-        thread.cancel()
-        await asyncio.gather(question, thread, return_exceptions=True)
-
-
 async def _abort(group: ServerGroup) -> None:
     """Abort a group. If that fails or takes long, it is left behind: no one needs it."""
     with suppress(GroupError, TimeoutError):
-        await asyncio.wait_for(_run_in_thread(group.group.abort), CONTROL_TIMEOUT)
-
-
-def _run_in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run blocking work in a daemon thread, so that the process can exit even if a dead peer never answers."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if future.done():  # cancelled
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        error: BaseException | None = None
-        try:
-            work()
-        except BaseException as caught:  # raised again where the future is awaited
-            error = caught
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+        await asyncio.wait_for(run_in_daemon_thread(group.group.abort), CONTROL_TIMEOUT)
