@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, TypeVar
 
 from policygrad.errors import EngineError
@@ -100,23 +99,26 @@ class ServerPool:
         Raises:
             EngineError: All servers are given up, or several attempts at the request failed.
         """
-        num_invalid = 0
-        for attempt in count(1):
+        num_attempts = num_invalid = 0
+        while True:
             server = await self._acquire(is_continuation)
             ready_count = server.ready_count
             try:
                 return await send(server)
-            except ServerUnavailableError as error:
-                if attempt == MAX_ATTEMPTS:
+            except (ServerUnavailableError, EngineError) as error:
+                is_invalid = isinstance(error, EngineError)
+                num_attempts, num_invalid = num_attempts + 1, num_invalid + is_invalid
+                if num_invalid == MAX_INVALID_REPLIES:
+                    raise
+                if num_attempts >= MAX_ATTEMPTS and not is_invalid:
                     raise EngineError(
                         f"a request failed {MAX_ATTEMPTS} times, the last time at {server.url}: {error}"
                     ) from error
-                self._on_failure(server, ready_count, error)
-            except EngineError as error:
-                num_invalid += 1
-                if num_invalid == MAX_INVALID_REPLIES:
-                    raise
-                self._on_failure(server, ready_count, error)
+                self.num_retries += 1
+                if server.ready_count == ready_count:  # otherwise it became ready again, and the error is an old one
+                    server.ready, server.last_error = False, str(error)
+                if not server.ready:
+                    self._recover(server)
             finally:
                 async with self._slot_free:
                     server.pending -= 1
@@ -125,7 +127,6 @@ class ServerPool:
                         (self._continuation_slot_free if self._waiting_continuations else self._slot_free).notify()
                     else:
                         self._notify_all()  # for the task that waits for the server to drain
-        raise AssertionError
 
     async def ready(self) -> None:
         """Prepare every server anew. Return once each is ready, or unavailable while another one is ready."""
@@ -185,18 +186,6 @@ class ServerPool:
                 self._waiting_continuations -= is_continuation
                 if is_continuation:  # more slots may be free, whose notifications all went to continuations
                     self._slot_free.notify(sum(server.limit - server.pending for server in self._free))
-
-    def _on_failure(self, server: EngineServer, ready_count: int, error: Exception) -> None:
-        """
-        Args:
-            ready_count: `EngineServer.ready_count` when the request was sent. If the server became ready again since, the error
-                concerns its previous state.
-        """
-        self.num_retries += 1
-        if server.ready_count == ready_count:
-            server.ready, server.last_error = False, str(error)
-        if not server.ready:
-            self._recover(server)
 
     def _notify_all(self) -> None:
         for condition in (self._slot_free, self._continuation_slot_free, self._state_changed):
