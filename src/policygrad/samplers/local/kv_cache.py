@@ -71,7 +71,8 @@ class PlainDecodeCache:
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         for cache in self.cache.values():
-            set_cached_length(cache, self.used)
+            if isinstance(cache, CountingCache):
+                cache.length = self.used
         self.used += 1
         inputs = self.rows.new_zeros(2, len(self.attention))  # a finished row reads any token at any valid position
         inputs[:, self.rows] = torch.stack([token, position])
@@ -111,6 +112,13 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
         mask[i, width - len(prompt_ids) :] = 1
     device = next(model.parameters()).device
     ids, mask = ids.to(device), mask.to(device)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    cache: dict[str, Any] = {}
+    if getattr(base, "config", None) is not None and "past_key_values" in inspect.signature(base.forward).parameters:
+        config = base.config.get_text_config(decoder=True)
+        layers = DynamicCache(config=config).layers
+        if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):  # none is attention
+            cache = {"past_key_values": CountingCache(config)}
     out = model(
         input_ids=ids,
         attention_mask=mask,
@@ -118,7 +126,7 @@ def prefill(model: nn.Module, prompts: Sequence[Tensor], pad: int) -> tuple[Any,
         use_cache=True,
         logits_to_keep=1,
         return_dict=True,
-        **make_cache_arguments(model),
+        **cache,
     )
     return out, mask
 
@@ -180,24 +188,6 @@ class CountingCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.length + query_length, 0
-
-
-def make_cache_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of the first forward pass: a `CountingCache` if no layer is attention, else nothing."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    config = getattr(base, "config", None)
-    if config is None or "past_key_values" not in inspect.signature(base.forward).parameters:
-        return {}
-    empty = DynamicCache(config=config.get_text_config(decoder=True))
-    if not empty.layers or any(isinstance(layer, CacheLayerMixin) for layer in empty.layers):
-        return {}
-    return {"past_key_values": CountingCache(config.get_text_config(decoder=True))}
-
-
-def set_cached_length(cache: Any, tokens: int) -> None:
-    """Set the number of cached tokens, if the cache does not count them itself."""
-    if isinstance(cache, CountingCache):
-        cache.length = tokens
 
 
 def get_cache(out: Any, model: nn.Module) -> tuple[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import permutations
 
 import numpy as np
 import torch
@@ -125,25 +126,18 @@ def derive_seeds(keys: Sequence[tuple[int, ...]]) -> NDArray[np.uint64]:
     seeds = np.empty((len(keys), 2), dtype=np.uint64)
     for size in {len(words) for words in split}:
         rows = [i for i, words in enumerate(split) if len(words) == size]
-        entropy = np.array([split[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
-        seeds[rows] = _hash_entropy(entropy)
+        entropy = np.zeros((max(size, _POOL_SIZE), len(rows)), dtype=np.uint32)  # [words, N]
+        entropy[:size] = np.array([split[i] for i in rows], dtype=np.uint32).reshape(len(rows), size).T
+        hash_input, hash_output = _Hash(_INIT_A, _MULT_A), _Hash(_INIT_B, _MULT_B)
+        pool = [hash_input(word) for word in entropy[:_POOL_SIZE]]
+        for source, target in permutations(range(_POOL_SIZE), 2):
+            pool[target] = _mix(pool[target], hash_input(pool[source]))
+        for word in entropy[_POOL_SIZE:]:
+            pool = [_mix(x, hash_input(word)) for x in pool]
+        low0, high0, low1, high1 = (hash_output(x).astype(np.uint64) for x in pool)
+        shift = np.uint64(32)
+        seeds[rows] = np.stack([high0 << shift | low0, high1 << shift | low1], 1)
     return seeds
-
-
-def _hash_entropy(entropy: _Uint32) -> NDArray[np.uint64]:
-    """Hash entropy words [words, N] to [N, 2]."""
-    hash_input, zeros = _Hash(_INIT_A, _MULT_A), np.zeros(entropy.shape[1], dtype=np.uint32)
-    pool = [hash_input(entropy[i] if i < len(entropy) else zeros) for i in range(_POOL_SIZE)]
-    for source in range(_POOL_SIZE):
-        for target in range(_POOL_SIZE):
-            if source != target:
-                pool[target] = _mix(pool[target], hash_input(pool[source]))
-    for word in entropy[_POOL_SIZE:]:
-        pool = [_mix(x, hash_input(word)) for x in pool]
-    hash_output = _Hash(_INIT_B, _MULT_B)
-    low0, high0, low1, high1 = (hash_output(x).astype(np.uint64) for x in pool)
-    shift = np.uint64(32)
-    return np.stack([high0 << shift | low0, high1 << shift | low1], 1)
 
 
 class _Hash:
@@ -209,37 +203,25 @@ def find_nonfinite_layer(model: nn.Module, ids: Tensor) -> str:
                 f"the weight {name} has {nonfinite_kind(weight)} in {count} of its {weight.numel()} numbers. Use another model, or "
                 "an earlier checkpoint with a lower --lr."
             )
-    device = next(model.parameters()).device
-    with torch.no_grad(), trace_nonfinite(model) as modules:
-        model(input_ids=ids[None].to(device), use_cache=False)
-    where = (
-        f"{modules[0]} is the first layer whose output is not"
-        if modules
-        else "all layers' outputs are when the text is read again"
-    )
-    return f"the weights are finite, and {where}. learner.dtype=fp32 has a larger range."
+    # a module finishes after its submodules: those of the first one with such an output have finite outputs
+    first = list[str]()
 
+    def check(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        if not first and any(isinstance(x, Tensor) and _has_nan_or_inf(x) for x in outputs):
+            first.append(f"{name or 'the model'} ({type(module).__name__})")
 
-@contextmanager
-def trace_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the modules with non-finite outputs, in the order in which they finish: the first one's submodules have finite
-    outputs."""
-    modules: list[str] = []
-
-    def make_hook(name: str, module: nn.Module) -> Callable[..., None]:
-        def check(_: nn.Module, inputs: object, output: object) -> None:
-            outputs = output if isinstance(output, tuple | list) else [output]
-            if any(isinstance(x, Tensor) and _has_nan_or_inf(x) for x in outputs):
-                modules.append(f"{name or 'the model'} ({type(module).__name__})")
-
-        return check
-
-    handles = [module.register_forward_hook(make_hook(name, module)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
     try:
-        yield modules
+        with torch.no_grad():
+            model(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
+    where = "all layers' outputs are when the text is read again"
+    if first:
+        where = f"{first[0]} is the first layer whose output is not"
+    return f"the weights are finite, and {where}. learner.dtype=fp32 has a larger range."
 
 
 def nonfinite_kind(values: Tensor) -> str:
