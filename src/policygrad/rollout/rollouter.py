@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from policygrad.core.algorithm import Algorithm
@@ -268,20 +269,14 @@ class Rollouter:
         self, algorithm: Algorithm, batch: Batch, groups: list[EpisodeGroup], sampling: SamplingParams, step: int
     ) -> tuple[Batch, list[EpisodeGroup], ScoringResult]:
         """Sample what the algorithm needs besides the episodes: prefix values, greedy baselines, or a vine in their place."""
-
-        def play(specs: list[EpisodeSpec], samples_per_prompt: int) -> list[EpisodeGroup]:
-            return self.play(specs, samples_per_prompt, sampling)
-
-        def play_greedy(specs: list[EpisodeSpec]) -> list[EpisodeGroup]:
-            return self.play(specs, 1, replace(sampling, temperature=0.0))
-
-        scoring = ScoringResult()
+        play, scoring = partial(self.play, sampling=sampling), ScoringResult()
         for part in algorithm.advantage:
             if part.samples_values:
                 self._require_single_turn("PrefixValue continues completions", "another advantage, such as GroupMean()")
                 batch, result = add_prefix_values(batch, groups, part.samples, play, self._score, step)
                 scoring |= result
         if "baseline" in algorithm.all_needs:
+            play_greedy = partial(self.play, samples_per_prompt=1, sampling=replace(sampling, temperature=0.0))
             batch, result = add_greedy_baseline(batch, groups, play_greedy, self._score)
             scoring |= result
         for part in algorithm.advantage:
