@@ -122,7 +122,11 @@ class RolloutProducer:
     def _work(self) -> None:
         """Run the background thread."""
         try:
-            while self._should_continue():
+            while True:
+                with self._changed:
+                    if not self._is_short(self._target):
+                        self._thread = None  # from here on `produce_during` starts a new one
+                        return
                 assert self._collect is not None
                 self._produce_one(self._collect)
         except BaseException as error:  # raised in the thread that takes the next rollout
@@ -132,13 +136,6 @@ class RolloutProducer:
                 if self._thread is threading.current_thread():  # `produce_during` may have started another one
                     self._thread = None
                 self._changed.notify_all()
-
-    def _should_continue(self) -> bool:
-        with self._changed:
-            more = self._is_short(self._target)
-            if not more:
-                self._thread = None  # from here on `produce_during` starts a new one
-            return more
 
     def _is_short(self, count: int) -> bool:
         """Return True if fewer rollouts are queued and the run has a step for another one."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from policygrad.core.batch import Batch
-from policygrad.core.metrics import Mean, Metrics, Sum
+from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.core.vine import Vine
 from policygrad.errors import ConfigError
 from policygrad.rollout.batching import batch_groups
@@ -41,14 +41,13 @@ def add_greedy_baseline(
         specs.append(replace(groups[g].spec, key=(seed, GREEDY, step, index)))
     greedy, scoring = score(play_greedy(specs))
     episodes = [group.trajectories[0] for group in greedy]
-    rewards = [t.reward for t in episodes if t.reward is not None]
     for g, episode in zip(active, episodes, strict=True):
         if episode.reward is not None:
             baseline[batch.group == g] = episode.reward
     tokens = sum(t.num_sampled_tokens for t in episodes)
+    rewards = [t.reward for t in episodes if t.reward is not None]
     metrics: Metrics = {name: Sum(float(tokens)) for name in ("tokens/greedy", "tokens/sampled")}
-    if rewards:
-        metrics |= {"reward/greedy": Mean(sum(rewards), float(len(rewards)))}
+    metrics |= list_means({"reward/greedy": rewards})
     note = "a greedy completion has no reward; its prompt is not learned from" if len(rewards) < len(active) else ""
     return replace(batch, baseline=baseline), scoring.failures_only(metrics, note)
 
@@ -164,8 +163,7 @@ def sample_vine(
     failed = sum(len(s.tried) - len(s.valued_tokens) for s in states if len(s.tried) > 1)
     metrics: Metrics = {name: Sum(float(num_tokens)) for name in ("tokens/vine", "tokens/sampled")}
     metrics |= {"vine/states": Sum(float(len(used))), "vine/failed": Sum(float(failed))}
-    if states:
-        metrics["vine/actions"] = Mean(float(sum(len(s.tried) for s in states)), float(len(states)))
+    metrics |= list_means({"vine/actions": [len(s.tried) for s in states]})
     note = "a vine's token has no reward; it is not compared with the other tokens of its state" if failed else ""
     scoring = scoring.failures_only(metrics, note)
     if not used:

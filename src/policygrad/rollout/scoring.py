@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from policygrad.core.metrics import Mean, Metrics, Sum, merge
+from policygrad.core.metrics import Mean, Metrics, Sum, list_means, merge
 from policygrad.rewards.base import ProcessScores, RewardScores
 from policygrad.rewards.workers.pool import RewardScorer
 from policygrad.rollout.environment_calls import first_of_each_kind
@@ -65,17 +65,15 @@ def score_groups(groups: list[EpisodeGroup], score: ScoreFn | None) -> tuple[lis
     total: list[float | None] = [s if s is None or e is None else s + e for s, e in pairs]
     metrics = failure_metrics(scores)
     if len(scores.parts) > 1:  # the mean of each reward, and its standard deviation within groups, as for `reward_std`
-        part_metrics: Metrics = {}
         for name, part in scores.parts.items():
             values = [x for x in part if x is not None]
-            part_metrics[f"rewards/{name}"] = Mean(sum(values), float(len(values)))
+            metrics[f"rewards/{name}"] = Mean(sum(values), float(len(values)))
         for name, part in scores.parts.items():
             unread = iter(part)
             by_group = [[x for x in (next(unread) for _ in g.trajectories) if x is not None] for g in groups]
             if count := sum(map(len, by_group)):
                 deviation = sum(len(x) * stdev(x) for x in by_group if len(x) > 1)
-                part_metrics[f"rewards/{name}/std"] = Mean(deviation, float(count))
-        metrics = merge(metrics, part_metrics)
+                metrics[f"rewards/{name}/std"] = Mean(deviation, float(count))
     # without named parts the total is the one reward; weighted, the columns add up to the episodes' rewards
     parts = scores.parts or {"reward": scores.total}
     names = [(name, scores.weights.get(name, 1.0)) for name in parts]
@@ -133,9 +131,8 @@ def score_reasoning_steps(
     ]
     metrics = failure_metrics(scores)
     if use_scores:
-        metrics |= {f"rewards/{name}": Mean(sum(x), float(len(x))) for name, x in scores.parts.items() if x}
-    if counts := [len(x.ends) for x in marks if x is not None]:
-        metrics |= {"steps/mean": Mean(float(sum(counts)), float(len(counts)))}
+        metrics |= list_means({f"rewards/{name}": x for name, x in scores.parts.items()})
+    metrics |= list_means({"steps/mean": [len(x.ends) for x in marks if x is not None]})
     changes: list[dict[str, Any]] = [{"reward": None} if x is None else {"step_marks": x} for x in marks]
     return _replace_trajectories(groups, changes), ScoringResult(metrics, tuple(scores.messages))
 
