@@ -13,8 +13,7 @@ from policygrad.rollout.trajectory import EpisodeGroup, RolloutRequest
 from policygrad.utils.async_runner import with_torch_threads
 
 CollectFn = Callable[[RolloutRequest], Rollout]
-STOP_TIMEOUT = 1.0
-"""Seconds to wait for the thread of a cancelled rollout."""
+STOP_TIMEOUT = 1.0  # seconds to wait for the thread of a cancelled rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +24,7 @@ class RolloutQueue:
     rollouts: tuple[Rollout, ...]
     position: int
     leftover_groups: tuple[EpisodeGroup, ...]
-    num_sampled_tokens: int = 0
-    """Tokens sampled for all steps up to the last queued one."""
+    num_sampled_tokens: int = 0  # tokens sampled for all steps up to the last queued one
 
     @property
     def next_request(self) -> RolloutRequest:
@@ -122,11 +120,7 @@ class RolloutProducer:
     def _work(self) -> None:
         """Run the background thread."""
         try:
-            while True:
-                with self._changed:
-                    if not self._is_short(self._target):
-                        self._thread = None  # from here on `produce_during` starts a new one
-                        return
+            while self._should_continue():
                 assert self._collect is not None
                 self._produce_one(self._collect)
         except BaseException as error:  # raised in the thread that takes the next rollout
@@ -136,6 +130,13 @@ class RolloutProducer:
                 if self._thread is threading.current_thread():  # `produce_during` may have started another one
                     self._thread = None
                 self._changed.notify_all()
+
+    def _should_continue(self) -> bool:
+        with self._changed:
+            more = self._is_short(self._target)
+            if not more:
+                self._thread = None  # from here on `produce_during` starts a new one
+            return more
 
     def _is_short(self, count: int) -> bool:
         """Return True if fewer rollouts are queued and the run has a step for another one."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from policygrad.core.metrics import Metrics, Sum, list_means
 from policygrad.errors import DataError
-from policygrad.rollout.episodes import Encoder
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rollout.extra_samples import ScoreGroups
 from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import EpisodeGroup, Segment, Trajectory
@@ -38,7 +38,7 @@ class Demonstration:
     logp: tuple[float, ...] | None
 
 
-def check_demonstrations(rows: Sequence[Example], encoder: Encoder, max_tokens: int) -> None:
+def check_demonstrations(rows: Sequence[Example], encoder: Tokenizer, max_tokens: int) -> None:
     """Raises DataError for the first row whose demonstration is invalid or longer than `max_tokens`."""
     lengths = []
     for example in rows:
@@ -55,7 +55,7 @@ def check_demonstrations(rows: Sequence[Example], encoder: Encoder, max_tokens: 
 
 
 def add_demonstrations(
-    groups: list[EpisodeGroup], encoder: Encoder, score: ScoreGroups
+    groups: list[EpisodeGroup], encoder: Tokenizer, score: ScoreGroups
 ) -> tuple[list[EpisodeGroup], ScoringResult]:
     """Append to each group the demonstration of its example, scored like the episodes.
 
@@ -138,7 +138,7 @@ def _parse_numbers(value: Mapping[str, Any], name: str, kind: Any, where: str) -
     return tuple(numbers)
 
 
-def _encode(shown: Demonstration, example: Example, prompt_ids: Tensor, encoder: Encoder, where: str) -> list[int]:
+def _encode(shown: Demonstration, example: Example, prompt_ids: Tensor, encoder: Tokenizer, where: str) -> list[int]:
     """Return the token ids. Raises DataError if the log-probabilities do not match them."""
     ids = list(shown.tokens or ())
     if shown.text is not None:

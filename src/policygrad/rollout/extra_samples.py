@@ -16,8 +16,7 @@ from policygrad.rollout.scoring import ScoringResult
 from policygrad.rollout.trajectory import GREEDY, VALUES, VINE, EpisodeGroup, EpisodeSpec, Trajectory
 from policygrad.samplers.local.sampling import philox_uniforms
 
-PlayEpisodes = Callable[[list[EpisodeSpec], int], list[EpisodeGroup]]
-"""(specs, samples per spec) -> unscored groups."""
+PlayEpisodes = Callable[[list[EpisodeSpec], int], list[EpisodeGroup]]  # (specs, samples per spec) -> unscored groups
 ScoreGroups = Callable[[list[EpisodeGroup]], tuple[list[EpisodeGroup], ScoringResult]]
 
 
@@ -112,20 +111,16 @@ def _mean_reward(group: EpisodeGroup) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-MAX_TRY_ROUNDS = 4
-"""Maximum number of times that K tokens are sampled in a state to find K different ones."""
+MAX_TRY_ROUNDS = 4  # maximum number of times that K tokens are sampled in a state to find K different ones
 
 
 @dataclass(eq=False)
 class TriedToken:
     """A token sampled in a state of the vine."""
 
-    token: Trajectory
-    """The episode of this one token."""
-    count: int = 1
-    """Number of times it was sampled."""
-    value: float | None = None
-    """Q̂, the mean reward of its continuations; None = no reward."""
+    token: Trajectory  # the episode of this one token
+    count: int = 1  # number of times it was sampled
+    value: float | None = None  # Q̂, the mean reward of its continuations; None = no reward
     first_continuation: Trajectory | None = None
 
 
@@ -134,12 +129,9 @@ class VineState:
     """A prefix of a completion, and the tokens tried after it."""
 
     group: int
-    spec: EpisodeSpec
-    """The prefix, the rest of its token budget, and the key of its random numbers."""
-    count: int = 1
-    """Number of times it was chosen: equal prefixes are one state."""
-    tried: dict[int, TriedToken] = field(default_factory=dict)
-    """By token id, in the order sampled."""
+    spec: EpisodeSpec  # the prefix, the rest of its token budget, and the key of its random numbers
+    count: int = 1  # number of times it was chosen: equal prefixes are one state
+    tried: dict[int, TriedToken] = field(default_factory=dict)  # by token id, in the order sampled
 
     @property
     def valued_tokens(self) -> list[TriedToken]:
@@ -157,7 +149,26 @@ def sample_vine(
     its share of the chosen states. A state with only one distinct token counts among these but teaches nothing; one with fewer
     than two tokens because rewards failed does not count. All tokens of a state are completed with the same random numbers.
     """
-    states = _choose_states(batch, groups, vine.states, step)
+    states: list[VineState] = []
+    row = 0
+    for g, group in enumerate(groups):
+        size = len(group.trajectories)
+        active = batch.mask[row : row + size].any(1).tolist()
+        row += size
+        places = [(i, t) for i, c in enumerate(group.trajectories) if active[i] for t in range(len(c.tokens))]
+        seed, _, _, index = group.spec.key
+        order = philox_uniforms([(seed, VINE, step, index)], max(1, len(places)))[0].argsort(stable=True).tolist()
+        by_prefix: dict[bytes, VineState] = {}
+        for i, t in (places[place] for place in order[: vine.states] if places):
+            prefix = group.trajectories[i].tokens[:t]
+            name = prefix.numpy().tobytes()
+            if name in by_prefix:
+                by_prefix[name].count += 1
+            else:
+                key = (seed, VINE, step, index, i, t)
+                spec = EpisodeSpec(group.spec.example, key, group.spec.max_tokens - t, prefix)
+                by_prefix[name] = VineState(g, spec)
+        states += by_prefix.values()
     num_tokens, scoring = _value_tokens(states, groups, vine, play, score)
     used = [s for s in states if len(s.valued_tokens) > 1]
     failed = sum(len(s.tried) - len(s.valued_tokens) for s in states if len(s.tried) > 1)
@@ -192,31 +203,6 @@ def sample_vine(
     vine_batch = batch_groups(state_groups)
     weight = torch.cat(weights)[:, None].to(vine_batch.reward.dtype)
     return replace(vine_batch, weight=weight), state_groups, scoring
-
-
-def _choose_states(batch: Batch, groups: Sequence[EpisodeGroup], count: int, step: int) -> list[VineState]:
-    """Choose `count` sampled tokens of each prompt uniformly, and take the text before each."""
-    states: list[VineState] = []
-    row = 0
-    for g, group in enumerate(groups):
-        size = len(group.trajectories)
-        active = batch.mask[row : row + size].any(1).tolist()
-        row += size
-        places = [(i, t) for i, c in enumerate(group.trajectories) if active[i] for t in range(len(c.tokens))]
-        seed, _, _, index = group.spec.key
-        order = philox_uniforms([(seed, VINE, step, index)], max(1, len(places)))[0].argsort(stable=True).tolist()
-        by_prefix: dict[bytes, VineState] = {}
-        for i, t in (places[place] for place in order[:count] if places):
-            prefix = group.trajectories[i].tokens[:t]
-            name = prefix.numpy().tobytes()
-            if name in by_prefix:
-                by_prefix[name].count += 1
-            else:
-                key = (seed, VINE, step, index, i, t)
-                spec = EpisodeSpec(group.spec.example, key, group.spec.max_tokens - t, prefix)
-                by_prefix[name] = VineState(g, spec)
-        states += by_prefix.values()
-    return states
 
 
 def _value_tokens(

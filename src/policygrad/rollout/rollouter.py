@@ -15,6 +15,7 @@ from policygrad.core.vine import Vine
 from policygrad.environments import EnvironmentFactory, SingleTurn
 from policygrad.environments.base import DEFAULT_TIMEOUT
 from policygrad.errors import ConfigError
+from policygrad.models.tokenizer import Tokenizer
 from policygrad.rewards.builtin import find_answer_extractor
 from policygrad.rewards.workers.pool import RewardScorer
 from policygrad.rollout.batching import (
@@ -34,7 +35,7 @@ from policygrad.rollout.dynamic_sampling import (
     sample_until_full,
 )
 from policygrad.rollout.environment_calls import EnvironmentCalls
-from policygrad.rollout.episodes import Encoder, run_episodes
+from policygrad.rollout.episodes import run_episodes
 from policygrad.rollout.evaluation import EvaluationResult, summarise_evaluation
 from policygrad.rollout.extra_samples import add_greedy_baseline, add_prefix_values, sample_vine
 from policygrad.rollout.scoring import (
@@ -60,8 +61,7 @@ from policygrad.utils.async_runner import AsyncRunner
 from policygrad.utils.progress import ProgressCallback, ignore_progress
 from policygrad.weight_sync.base import PublishedWeights
 
-EVAL_CHUNK = 64
-"""Examples evaluated between two progress reports."""
+EVAL_CHUNK = 64  # examples evaluated between two progress reports
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Rollouter:
 
     examples: Callable[[int], Example]
     """Returns the task's i-th training example."""
-    tokenizer: Encoder
+    tokenizer: Tokenizer
     sampler: Sampler
     score: ScoreFn | None
     """The reward functions; None = the environment gives all rewards."""
@@ -184,12 +184,9 @@ class Rollouter:
 
         def sample(count: int, position: int) -> SamplingRound:
             chosen, all_excluded = next_examples(example, count, position, excluded)
-            specs = [
-                EpisodeSpec(
-                    x, (self.seed, TRAIN, request.step, encode_level_index(i, level)), config.sampling.max_tokens
-                )
-                for i, x in chosen
-            ]
+            max_tokens = config.sampling.max_tokens
+            keys = [(self.seed, TRAIN, request.step, encode_level_index(i, level)) for i, _ in chosen]
+            specs = [EpisodeSpec(x, key, max_tokens) for (_, x), key in zip(chosen, keys, strict=True)]
             groups, scoring = self._play_and_score(specs, config.samples_per_prompt, config.sampling)
             groups, step_scoring = score_reasoning_steps(
                 groups, self.score_steps, self.tokenizer.decode, use_scores=use_step_scores
@@ -208,9 +205,7 @@ class Rollouter:
                 )
                 groups, result = add_demonstrations(groups, self.tokenizer, self._score)
                 scoring |= result
-            as_sampled = len(rounds) == 1 and not (step.num_carried_over or step.num_unfilled)
-            as_sampled = as_sampled and len(rounds[0].groups) == len(groups)
-            reuse = as_sampled and not {"demonstration", "rewards", "level"} & needs
+            reuse = groups == list(rounds[0].groups) and not {"demonstration", "rewards", "level"} & needs
             batch = rounds[0].batch if reuse else batch_groups(groups, needs)
             marks = None if self.score_steps is None else [t.step_marks for g in groups for t in g.trajectories]
             if marks is not None:  # filters read the outcome reward: they get the ends of steps, but not their scores

@@ -44,12 +44,9 @@ from policygrad.weight_sync.folder import (
     make_adapter_writer,
 )
 
-TAIL_QUANTILE = 0.9
-"""Completions after this quantile are the tail of a rollout."""
-CALLBACK_INTERVAL = 0.05
-"""Seconds between calls of the completion callback while no completion finishes."""
-REQUEST_TIMEOUT = 10.0
-"""Seconds for a request that needs no computation."""
+TAIL_QUANTILE = 0.9  # completions after this quantile are the tail of a rollout
+CALLBACK_INTERVAL = 0.05  # seconds between calls of the completion callback while no completion finishes
+REQUEST_TIMEOUT = 10.0  # seconds for a request that needs no computation
 
 
 @dataclass(frozen=True)
@@ -57,35 +54,27 @@ class EngineCompletion:
     """A server's reply to one request."""
 
     tokens: Sequence[int]
-    logp: Sequence[float]
-    """Nats, one per token."""
-    weight_version: str | None = None
-    """Name of the weights that it was sampled with, if the engine tells."""
+    logp: Sequence[float]  # nats, one per token
+    weight_version: str | None = None  # name of the weights that it was sampled with, if the engine tells
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """What a server is started with."""
 
-    model: str
-    """A folder, or a hub id."""
-    folder: str | None
-    """The run's `sampler.folder`."""
+    model: str  # a folder, or a hub id
+    folder: str | None  # the run's `sampler.folder`
     host: str
     port: int
-    dtype: str
-    """float32 or bfloat16."""
-    context_length: int
-    """Maximum tokens of prompt and completion."""
+    dtype: str  # float32 or bfloat16
+    context_length: int  # maximum tokens of prompt and completion
     max_concurrency: int
     threads: int
     weight_transport: str = FOLDER
-    lora: Lora | None = None
-    """The adapter that the run will send; None = merged weights."""
+    lora: Lora | None = None  # the adapter that the run will send; None = merged weights
 
 
-LaunchCommand = tuple[dict[str, str], list[str]]
-"""(environment variables, argv)."""
+LaunchCommand = tuple[dict[str, str], list[str]]  # (environment variables, argv)
 
 
 class EngineSampler(ABC):
@@ -223,7 +212,20 @@ class EngineSampler(ABC):
         callback, finished = self._callback, list[float]()
 
         async def generate_one(request: Request, seed: int) -> Generation:
-            generation = await self._generate_in_chunks(request, seed)
+            # in chunks, each of which continues the prompt and the tokens so far: the distribution is that of a single request,
+            # because a token depends only on those before it. A lost chunk is requested again, and earlier ones stay
+            chunks, remaining, prompt_ids = list[Generation](), request.max_tokens, request.prompt_ids
+            while remaining and not (chunks and chunks[-1].finish_reason == "stop"):
+                if (
+                    chunks
+                ):  # the 0 keeps it apart from the keys of an episode's later turns, which are one number longer
+                    seed = int(derive_seeds([(*request.key, 0, len(chunks))])[0, 0])
+                    prompt_ids = torch.cat([prompt_ids, chunks[-1].tokens])
+                max_tokens = min(remaining, self.config.chunk_tokens or remaining)
+                part = replace(request, prompt_ids=prompt_ids, max_tokens=max_tokens)
+                chunks.append(await self.servers.call(partial(self._complete_at, part, seed), bool(chunks)))
+                remaining -= len(chunks[-1].tokens)
+            generation = concat_generations(chunks)
             finished.append(time.perf_counter())
             if callback is not None:
                 callback([(request, generation.tokens)])
@@ -238,7 +240,7 @@ class EngineSampler(ABC):
 
             work = repeat_during(work, call_back, CALLBACK_INTERVAL)
         if not self.config.max_concurrency:
-            adjust = partial(self.load_monitor.adjust_limits, self.servers)
+            adjust = partial(self.servers.adjust_limits, self.load_monitor.read)
             work = repeat_during(work, adjust, server_pool.LOAD_POLL_SECONDS)
         generations = await work
         if finished:
@@ -341,7 +343,7 @@ class EngineSampler(ABC):
         assert self.published is not None
         await self.handshake(server.url)
         if not self.config.max_concurrency:
-            await self.load_monitor.require_load(server.url)
+            await self.load_monitor.read(server.url)
         await self.load_weights(server.url, self.published)
         try:
             self.probe_results[server.url] = await self.probe(server.url)
@@ -351,28 +353,6 @@ class EngineSampler(ABC):
             self.failed_probes.add(server.url)
             raise
         self.failed_probes.discard(server.url)
-
-    async def _generate_in_chunks(self, request: Request, seed: int) -> Generation:
-        """Return the full completion of a request. Each chunk continues the prompt and the tokens so far.
-
-        The distribution is that of a single request, because a token depends only on those before it. A lost chunk is requested
-        again and earlier ones stay; if weights change between chunks, each token has its own version.
-
-        Args:
-            seed: 64 random bits for the first chunk, derived from the request's key.
-        """
-        chunks, remaining, prompt_ids = list[Generation](), request.max_tokens, request.prompt_ids
-        while True:
-            max_tokens = min(remaining, self.config.chunk_tokens or remaining)
-            if chunks:  # the 0 keeps it apart from the keys of an episode's later turns, which are one number longer
-                seed = int(derive_seeds([(*request.key, 0, len(chunks))])[0, 0])
-            chunk_request = replace(request, prompt_ids=prompt_ids, max_tokens=max_tokens)
-            chunk = await self.servers.call(partial(self._complete_at, chunk_request, seed), bool(chunks))
-            chunks.append(chunk)
-            remaining -= len(chunk.tokens)
-            if chunk.finish_reason == "stop" or remaining == 0:
-                return concat_generations(chunks)
-            prompt_ids = torch.cat([prompt_ids, chunk.tokens])
 
     async def _complete_at(self, request: Request, seed: int, server: EngineServer) -> Generation:
         published = self.published  # a server loads others only after it has answered its open requests
@@ -387,11 +367,7 @@ class EngineSampler(ABC):
         return self._validate(server.url, request, completion, published.version)
 
     def _validate(self, url: str, request: Request, completion: EngineCompletion, version: int) -> Generation:
-        """Return the generation up to its first end token.
-
-        Raises:
-            EngineError: The reply is not a completion of the request.
-        """
+        """Return the generation up to its first end token. Raises EngineError if the reply is no completion of the request."""
         tokens, logp, end_tokens = list(completion.tokens), list(completion.logp), self.tokenizer.end_ids
         if len(tokens) != len(logp):
             raise EngineError(

@@ -25,10 +25,8 @@ from policygrad.samplers.engines.http import ServerUnavailableError
 from policygrad.weight_sync.folder import SERVER_LOG, WeightVersion, WeightWriter
 from policygrad.weight_sync.gguf import make_gguf_writer
 
-SMALL_MODEL_PARAMETERS = 5_000_000
-"""Below this, one thread is faster than several that wait for each other."""
-_PROPS_TIMEOUT = 5.0
-"""Seconds in which a server must answer /props while it loads."""
+SMALL_MODEL_PARAMETERS = 5_000_000  # below this, one thread is faster than several that wait for each other
+_PROPS_TIMEOUT = 5.0  # seconds in which a server must answer /props while it loads
 
 
 class LlamaCppSampler(EngineSampler):

@@ -34,7 +34,15 @@ from policygrad.weight_sync.base import (
     with_alias,
 )
 from policygrad.weight_sync.folder import VersionFolder, WeightVersion, find_tied_head
-from policygrad.weight_sync.nccl import GroupError, GroupFactory, TransferGroup, find_local_address
+from policygrad.weight_sync.nccl import (
+    GroupError,
+    GroupFactory,
+    Nccl,
+    NcclGroup,
+    TransferGroup,
+    check_device,
+    find_endpoints,
+)
 
 CONTROL_TIMEOUT = 10.0
 """Seconds for a request that moves no weights, for the end of a group, and for a transfer that is cancelled."""
@@ -46,13 +54,14 @@ class ServerGroup:
 
     name: str
     group: TransferGroup = field(repr=False)
-    version: str = ""
-    """Name of the last version that was sent completely."""
+    version: str = ""  # name of the last version that was sent completely
 
 
 class WeightTransfer(VersionFolder, ABC):
     """The published weights, and the process groups over which they are sent. An engine implements the requests."""
 
+    group_class: ClassVar[type[NcclGroup]]
+    """The engine's groups."""
     sends_tied_head: ClassVar[bool] = False
     """True if an output head tied to the embeddings must be sent a second time under its own name."""
 
@@ -72,18 +81,9 @@ class WeightTransfer(VersionFolder, ABC):
         self._tied_head = find_tied_head(model) if self.sends_tied_head else None
         self._tensors: Mapping[str, Tensor] = {}
         self._groups: dict[str, ServerGroup] = {}
-        self._interrupted = set[str]()
-        """Servers that may be in the middle of an update."""
+        self._interrupted = set[str]()  # servers that may be in the middle of an update
 
     # Requests of the engine.
-
-    @abstractmethod
-    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
-        """Return what forms the engine's groups over NCCL.
-
-        Raises:
-            EngineError: This machine can form none.
-        """
 
     @abstractmethod
     async def get_world_size(self, http: HttpClient, url: str) -> int:
@@ -114,6 +114,12 @@ class WeightTransfer(VersionFolder, ABC):
 
     async def recover(self, http: HttpClient, url: str) -> None:
         """Called before a server that may be in the middle of an update joins a new group."""
+
+    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
+        """Return what forms groups with these servers. Raises EngineError if this machine can form none."""
+        check_device(device, urls)
+        library = Nccl()
+        return lambda world_size, address, name: self.group_class(world_size, address, name, device, library)
 
     # The interface of `VersionFolder`.
 
@@ -175,7 +181,7 @@ class WeightTransfer(VersionFolder, ABC):
                         await self.recover(http, url)
                     world_size = 1 + await self.get_world_size(http, url)
                     name = f"policygrad-{uuid.uuid4().hex[:12]}"
-                    joined = self._make_group(world_size, find_local_address(url), name)
+                    joined = self._make_group(world_size, find_endpoints(url)[0], name)
                     group = self._groups[url] = ServerGroup(name, joined)
                     request = self.init_group(http, url, joined.init_request())
                     await gather_or_cancel([request, run_in_daemon_thread(joined.join)])

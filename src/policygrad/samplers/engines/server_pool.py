@@ -20,14 +20,11 @@ T = TypeVar("T")
 MAX_ATTEMPTS = 10
 """Attempts per request: if a server came back each time, the request itself is what fails. Also the consecutive rejections after
 which a server that was ready before is given up."""
-MAX_INVALID_REPLIES = 3
-"""Invalid replies, or refusals, per request."""
-WAIT_REPORT_SECONDS = 4.0
-"""A wait for servers is reported from then on."""
+MAX_INVALID_REPLIES = 3  # invalid replies, or refusals, per request
+WAIT_REPORT_SECONDS = 4.0  # a wait for servers is reported from then on
 _FIRST_RETRY, _LAST_RETRY = 0.02, 2.0
 """Seconds between attempts to prepare a server: doubled each time, from the first to the last."""
-_MAX_SHOWN = 100
-"""Characters of each server's error in a progress report."""
+_MAX_SHOWN = 100  # characters of each server's error in a progress report
 
 
 @dataclass(eq=False)
@@ -76,8 +73,7 @@ class ServerPool:
         """
         self.all = [EngineServer(url.rstrip("/"), max_concurrency) for url in urls]
         self.prepare, self.recovery_timeout, self.on_progress = prepare, recovery_timeout, on_progress
-        self.num_retries = 0
-        """Requests that were sent again, to another server or to the same one later."""
+        self.num_retries = 0  # requests that were sent again, to another server or to the same one later
         lock = asyncio.Lock()
         self._slot_free, self._continuation_slot_free = asyncio.Condition(lock), asyncio.Condition(lock)
         """Requests wait on these for a free slot. Continuations have a condition of their own, because they go first."""
@@ -85,8 +81,7 @@ class ServerPool:
         """Waits for the state of servers, separate from the conditions above so that it never takes a request's turn."""
         self._waiting_continuations = 0
         self._error: Exception | None = None
-        self._unavailable_since: float | None = None
-        """Monotonic time since which no server is ready; None if one is."""
+        self._unavailable_since: float | None = None  # monotonic time since which no server is ready; None if one is
         self._reported = False
 
     async def call(self, send: Callable[[EngineServer], Awaitable[T]], is_continuation: bool = False) -> T:
@@ -155,12 +150,15 @@ class ServerPool:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._end_wait()
 
-    async def set_limit(self, server: EngineServer, limit: int) -> None:
-        """Change the maximum concurrent requests of a server."""
-        if limit != server.limit:
-            async with self._slot_free:
-                server.limit = limit
-                self._notify_all()
+    async def adjust_limits(self, read_load: Callable[[str], Awaitable[ServerLoad]]) -> None:
+        """Adjust the maximum concurrent requests of every ready server to its load."""
+        for server in self.all:
+            if server.ready:
+                with suppress(ServerUnavailableError, EngineError):  # its open requests will notice
+                    load = await read_load(server.url)
+                    async with self._slot_free:
+                        server.limit = adjust_concurrency(server.limit, server.pending, load)
+                        self._notify_all()
 
     @property
     def _free(self) -> list[EngineServer]:
@@ -259,10 +257,8 @@ class ServerPool:
 # A request that waits in a server's queue could wait here instead, where another server may take it and a weight update need not
 # wait for it. A server whose cache is full evicts completions and computes them again.
 
-INITIAL_CONCURRENCY, MAX_CONCURRENCY = 16, 4096
-"""First and largest limit of concurrent requests."""
-LOW_CACHE_USE, HIGH_CACHE_USE = 0.85, 0.95
-"""The limit rises below the first and falls above the second."""
+INITIAL_CONCURRENCY, MAX_CONCURRENCY = 16, 4096  # first and largest limit of concurrent requests
+LOW_CACHE_USE, HIGH_CACHE_USE = 0.85, 0.95  # the limit rises below the first and falls above the second
 LOAD_POLL_SECONDS = 1.0
 
 
@@ -270,10 +266,8 @@ LOAD_POLL_SECONDS = 1.0
 class ServerLoad:
     """What a server reports about its load."""
 
-    waiting: float
-    """Requests in its queue."""
-    cache_use: float
-    """Used fraction of its key-value cache."""
+    waiting: float  # requests in its queue
+    cache_use: float  # used fraction of its key-value cache
 
 
 @dataclass(frozen=True)
@@ -313,30 +307,16 @@ def adjust_concurrency(limit: int, pending: int, load: ServerLoad) -> int:
 class LoadMonitor:
     """Reads the load of servers."""
 
-    get: Callable[[str], Awaitable[Any]]
-    """Returns the reply of a URL."""
+    get: Callable[[str], Awaitable[Any]]  # returns the reply of a URL
     gauges: PrometheusGauges | None
 
-    async def get_load(self, url: str) -> ServerLoad | None:
-        """Return a server's load, or None if it does not report it."""
-        try:
+    async def read(self, url: str) -> ServerLoad:
+        """Return a server's load. Raises EngineError if it does not report it."""
+        with suppress(EngineError):
             text = await self.get(f"{url}/metrics")
-        except EngineError:
-            return None
-        return None if self.gauges is None else self.gauges(text)
-
-    async def require_load(self, url: str) -> None:
-        """Raise EngineError if a server does not report its load."""
-        if await self.get_load(url) is None:
-            raise EngineError(
-                f"{url}/metrics does not report queue length and cache use, which --sampler.max-concurrency 0 needs. Start the "
-                "server as `policygrad engine` does, or give --sampler.max-concurrency a number"
-            )
-
-    async def adjust_limits(self, servers: ServerPool) -> None:
-        """Adjust the limit of every ready server to its load."""
-        for server in servers.all:
-            if server.ready:
-                with suppress(ServerUnavailableError):  # its open requests will notice
-                    if (load := await self.get_load(server.url)) is not None:
-                        await servers.set_limit(server, adjust_concurrency(server.limit, server.pending, load))
+            if self.gauges is not None and (load := self.gauges(text)) is not None:
+                return load
+        raise EngineError(
+            f"{url}/metrics does not report queue length and cache use, which --sampler.max-concurrency 0 needs. Start the "
+            "server as `policygrad engine` does, or give --sampler.max-concurrency a number"
+        )

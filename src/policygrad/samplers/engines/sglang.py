@@ -6,11 +6,9 @@ form, not against a running server, which needs a GPU (docs/engines.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from policygrad.errors import EngineError
 from policygrad.models.lora_config import DEFAULT_RANK, DEFAULT_TARGETS
@@ -28,7 +26,7 @@ from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTra
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
-from policygrad.weight_sync.nccl import GroupFactory, store_groups
+from policygrad.weight_sync.nccl import StoreGroup
 
 _LORA_HINTS = (
     ("answers 404", "Use a server that loads adapters at run time, SGLang 0.5 or later"),
@@ -48,8 +46,7 @@ class SglangTransfer(WeightTransfer):
     python/sglang/srt/entrypoints/http_server.py.
     """
 
-    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
-        return store_groups(device, urls)
+    group_class = StoreGroup
 
     async def get_world_size(self, http: HttpClient, url: str) -> int:
         info = await _get_first_supported(http, url, "/server_info", "/get_server_info")
@@ -187,12 +184,7 @@ class SglangSampler(EngineSampler):
     # docs/advanced_features/lora.ipynb. A request names the adapter as `lora_path`; the reply does not repeat it.
 
     async def _load_adapter(self, url: str, version: WeightVersion) -> None:
-        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay.
-
-        Raises:
-            ServerUnavailableError: It does not answer, or asks to try later.
-            EngineError: It does not load adapters, or not this one; the message has the missing option.
-        """
+        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay."""
         for name in {self.adapter_names.pop(url, ""), version.name} - {""}:  # it may have the current one already
             await self.unload_adapter(url, name)
         body = {"lora_name": version.name, "lora_path": str(version.path)}

@@ -8,12 +8,10 @@ server of that version (docs/engines.md).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from policygrad.errors import ConfigError, EngineError
 from policygrad.models.lora_config import DEFAULT_RANK
@@ -32,10 +30,9 @@ from policygrad.samplers.engines.nccl_transfer import CONTROL_TIMEOUT, WeightTra
 from policygrad.samplers.engines.server_pool import PrometheusGauges
 from policygrad.weight_sync.base import Bucket
 from policygrad.weight_sync.folder import WeightVersion, WeightWriter, make_safetensors_writer
-from policygrad.weight_sync.nccl import GroupFactory, unique_id_groups
+from policygrad.weight_sync.nccl import UniqueIdGroup
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Valid values of --max-lora-rank (vllm/config/lora.py)."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # valid values of --max-lora-rank (vllm/config/lora.py)
 _SERVER_ERROR = "500"
 """How an error begins whose cause is in the engine: vLLM replies with that status whatever its engine raises."""
 _LORA_HINTS = (
@@ -56,10 +53,8 @@ class VllmTransfer(WeightTransfer):
     Source: vllm-project/vllm 0.32, vllm/entrypoints/rl/online/api_router.py and vllm/distributed/weight_transfer/nccl_engine.py.
     """
 
+    group_class = UniqueIdGroup
     sends_tied_head = True  # see `VllmSampler.weight_writer`
-
-    def make_group_factory(self, device: torch.device, urls: Sequence[str]) -> GroupFactory:
-        return unique_id_groups(device, urls)
 
     async def get_world_size(self, http: HttpClient, url: str) -> int:
         reply = await http.get(f"{url}/get_world_size", CONTROL_TIMEOUT)
@@ -242,12 +237,7 @@ class VllmSampler(EngineSampler):
     # another is loaded in its place (vllm-project/vllm, issue 54839): with --max-loras 1 that is the next version.
 
     async def _load_adapter(self, url: str, version: WeightVersion) -> None:
-        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay.
-
-        Raises:
-            ServerUnavailableError: It does not answer, or asks to try later.
-            EngineError: It does not load adapters, or not this one; the message has the missing option.
-        """
+        """Let the server serve this version, and unload older versions from the same folder. Other runs' adapters stay."""
         reply = await self.http.get(f"{url}/v1/models", REQUEST_TIMEOUT)
         try:
             cards = [card for card in reply["data"] if card.get("parent")]

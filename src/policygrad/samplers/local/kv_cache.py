@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from policygrad.errors import ModelError
 
-GROWTH_TOKENS = 256
-"""Tokens that memory is allocated for at a time: most completions end long before their limit."""
+GROWTH_TOKENS = 256  # tokens that memory is allocated for at a time: most completions end long before their limit
 COMPACT_FRACTION = 0.8
 """Finished rows stay in the cache until fewer than this fraction of its rows are active: dropping them copies the rest."""
 _CACHE_NAMES = ("past_key_values", "cache_params")  # the second: state-space models
@@ -24,10 +24,8 @@ class DecodeCache(Protocol):
     """What a model has cached of the rows being decoded. Rows keep the order in which they were added, except in `keep_rows`."""
 
     model: nn.Module
-    supports_refill: bool
-    """True if prompts can be added while rows are active."""
-    rows: Tensor
-    """[N] int64: the position of each active row in the last forward pass."""
+    supports_refill: bool  # True if prompts can be added while rows are active
+    rows: Tensor  # [N] int64: the position of each active row in the last forward pass
 
     def read(self, prompts: Sequence[Tensor], repeats: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         """Read each prompt once and add `repeats[i]` rows that continue it.
@@ -38,15 +36,12 @@ class DecodeCache(Protocol):
         Returns:
             The logits [N, V] after the prompt for each new row, and the width that prompts were left-padded to.
         """
-        ...
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Return the logits [N, V] after one more token [N] per row, at `position` [N] of its sequence."""
-        ...
 
     def keep_rows(self, rows: Tensor) -> Tensor:
         """Drop all rows except `rows` [n]; return them in their new order."""
-        ...
 
 
 class PlainDecodeCache:
@@ -64,8 +59,7 @@ class PlainDecodeCache:
         name, cache = get_cache(out, self.model)
         repeat_rows(cache, repeats, max_tokens)
         self.cache, self.used = {name: cache}, mask.shape[1]
-        future = mask.new_ones(len(mask), max_tokens)
-        self.attention = torch.cat([mask, future], 1).repeat_interleave(repeats, 0)
+        self.attention = F.pad(mask, (0, max_tokens), value=1).repeat_interleave(repeats, 0)
         self.rows = torch.arange(len(self.attention), device=self.device)
         return out.logits[:, -1].repeat_interleave(repeats, 0), self.used
 

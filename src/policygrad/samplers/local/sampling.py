@@ -16,14 +16,14 @@ from policygrad.models.loading import at_least_float32
 from policygrad.samplers.base import SamplingParams
 
 _BELOW_ONE = 1 - 2**-40  # keeps u·total below the total after rounding, so that no token of probability 0 is sampled
-_BLOCK = 64
-"""Tokens of a vocabulary that are summed at a time."""
+_BLOCK = 64  # tokens of a vocabulary that are summed at a time
 
 
 def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution at u: one random number per token, on any device.
 
     Sums are in float64, so devices differ only if u is within the rounding of a probability (not of a sum) of a token's boundary.
+    A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all weights.
 
     Args:
         logits: [N, V].
@@ -39,7 +39,27 @@ def sample_tokens(logits: Tensor, u: Tensor, sampling: SamplingParams) -> tuple[
         if sampling.temperature != 1:
             logits = logits / sampling.temperature
     largest = logits.amax(-1, keepdim=True)
-    token, total = _invert_cdf((logits - largest).exp_(), u.to(logits.device)[:, None] * _BELOW_ONE)
+    weights, u = (logits - largest).exp_(), u.to(logits.device)[:, None] * _BELOW_ONE
+    size = weights.shape[1]
+    # the first token [N, 1] whose cumulative weight exceeds u [N, 1] times the total [N, 1]
+    if size <= 8 * _BLOCK:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, u * total, right=True)
+    else:
+        split = size - size % _BLOCK
+        sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
+        remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
+        cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
+        total = cumulative[:, -1:]
+        block = torch.searchsorted(cumulative, u * total, right=True)
+        before = nn.functional.pad(cumulative, (1, 0)).gather(1, block)
+        positions = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+        in_block = weights.gather(1, positions.clamp(max=size - 1)).masked_fill_(positions >= size, 0)
+        inner = in_block.cumsum(-1, dtype=torch.float64)
+        offset = torch.searchsorted(inner, u * total - before, right=True)
+        last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # a block's two sums may differ in the last bit
+        token = block * _BLOCK + torch.minimum(offset, last)
     logp = logits.gather(-1, token).double() - largest - total.log()
     return token.squeeze(1), logp.to(logits.dtype).squeeze(1)
 
@@ -51,8 +71,7 @@ def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """
     logits = at_least_float32(logits)
     if sampling.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
+        return torch.full_like(logits, -torch.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     if sampling.top_k:
@@ -64,30 +83,6 @@ def log_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
         outside = probability.cumsum(-1) - probability >= sampling.top_p  # the token that crosses top_p stays
         logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
     return logits.log_softmax(-1)
-
-
-def _invert_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token [N, 1] whose cumulative weight exceeds u [N, 1] times the total, and the total [N, 1] in float64.
-
-    A large vocabulary is summed by blocks, and only the block with the token is cumulated: one pass over all weights.
-    """
-    size = weights.shape[1]
-    if size <= 8 * _BLOCK:
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True), cumulative[:, -1:]
-    split = size - size % _BLOCK
-    sums = weights[:, :split].view(len(weights), -1, _BLOCK).sum(-1, dtype=torch.float64)
-    remainder = weights[:, split:].sum(-1, dtype=torch.float64, keepdim=True)
-    cumulative = torch.cat([sums, remainder], 1).cumsum(-1)
-    total = cumulative[:, -1:]
-    block = torch.searchsorted(cumulative, u * total, right=True)
-    before = nn.functional.pad(cumulative, (1, 0)).gather(1, block)
-    positions = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    in_block = weights.gather(1, positions.clamp(max=size - 1)).masked_fill_(positions >= size, 0)
-    inner = in_block.cumsum(-1, dtype=torch.float64)
-    offset = torch.searchsorted(inner, u * total - before, right=True)
-    last = torch.searchsorted(inner, inner[:, -1:].contiguous())  # the two sums of a block may differ in the last bit
-    return block * _BLOCK + torch.minimum(offset, last), total
 
 
 def philox_uniforms(keys: Sequence[tuple[int, ...]], n: int) -> Tensor:

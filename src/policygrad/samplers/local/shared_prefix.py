@@ -21,11 +21,9 @@ from policygrad.models.loading import at_least_float32
 from policygrad.samplers.local import kv_cache
 from policygrad.samplers.local.kv_cache import COMPACT_FRACTION, PlainDecodeCache, prefill
 
-_FIRST_TOKENS = 8
-"""Tokens that memory is allocated for at first; then twice as many."""
+_FIRST_TOKENS = 8  # tokens that memory is allocated for at first; then twice as many
 _ALIGNMENT = 32
-_MASK_TOKENS = 32
-"""Columns of `PrefixLayout.mask` that are allocated at a time; a multiple of `_ALIGNMENT`."""
+_MASK_TOKENS = 32  # columns of `PrefixLayout.mask` that are allocated at a time; a multiple of `_ALIGNMENT`
 _TOLERANCE = 0.2
 """Fraction of the difference between two texts, and of the spread of the logits: an error beyond both is no rounding."""
 
